@@ -132,7 +132,7 @@ def traced_as(traced: Callable[..., Tensor]) -> Callable[[F], F]:
 
 
 def described(value: object) -> str:
-    """Returns a text for error messages: a tensor's shape, dtype and device, or the name of another class."""
+    """Describes a value for errors: a tensor by its shape, dtype and device, others by their class."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype} on {value.device}"
     return f"a {type(value).__name__}"

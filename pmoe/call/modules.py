@@ -140,10 +140,11 @@ class LayerModules(PassModules):
         """Whether the layer calls the shared expert as a module; otherwise a task of the schedule computes
         it.
 
-        The layer calls the shared expert if it or the other experts have hooks or a wrapper: hooks of the
-        shared expert must run, and hooks of the other experts must not see the shared expert's part of the
-        sum. The property is not cached, because hooks may be added between calls. The property may differ
-        between ranks, because no message depends on it.
+        The layer calls the shared expert in two cases. If the shared expert has hooks or a wrapper, these
+        must run. If the other experts have hooks or a wrapper, these must see the other experts' output
+        alone, but a task of the schedule would add the shared expert's output to it. The property is not
+        cached, because hooks may be added between calls. The property may differ between ranks, because no
+        message depends on it.
         """
         modules = (self.experts_module, self.shared_module)
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts

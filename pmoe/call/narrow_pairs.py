@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def possible_pairs(modules: LayerModules, pairs: Sequence[Restore]) -> tuple[Restore, ...]:
     """Returns those of the restore pairs ``pairs`` that a layer can have.
 
-    On one rank no messages arrive, so "message" becomes "communicate": rows are copied from T_I again. If a
-    layer cannot keep T_M in e4m3, the result has no pairs with "e4m3". One exception: if all pairs have
-    "e4m3", they are returned. `check_narrow` has then refused the layer when it was built.
+    On one rank no messages arrive, so no message can be kept: "message" becomes "communicate", which on one
+    rank copies rows from T_I again. If a layer cannot keep T_M in e4m3, the result has no pairs with "e4m3".
+    If all pairs have "e4m3", they are returned unchanged: `check_narrow` raises for such a layer.
 
     modules: the layer's modules and options.
     pairs: the pairs that the options allow.

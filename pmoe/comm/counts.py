@@ -355,10 +355,13 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns row counts with the loads of all experts, and the largest value of each of `Loads.marks`.
+        """Returns row counts, to which it adds the loads of all experts and the largest values of ``marks``.
+
+        Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
+        over ranks is the load of each expert.
 
         counts: the row counts.
-        agreed: the result of the max-reduction; its last `size` numbers are those of this request.
+        agreed: the result of the max-reduction. Its last `size` numbers are the maxima of what `write` wrote.
         """
         numbers = agreed[len(agreed) - self.size :]
         return replace(
@@ -410,8 +413,13 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     """Returns the number of rows that a ring slot holds: ceil(slack * max_tokens * top_k / n).
 
-    Under even routing, each of n chunks brings a rank max_tokens * top_k / n rows; a slot holds ``slack``
-    times as many. `Slots.depths` computes the same number on the device.
+    Under even routing, a rank receives max_tokens * top_k / n rows in each of n chunks. A slot has room for
+    ``slack`` times this number. `Slots.depths` computes the same number of rows on the device.
+
+    slack: the room of a slot, divided by the rows of an even chunk.
+    top_k: K, the experts of a token.
+    max_tokens: the largest number of tokens of a rank.
+    n: the number of chunks.
 
     Example: slack 1.25, top_k 2, 1000 tokens in 4 chunks -> 625.
     """

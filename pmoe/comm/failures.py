@@ -288,9 +288,10 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
     Let G be the argument ``group``. The error of a rank of G is returned in three cases:
 
-    - The rank has left G. Exception: all ranks of G have left it after the same collectives.
-    - The rank has left a different group H (of another layer, say). It may then never start the collective of
-      G. Exception: the calling rank has left H, too. The error is then old.
+    - The rank has left G, so others may wait for it. But if all ranks of G have left it after the same
+      collectives, nobody waits, and the error is not returned.
+    - The rank has left a different group H (of another layer, say), so it may never start the collective of
+      G. But if the calling rank has left H, too, the error is old and is not returned.
     - The rank failed outside of any pass (`publish_outside_pass`).
     """
     store = dist.distributed_c10d._get_default_store()

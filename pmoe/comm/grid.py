@@ -52,15 +52,16 @@ class Grid:
         return self.esp.size > 1
 
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
-        """Copies counts for each of P ranks to the L ranks that share the experts of that rank.
+        """Repeats counts of rows so that all ranks that share an expert have the expert's counts.
 
-        P is the number of ranks among which rows are dispatched. Each expert of such a rank is split over L
-        ranks. All L ranks must know how many rows the expert gets.
+        Rows are dispatched among P ranks. Each expert of such a rank is split over L ranks, and all L ranks
+        must know how many rows the expert gets. This method only copies entries of a tensor: nothing is sent.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
-        Returns (F, W, X), with the W = P * L ranks of the layer in order of their number in ``all``.
+        Returns (F, W, X) for the W = P * L ranks of the layer (`all`): the entry of each rank is that of
+        the one of the P ranks whose experts it shares.
         """
         if not self.is_sharded:
             return counts_FPX

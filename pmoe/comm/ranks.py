@@ -149,9 +149,10 @@ class Ranks:
         )
 
     def count_exchange(self) -> None:
-        """Numbers the exchange of row counts that begins now: the next number among the group's exchanges.
+        """Gives the next number to the exchange of row counts that begins now.
 
-        The layer's call that starts the exchange has the same number.
+        The exchanges of a group are numbered one after another. The layer's call that starts an exchange has
+        the number of the exchange.
         """
         self.record.exchanges += 1
         self.record.begun_before = collectives.begun

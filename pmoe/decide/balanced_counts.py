@@ -654,7 +654,7 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their shape, dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
-    learned: the fraction of the experts' elements whose gradients at least one rank needs.
+    learned: the fraction of the numbers in the experts' weights of which at least one rank needs gradients.
     """
     options = modules.options
     if routed.x_TM.is_cuda:

@@ -53,7 +53,10 @@ def run(decision: Decision) -> Tensor:
 
 
 class ExpertsCall:
-    """Calls the layer's experts as a module, so that the experts' hooks run before and after all work.
+    """Calls the layer's experts as a module, so that the experts' hooks run.
+
+    Dispatch, products and combine all run inside the module's forward. So forward pre-hooks of the experts
+    run before the dispatch, and forward hooks run after the combine.
 
     call       the call
     routed     the call's tokens with their routing

@@ -106,7 +106,9 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
 
 
 def _warn_unfused(modules: LayerModules, why: str) -> None:
-    """Warns, once for each reason, that fused kernels do not compute a call; not with fused="auto".
+    """Warns that fused kernels do not compute a call, once for each reason.
+
+    With fused="auto" there is no warning.
 
     `warn_once` compares only the text before the first colon with earlier warnings. So a reason should have
     its numbers after a colon: then the same reason with other numbers does not warn a second time.

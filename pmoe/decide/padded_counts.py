@@ -56,9 +56,10 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call. If the persistent kernel may compute the call, it computes the routing later.
+        """Routes the call, unless the persistent kernel may compute the call.
 
-        The tensors of the routing then have no values until that kernel is launched.
+        In that case the kernel is to compute the routing, too, and the tensors of the routing have no values
+        until the kernel is launched.
         """
         self.call = call
         modules = call.modules

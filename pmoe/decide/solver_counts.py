@@ -52,10 +52,10 @@ class SolverCounts(ExactCounts):
         return self.counted(AgreedChoice(choice=choice))
 
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
-        """Returns ``agreed`` with row counts for the chosen numbers of chunks.
+        """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
         If the call's rows were counted for other numbers of chunks, they are counted again, which is
-        collective. The layer remembers the chosen numbers, and its next call counts rows for them.
+        collective. The layer remembers both numbers, and its next call counts rows for them.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """

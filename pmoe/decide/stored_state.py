@@ -85,10 +85,10 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """Returns the fields that say which values a rank holds: they must be equal in the saved record.
+        """Returns the fields that say which values a rank holds.
 
-        The rank and the number of ranks are not among these fields: a rank of a group with a different size
-        may hold the same experts.
+        A saved record fits this rank only if these fields are equal in both. The rank and the number of ranks
+        are not among these fields: a rank of a group with a different size may hold the same experts.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 

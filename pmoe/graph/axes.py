@@ -253,8 +253,9 @@ class _Inference:
     def _has_parts(self, node: fx.Node, combination: Combination) -> bool:
         """Returns whether all tensors of a combination can be cut so that each part has whole sequences.
 
-        A part of the batch is a run of sequences. A dimension that is shorter than the batch cannot be cut,
-        such as the first one of (4, 6) viewed as (2, 2, 6), if the batch has 4 sequences.
+        A part of the batch is a run of sequences. A dimension that is shorter than the batch cannot be cut.
+        Example: a batch of 4 sequences, (4, 6), is viewed as (2, 2, 6). The first dimension of the view has
+        2 entries only, so it cannot be cut.
 
         node: the call of an operator.
         combination: the axes of its inputs and result.

@@ -78,8 +78,8 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
     """Returns the predicted seconds in which nothing is computed, because all work waits for messages.
 
-    In these seconds the compute lane is idle: the queue of all instructions except all-to-alls and
-    reductions.
+    In these seconds the compute lane is idle. The compute lane is the queue of all instructions except
+    all-to-alls and reductions.
     """
     busy = sum(instruction.seconds for instruction in instructions if instruction.lane == COMPUTE)
     return total_seconds(instructions) - busy

@@ -121,10 +121,10 @@ class GraphSplit:
     def saved(self) -> dict[str, int]:
         """Returns the dimension along which each result of a forward graph is cut, by name and by shape.
 
-        `backward_axes` finds the axes of the backward graph's inputs in this dict. If forward saved an input,
-        it has the name of a result of the forward graph. The gradient of a result has another name, and is
-        found by its shape. So each result has two keys: its name, and its shape as text. Results that are not
-        cut along a dimension are left out.
+        `backward_axes` finds the axes of the backward graph's inputs in this dict. The backward graph has two
+        kinds of inputs. A tensor that forward saved has the name of a result of the forward graph. The
+        gradient of a result has a different name, and is found by the shape of the result. So each result has
+        two keys: its name, and its shape as text. Results that are not cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():

@@ -159,10 +159,10 @@ def listed(
     """Returns the instructions in the order of a list schedule, which is found by simulating both lanes.
 
     A lane is a queue of instructions: all-to-alls run on one, all others on the compute lane. All-to-alls
-    keep their order, because it must be the same on every rank. The compute lane always runs the first
-    instruction that is ready. If all instructions of the compute lane wait for an all-to-all, the lane has a
-    gap. It then runs a weight gradient (an instruction that no all-to-all waits for): the one whose seconds
-    are closest to those of the gap.
+    keep their order, because it must be the same on every rank. A weight gradient is an instruction that no
+    all-to-all waits for. The compute lane runs the first other instruction that is ready. If none is ready,
+    because all of them wait for an all-to-all, the lane has a gap. It then runs a weight gradient: the one
+    whose seconds are closest to those of the gap.
 
     instructions: the pass, in order.
     limit: a number of bytes. While results take more bytes, weight gradients that free memory run first.

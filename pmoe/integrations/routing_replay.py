@@ -297,12 +297,12 @@ def _mask(at: int, mask: Any) -> Tensor:
 def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
     """Checks the recorded experts of one call, and returns them: (T, K) integers, K for each of T tokens.
 
-    what: their place in the trace, for errors.
+    what: the place of the recorded experts in the trace, for errors.
     expert_TK: the recorded experts, as the user passed them.
     layer: the layer that was called.
 
-    Raises TypeError or ValueError unless each token has K different experts of the layer, or only entries of
-    -1.
+    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1: such
+    a token is not replayed.
     """
     check_integers(what, expert_TK, 2)
     wide_TK = expert_TK.long()
@@ -369,7 +369,10 @@ def _compare_ranks(model: nn.Module, replays: Sequence[_Replay], failure: Except
 
 
 def _groups(model: nn.Module) -> list[Ranks]:
-    """Returns the groups of several ranks that share layers of a model, each once, in the model's order."""
+    """Returns the groups of ranks over which layers of a model are spread, in the order of the layers.
+
+    Each group is listed once. Groups of a single rank are left out.
+    """
     groups = {tuple(layer.ranks.members): layer.ranks for layer in layers_of(model).values()}
     return [ranks for ranks in groups.values() if ranks.size > 1]
 

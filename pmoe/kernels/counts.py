@@ -3,8 +3,9 @@
 Three launches replace some thirty PyTorch operations:
 
     pack     writes this rank's messages: for each rank a header and the row counts of that rank's experts
-    agree    computes, from the messages that arrived, this rank's input of a max-reduction. Its results
-             are equal on all ranks, for example the largest number of tokens of a rank
+    agree    computes, from the messages that arrived, the numbers that this rank puts into a
+             max-reduction. The reduction then gives all ranks the same numbers, for example the largest
+             number of tokens of a rank
     order    computes the orders of rows and of their routing weights, and where the rows of each expert end
 
 `pmoe.comm.counts` computes these numbers by PyTorch expressions, and explains each of them.
@@ -40,8 +41,8 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
     counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
         experts of each of W ranks.
     num_ranks: W.
-    num_degrees: the number of degrees (numbers of chunks) for which all ranks must know whether all chunks
-        fit into their buffers on every rank.
+    num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
+        chunks must be cut finer to fit into the buffers of every rank.
     """
     if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
         return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
@@ -55,7 +56,9 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
 
 @dataclass(frozen=True)
 class Sent:
-    """This rank's sorted rows, whose routing weights are sent or stay on the rank.
+    """This rank's rows in sorted order, with their routing weights.
+
+    Some rows are sent to other ranks, others stay on this rank.
 
     slot: (S,) int32, the (token, choice) pair of each row, sorted by chunk, then by rank. Rows that stay on
         this rank are the last ones of their chunk.
@@ -116,7 +119,8 @@ class Messages:
         counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
             experts of each of W ranks.
         num_ranks: W.
-        num_degrees: the number of degrees (numbers of chunks); each has an agreed number.
+        num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
+            chunks must be cut finer to fit into the buffers of every rank.
         """
         num_bins = counts_FE.shape[0]
         num_experts = counts_FE.shape[1] // num_ranks

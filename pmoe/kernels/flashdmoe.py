@@ -76,8 +76,8 @@ class RoutingInput:
     deferred: gate logits, and tensors into which the launch writes the experts that it chooses. None if the
         experts are known.
     keep_TK: (T, K) bool, False for choices that are dropped; None keeps all.
-    capacity: the most rows of this rank that each expert keeps: the first rows in token order. None keeps as
-        many rows as the heap has room for; the caller must have checked that these are all rows.
+    capacity: the most rows of this rank that each expert keeps: the first rows in token order. None keeps all
+        rows; the caller must have checked that the heap has room for them.
     counts_A: (A,) int32, memory into which the launch writes this rank's number of rows for each expert; None
         allocates it.
     """

@@ -35,7 +35,7 @@ INSTALL = (
 
 
 def main(arguments: list[str]) -> None:
-    """Runs one command: a command of fairseq with pmoe's plugin, "options", "user-dir" or "--help".
+    """Runs one command: "options", "user-dir", "--help", or a command of fairseq with pmoe's plugin.
 
     arguments: the arguments of the command line, without the program name.
 

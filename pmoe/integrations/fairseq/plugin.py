@@ -4,9 +4,9 @@ Parameters of experts have the attribute ``expert``. fairseq's trainer (with leg
 gradients over ranks. If experts are spread over the data-parallel ranks, three more things must be done, by
 `MoETrainer`:
 
-- Scale the gradients. An expert's gradient is a sum over the tokens of all ranks, but those of other
-  parameters are means over ranks. fairseq multiplies all gradients by the number of ranks, so `MoETrainer`
-  first divides the gradients of experts by this number.
+- Scale the gradients. fairseq takes each gradient for a mean over ranks, and multiplies it by the number of
+  ranks. But the gradient of an expert is a sum over the tokens of all ranks already. So `MoETrainer` first
+  divides the gradients of experts by the number of ranks.
 - Include the experts of all ranks in the norm that --clip-norm limits.
 - Send all experts to rank 0, which alone writes checkpoints.
 

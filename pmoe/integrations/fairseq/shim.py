@@ -23,10 +23,11 @@ def allow_fairseq_defaults() -> None:
     get_field = dataclasses._get_field  # type: ignore[attr-defined]
 
     def get_field_of_fairseq(cls: type, name: str, *rest: Any) -> Any:
-        """Gives the default of a dataclass field a hash if its class is fairseq's, then reads the field.
+        """Reads a field of a dataclass, and makes sure that Python accepts the field's default.
 
-        This function takes the place of dataclasses._get_field, and calls the original with the same
-        arguments.
+        Python refuses defaults that cannot be hashed. So if the default is an object of a class of fairseq,
+        the class gets a hash first. This function takes the place of dataclasses._get_field, and calls the
+        original with the same arguments.
 
         cls: the dataclass.
         name: the name of the field.

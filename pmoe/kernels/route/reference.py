@@ -290,9 +290,10 @@ def route_backward(
 
 
 def _balance_scale(num_tokens: int, num_experts: int, top_k: int) -> float:
-    """Returns the factor s with which s * sum_e slots_e * sum_t p_te is the balance loss E * sum_e f_e P_e.
+    """Returns the factor s by which a sum over experts is multiplied to give the balance loss.
 
-    slots_e is the number of (token, choice) slots of expert e, p_te the probability of expert e for token t.
-    f_e is the fraction of slots that expert e has, and P_e the mean of p_te over tokens.
+    The balance loss is E * sum_e (f_e * P_e). f_e is the fraction of the (token, choice) slots that expert e
+    has, and P_e is the mean over tokens of p_te, the probability of expert e for token t. The loss is
+    computed as s * sum_e (slots_e * sum_t p_te), in which slots_e is the number of slots of expert e.
     """
     return num_experts / (max(num_tokens * top_k, 1) * max(num_tokens, 1))

@@ -194,7 +194,8 @@ class LayerOptions:
 
             fused              the ranks also agree on whether fused kernels can compute the call
             balance            counts are exchanged once more if busy experts get copies on other ranks
-            pipeline="solve"   counts are exchanged once more if the solver takes other numbers of chunks
+            pipeline="solve"   counts are exchanged once more if the solver takes numbers of chunks for which
+                               the first exchange did not count
         """
         return bool(self.fused or self.solves or self.balance)
 

@@ -476,8 +476,9 @@ def unpack(packed: Ticket | tuple[Tensor, int]) -> Tensor:
 class _Hold(torch.autograd.Function):
     """An autograd function that only saves a tensor: the layer's input, for the gate's backward (`Ticket`).
 
-    The checkpoint drops the saved tensor, and recomputes it when `Ticket.tensor` reads it from the node. No
-    backward is defined, because the function's result is empty and is never used.
+    Activation checkpointing drops the saved tensor. It recomputes the tensor when `Ticket.tensor` reads it
+    from this function's node in the autograd graph. No backward is defined, because the function's result is
+    empty and is never used.
     """
 
     @staticmethod

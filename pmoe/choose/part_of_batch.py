@@ -524,8 +524,8 @@ def _output_bytes(batch: TrialBatch) -> int:
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     """Returns the first tokens of a batch, on which a trial with this choice may run. Collective.
 
-    The trial is a timed run of both passes. Its memory is limited: the layer may choose between several
-    steps, and the limit is the peak of the step that is predicted to need the least memory (`smallest_peak`).
+    The trial is a timed run of both passes. It may take no more memory than a step with the most economical
+    of the layer's choices: the limit is the lowest predicted peak of all choices (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

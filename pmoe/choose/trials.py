@@ -198,9 +198,8 @@ class TrialBatch:
         """The numbers of chunks into which this batch can be cut without counting its rows again.
 
         Rows are counted in equal parts of the batch. n chunks can be made if n divides the number of parts.
-        With ``pipeline="solve"`` rows are counted for only some of the numbers of chunks that the options
-        allow, because no reasonable number of parts is a multiple of all of them. Otherwise the result has
-        all numbers that the options allow.
+        With ``pipeline="solve"`` the options allow many n, and no reasonable number of parts is a multiple of
+        all these n. So the result has only some of the n. Otherwise it has all n that the options allow.
         """
         options = self.modules.options
         if not options.solves:
@@ -231,11 +230,11 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing for trials: `orders`, but without all-reduces of other modules' gradients.
+        """The routing for trials: `orders`, whose backward pass all-reduces no gradients of other modules.
 
         A trial is a timed run of both passes. In a training step, a `pmoe.GradientReducer` all-reduces
-        gradients of other modules during this layer's backward pass. A trial is not a training step, so its
-        backward pass must not all-reduce these gradients.
+        gradients of other modules during this layer's backward pass. A trial is not a training step, so a
+        backward pass with this routing does not begin these all-reduces.
         """
         orders = self.orders
         if orders.modules.gradients is not None:

@@ -290,9 +290,10 @@ def time_over_memory(advice: Advice, budget: int | None) -> Figure:
 
 
 def _pictures(advice: Advice, budget: int | None) -> list[str]:
-    """Returns the two pictures of the page as HTML.
+    """Returns the two pictures of the report as HTML.
 
-    The first shows each candidate's time over its bytes, the second when each task of the decision would run.
+    The first shows the time of each candidate over its bytes. The second is a timeline of the chosen
+    schedule.
 
     advice: the candidates and the decision.
     budget: limit of bytes; None for none.

@@ -46,8 +46,8 @@ class Layout:
         name contains {e}, which stands for the expert's number. If the gate projection and the up projection
         are two tensors, the value has their two names, separated by a space.
     axes: maps pmoe's name of a tensor to the axes of the system's tensor, one word for each dimension.
-        A tensor with the same axes as in `AXES` has no entry. The values may lie in memory in another order
-        of axes. Then "|" follows, and the letters in the order of memory.
+        A tensor with the same axes as in `AXES` has no entry. If the values lie in memory in another order
+        than that of the dimensions, the entry ends with "|" and the letters in the order of memory.
     gated: whether the system's experts are gated; None if it has both gated and other experts.
     local: whether each rank numbers its experts from 0.
     count: name of a tensor that holds the number of experts of all ranks; "" if there is none.
@@ -78,9 +78,10 @@ class Layout:
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """Returns the axes of the other system's tensors for one of pmoe's: (of their stack, of one tensor).
+        """Returns the axes of the other system's tensors that hold the values of one of pmoe's tensors.
 
-        The stack has all these tensors, one after the other. Its axes are one letter each (see `AXES`), in
+        The result is (axes of all these tensors, stacked one after the other; axes of a single one). The axes
+        of the stack are one letter each (see `AXES`), in
         the order in which the values lie in memory. The first letters count the tensors: f if there are two
         names, then X if every expert has a tensor. The axes of one tensor are a list: the letters of each
         dimension.

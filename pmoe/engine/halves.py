@@ -101,9 +101,8 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
     calls may follow. Returns a gradient for each argument of the autograd Function; None for an argument for
     which autograd asks no gradient.
 
-    ctx: the context of the call's autograd Function. An earlier backward call may have returned
-        only the gradients of inputs. ``ctx.later`` is then the record that the earlier call kept for the call
-        that returns the gradients of parameters.
+    ctx: the context of the call's autograd Function. If an earlier backward call returned only the gradients
+        of inputs, it left in ``ctx.later`` what the gradients of parameters are now computed from.
     grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
     run: function (ctx, grad_TM, backward) that runs the function ``backward``, and the checks that every
         backward pass needs.

@@ -115,7 +115,10 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _values(self) -> list[list[Tensor]]:
-        """The parameters, then the buffers of each copy. It must not be read before they have arrived."""
+        """For each copy, a list of its parameters, followed by its buffers.
+
+        The property must not be read before these values have arrived.
+        """
         template = self._template[0]
         sizes = elements_in_row(template)
         parameters = list(template.parameters())

@@ -247,10 +247,11 @@ def record(
     chunk_rows: which of the chunk's rows these are.
     saved_slots: an empty `SavedTensorSlots`.
     own_rows: whether the graph must keep its input rows.
-        False for experts: the engine keeps or restores the rows (T_DI). So views of the rows are not stored,
-        and the caller must set ``saved_slots.rows`` before backward. The output is stored for backward.
-        True for callbacks: only the graph can keep the rows. So views of the rows are stored like any other
-        tensor that autograd saves. The output is not stored.
+        False for experts: the engine keeps or restores the rows (T_DI). So if autograd saves the rows, or a
+        view of them, only a note of it is stored, and the caller must set ``saved_slots.rows`` before
+        backward. The output is stored for backward.
+        True for callbacks: only the graph can keep the rows. So if autograd saves a view of the rows, the
+        view is stored like any other tensor. The output is not stored.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
     saved_slots.checks_own = saves_plainly()

@@ -38,7 +38,7 @@ def value_names(module: nn.Module) -> list[str]:
 
 
 def _value_name(module: nn.Module, name: str) -> str:
-    """Returns the name of the attribute with whose value a module computes, given a parameter's name.
+    """Returns the name of the attribute that a module reads when it computes with a parameter.
 
     The attribute is the parameter itself, or is computed from it. Example: "parametrizations.w1.original0" ->
     "w1", and of a pruned module "w1_orig" -> "w1".

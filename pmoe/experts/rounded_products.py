@@ -108,7 +108,9 @@ class RoundedProducts:
 
 
 def with_rounded_products(experts: StackedExperts, products: ProductsName) -> StackedExperts:
-    """Returns experts for one pass with the parameters of ``experts``, whose products round their operands.
+    """Returns experts for one pass that round the operands of their products.
+
+    They have the same parameters as ``experts``.
 
     experts: the layer's experts.
     products: the number format of the operands.

@@ -1,4 +1,7 @@
-"""Base class of FFN and SwiGLU experts: two-layer experts, with one tensor for a weight of all experts."""
+"""Base class of FFN and SwiGLU experts: two-layer experts, whose weights are stacked.
+
+Each weight is one tensor, which has the values of all experts.
+"""
 
 from __future__ import annotations
 

@@ -265,8 +265,8 @@ class _SharedSpace:
 
     space: function that allocates memory by name, rows and columns.
     num_rows: the number of all rows of the chunk.
-    block_rows: the number of rows for which the memory "scratch" is used at a time. Own experts and copies
-        use the same scratch memory, one after the other.
+    block_rows: experts compute in blocks of this many rows. The memory named "scratch" holds temporary values
+        of one block. Own experts and copies use the same scratch memory, one after the other.
     """
 
     def __init__(self, space: Allocate, num_rows: int, block_rows: int) -> None:

@@ -133,8 +133,9 @@ def measure_exchange(
     ranks: all ranks that measure.
     device: the device of the rows.
     dtype: dtype of the rows.
-    exchange: the all-to-all. It is bound to its ranks, which are among ``ranks``, and called as a layer calls
-        it. Its counters of sent bytes are set back afterwards to the values that they had before.
+    exchange: the all-to-all. The caller has bound it to its ranks, which are among ``ranks``. It is called as
+        a layer calls it. Its counters of sent bytes are set back afterwards to the values that they had
+        before.
     columns: number of columns of the rows.
     most_bytes: how many bytes the measured tensors may take at once, the same on every rank. A hierarchical
         all-to-all makes two copies of the rows, which are included.

@@ -143,7 +143,7 @@ def _measure_unknown(
 ) -> None:
     """Measures products on all ranks and stores the results in the registry. Collective.
 
-    unknown: the products, each with the names of its two candidates.
+    unknown: the products, each with the names of the two implementations to compare.
     agree: takes the largest of each value over the ranks.
     """
     failures: dict[ProductRequest, str] = {}
@@ -304,8 +304,8 @@ def random_operands(request: ProductRequest) -> tuple[ProductOperands, RowGroups
 def needed_bytes(request: ProductRequest) -> int:
     """Returns the bytes that a measurement of a product allocates.
 
-    They are the bytes of the operands, of the result, and of a second result that some candidates compute and
-    then copy into the first.
+    They are the bytes of the operands and of two results: some implementations compute into a temporary
+    tensor and copy it to the result.
     """
     rows = request.rows
     columns = request.in_features + request.out_features

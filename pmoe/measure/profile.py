@@ -137,7 +137,8 @@ def _found_by_all(
     ranks: the ranks that use the profile.
     device: the device.
     own_identity: the device, ranks and versions of this rank, for which its stored profile must be valid.
-    otherwise: the end of the warning about a file that cannot be used: what is done without the profile.
+    otherwise: what is done without the profile, as the end of a warning. The warning says that a file cannot
+        be used.
     """
     own_profile = None
     fault = None
@@ -183,9 +184,9 @@ def profile_of(
 ) -> Profile:
     """Returns the profile that this process uses, which holds the measured seconds of work by size.
 
-    The first call loads the profile from its file, or measures it. A later call measures it once more if the
-    earlier measurement was limited to fewer than ``most_bytes`` / `WIDER` bytes, because small tensors say
-    little about larger work. A call that loads or measures is collective (`load_or_measure`).
+    The first call loads the profile from its file, or measures it. A later call measures it once more if it
+    allows more than `WIDER` times as many bytes as the earlier measurement, because small tensors say little
+    about larger work. A call that loads or measures is collective (`load_or_measure`).
 
     ranks: the ranks that use the profile.
     device, dtype: device and dtype of the rows.

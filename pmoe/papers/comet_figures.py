@@ -156,10 +156,11 @@ def busy_bars(
 ) -> list[Span]:
     """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw a row for each. A bar stands for the blocks that work on rows
-    of one source rank (layer 0), or on one chunk of columns (layer 1). Its height is the fraction of the
-    row's blocks that do so. Time is cut into 200 steps, and heights are rounded to 1/25. Neighbouring steps
-    with the same height become one bar.
+    A kernel has too many thread blocks to draw a row for each. A bar stands for the blocks that work on the
+    tokens of one source rank (layer 0: dispatch and first product), or on one chunk of columns (layer 1:
+    second product and combine). Its height is their fraction of all blocks in this row of the timeline. Time
+    is cut into 200 steps, and heights are rounded to 1/25. Neighbouring steps with the same height become one
+    bar.
 
     run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
     lanes: the rows of the timeline. Maps the name of a row to (first letters of its blocks' names, number of

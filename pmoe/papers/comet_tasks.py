@@ -3,9 +3,9 @@
 See section 3.1 of the paper. Its layer 0 is dispatch and the first product. Its layer 1 is the second
 product, the sum of each token's rows, and combine.
 
-All ranks are assumed to do the same at the same time. So when rows from rank + level arrive at this rank,
-this rank's rows arrive at rank - level. Therefore only one rank is simulated, and one lane stands for both
-directions of its link.
+All ranks are assumed to do the same at the same time. The level of a row is the distance to its source rank.
+So when rows from rank + level arrive at this rank, this rank's rows arrive at rank - level. Therefore only
+one rank is simulated, and one lane stands for both directions of its link.
 
 A lane is a queue that runs its tasks one after another. Each thread block is a lane, and so is the link. A
 task computes a tile of a product or sends a piece (16 rows, which are sent together). A rank has B persistent

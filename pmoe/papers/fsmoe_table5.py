@@ -507,8 +507,8 @@ def differing_degrees() -> dict[str, int]:
     """Counts the layers whose best number of chunks in forward differs from that in backward.
 
     layers             number of all layers
-    differing          number of differing layers, with the gradients that FSMoE all-reduces during backward
-    without gradients  number of differing layers, without any gradients
+    differing          number of differing layers, if backward also all-reduces gradients, as in FSMoE
+    without gradients  number of differing layers, if it does not
     paper              the number that the paper prints
     """
     degrees_of_layers = [best_degrees(moe_costs(layer), False) for layer, _ in planned()]

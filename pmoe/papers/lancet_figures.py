@@ -348,8 +348,8 @@ def figure2() -> list[dict[str, Any]]:
         all-to-all ms, experts ms, other ms   the three parts of a step
         all-to-all / experts                  their ratio; in the paper it is up to 3.36
         Orig. ms                              a step if all parts run one after another
-        Curr. ms                              a step if the shorter of all-to-alls and experts is hidden
-        Opt. ms                               a step if the shorter of all-to-alls and computation is hidden
+        Curr. ms                              a step if all-to-alls overlap with experts only
+        Opt. ms                               a step if all-to-alls overlap with all computation
     """
     rows = []
     for model, gpus in itertools.product((SMALL, LARGE), NUMBERS):

@@ -86,9 +86,10 @@ def plan_combinations(
             routing.
         pairs: restore pairs to choose from; None for all that ``allow`` permits. A pair says what is kept,
             offloaded or made again between the passes.
-        copies: the most copies of busy experts that a rank hosts (``balance``). Rows then go by flat
-            all-to-alls to experts that are not shared, and the copies count in the bytes.
-        allow: "e4m3" permits pairs that keep T_DI in messages, or T_M rounded to e4m3.
+        copies: the most copies of busy experts that a rank hosts (``balance``). Above 0, only the flat
+            all-to-all with ESP degree 1 is considered, and the copies count in the bytes.
+        allow: "e4m3" also permits pairs that keep fewer bytes: T_DI in the number format in which it arrived,
+            or T_M rounded to e4m3.
 
     Raises ValueError if there is no combination, if no choice of any combination stays within the budget, or
     if a rank's experts exceed the memory of the cluster's ranks.

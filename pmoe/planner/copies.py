@@ -326,13 +326,14 @@ class _Search:
         return best
 
     def _bound(self) -> int:
-        """Returns a lower bound, in rows, of the largest time of a rank in any plan.
+        """Returns a time that the slowest rank needs at least, in every plan. Times are measured in rows.
 
-        Suppose that no rank needs longer than T. A rank whose own experts need longer than T must send at
-        least one copy, so it gives away at least (time + near - T) rows, where ``near`` is the price of a
-        copy. A rank that takes rows hosts at least one copy, so it can take at most (T - time - near) rows.
-        If all ranks together must give away more rows than they can take, T is impossible. The result is the
-        smallest T that is possible by this rule.
+        Suppose that no rank needs longer than T. ``time`` is what a rank needs for its own experts, and
+        ``near`` is the price of a copy, which its sender and its host pay. A rank whose own experts need
+        longer than T must send at least one copy, so it gives away at least (time + near - T) rows. A rank
+        that takes rows hosts at least one copy, so it can take at most (T - time - near) rows. If all ranks
+        together must give away more rows than they can take, T is impossible. The result is the smallest T
+        that is possible by this rule.
         """
         near = 0 if self.present else self.limits.near
         ascending = sorted(self.times)

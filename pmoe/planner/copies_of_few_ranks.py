@@ -142,7 +142,7 @@ class FewRanks:
         return best
 
     def _neighbours(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Yields the choices of copies that differ from a given one by one removed, added or replaced copy.
+        """Yields all choices of copies that arise if a single copy is removed, added or replaced.
 
         pairs: the given choice: copies as pairs (expert, rank).
         """
@@ -169,11 +169,11 @@ class FewRanks:
         return max(-(-work[ranks] // ranks.bit_count()) for ranks in range(1, len(work)))
 
     def _work(self, pairs: Pairs) -> tuple[list[int], dict[int, int], list[int]]:
-        """Returns (work of each set of ranks, hosts of each expert with copies, prices of each rank).
+        """Returns (work of each set of ranks, hosts of each copied expert, price that each rank pays).
 
+        A set of ranks is an int: its bit r is set if rank r is in the set. The list of work is indexed by it.
         The work of a set, in rows, is what no other rank can take over: the rows of experts whose hosts are
-        all in the set, and the prices of copies that the ranks of the set pay. The hosts of an expert are a
-        set of ranks.
+        all in the set, and the prices of copies that the ranks of the set pay.
 
         pairs: the copies, as pairs (expert, rank).
         """

@@ -227,12 +227,13 @@ class AroundLatent(NamedTuple):
 def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> AroundLatent:
     """Returns the bytes that a layer with d_latent holds outside the pass.
 
+    The layer projects tokens down to d_latent columns before the pass, and the pass's output up again.
     Autograd saves these tensors outside the pass:
 
     - the pass's output, for the up-projection;
     - the tokens after the down-projection, if backward copies them to rows again;
     - the shared expert's hidden activation before the nonlinearity, in float32 or wider, and after it. If the
-      expert is gated, also the activated gate projection, before it is multiplied by the up projection;
+      expert is gated, also the activated half of it, before the other half multiplies it;
     - the shared expert's output, if a shared gate scales it.
 
     A shared expert is computed after the forward pass, and differentiated before the backward pass.
@@ -500,7 +501,9 @@ def _backward_work(
 
 
 def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
-    """Returns the bytes of routing weights and of their gradients, sorted and unsorted, in backward.
+    """Returns the bytes of routing weights and of their gradients in backward.
+
+    Both exist twice: in the order of arrival, and sorted by expert.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.

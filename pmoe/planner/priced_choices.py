@@ -222,7 +222,8 @@ def advise(
         pairs: restore pairs of the candidates; None for all that ``allow`` permits. Without a budget, they
             must include S1 to S4 and the pairs that ``allow`` adds.
         dispatch: name of the all-to-all that the profile's message costs are for.
-        allow: "e4m3" permits pairs that keep T_DI in messages, or T_M rounded to e4m3.
+        allow: "e4m3" also permits pairs that keep fewer bytes: T_DI in the number format in which it arrived,
+            or T_M rounded to e4m3.
 
     Raises ValueError, with the smallest budget that would be enough, if no candidate stays within the budget.
     """

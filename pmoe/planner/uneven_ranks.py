@@ -138,7 +138,8 @@ def uneven_pass(
 ) -> list[Simulated[RankTask]]:
     """Returns the tasks of all ranks in a pass of n chunks, with their simulated start and end.
 
-    Chunks do not share buffers (no ring slots), and copies stay on their ranks between the passes.
+    Chunks do not share buffers (no ring slots). Copies of busy experts stay on their hosts between the
+    passes, so backward does not send them again.
 
     layer: sizes of the layer, and the loads of its experts.
     cluster: the machines.

@@ -695,11 +695,11 @@ class PassBuilder:
             VGR   if an expert has several copies: the ranks of the copies exchange gradients, so that each
                   of these ranks can sum one part. `add_gradients` then appends VG
 
-        The caller adds the gradients of the other experts (W) afterwards, so that W runs while gradients are
-        sent.
+        The caller appends task W afterwards: the weight gradients of the rank's own experts. So W runs while
+        gradients of copies are sent.
 
         i: number of the chunk.
-        reads: the buffers that the task of the other experts' gradients (W) reads.
+        reads: the buffers that task KW reads. They are those of task W.
         is_last: whether this is the last chunk.
         """
         if not self.learns_copies:

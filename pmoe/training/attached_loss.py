@@ -1,4 +1,6 @@
-"""Losses that are differentiated with a tensor, and a warning if a program drops that tensor.
+"""Losses that are attached to a tensor, and a warning if a program drops that tensor.
+
+A backward pass through the tensor also computes the gradients of the attached losses.
 
 `AttachedLosses.attach` returns a tensor. If a program does not use this tensor in the loss that it
 differentiates, the attached loss has no gradients, and no error shows the mistake. So each attached loss has

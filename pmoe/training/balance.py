@@ -144,8 +144,8 @@ class BalanceLoss:
             ``load_balancing_loss_func`` computes it.
         sequence_length: with "sequence", the number of tokens of each sequence; the last one of a call may be
             shorter. None if `sequences` says how long they are.
-        window: with "window", the number of steps, without the present one. In the first step every expert
-            has the same share.
+        window: with "window", the number of steps, without the present one. In the first step
+            there are no earlier ones, and all experts count as chosen equally often.
         z_loss_weight: factor of `router_z_loss` in the loss, a mean over the tokens of the step.
         averaged: whether gradients are averaged over the ranks of ``group``, as by DistributedDataParallel,
             FSDP or `pmoe.parallelize`. The loss of a rank is then multiplied by the number of ranks. False if
@@ -155,8 +155,9 @@ class BalanceLoss:
     Every rank of the group must construct the object, with the same layers, and call its methods in the same
     order. Activation checkpoints with use_reentrant=True are refused, because their first pass has no
     gradients. Each call keeps its scores (T, E) until backward, even inside an activation checkpoint, for T
-    tokens and E experts. All tokens of a sequence must be on one rank. With pipeline parallelism, the loss is
-    that of the layers of this rank's stage, and `attach` adds its gradients.
+    tokens and E experts. All tokens of a sequence must be on one rank. With pipeline parallelism, each rank
+    has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage includes
+    this loss.
 
     Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
     balanced by a loss, or, on every rank, if ranks have different layers.

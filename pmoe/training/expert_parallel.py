@@ -268,7 +268,8 @@ def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
     """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
     mesh: the argument of `parallelize`.
-    may_replicate: whether the mesh may have two further dimensions instead of one.
+    may_replicate: whether the mesh may have two dimensions beside "ep" and "esp", instead of one. Ranks that
+        differ only in these dimensions hold the same experts.
 
     Raises ValueError if the mesh has no "ep", has too many further dimensions, or lacks this rank.
     """

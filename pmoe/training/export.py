@@ -302,7 +302,8 @@ class _Export:
     def _stacked(self, layer: MoELayer) -> dict[str, Tensor]:
         """Returns this rank's values of w1, w2, b1 and b2 by name, (E_local, ...) for its E_local experts.
 
-        If FSDP2 shards the experts over their copies, the tensors have no values (`_value`).
+        If FSDP2 shards the experts over the ranks that hold the same experts, the tensors have shapes and
+        dtypes only (device "meta"). `_value` gets the values later.
         """
         experts = layer.layer_modules.experts
         assert isinstance(experts, StackedExperts)

@@ -149,8 +149,8 @@ def timetable_of(partition: Partition, buffers: GradientBuffers) -> Timetable:
 
     All gradients must have one dtype and device. The ends of ranges are rounded down to whole elements.
 
-    partition: the number of bytes to send beside each dense part and each MoE layer, alternately. A dense
-        part is all modules between two MoE layers.
+    partition: how many bytes to send while the backward pass of each part of the model runs: of a dense
+        part, then of an MoE layer, and so on. A dense part is all modules between two MoE layers.
     buffers: the flat memory of all gradients.
     """
     item = buffers.memories[0].element_size()

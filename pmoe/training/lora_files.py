@@ -636,7 +636,7 @@ def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> No
 
 
 def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
-    """Raises ValueError if an adapter of a layer has another rank or other weights than the files."""
+    """Raises ValueError if an adapter has another LoRA rank than the files, or changes other weights."""
     if (adapter.rank, adapter.targets) != (stored.rank, stored.targets):
         raise ValueError(
             f"the adapter of {layer_name} (rank {adapter.rank}, targets {', '.join(adapter.targets)}) must "

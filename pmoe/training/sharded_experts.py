@@ -103,7 +103,9 @@ def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] 
 
 
 def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
-    """Raises ValueError or TypeError if the experts of a layer cannot be sharded over their copies.
+    """Raises ValueError or TypeError if the experts of a layer cannot be sharded.
+
+    FSDP2 shards experts over the ranks that hold the same experts.
 
     layer: the layer.
     grid: the ranks over which `pmoe.parallelize` spreads the layer.

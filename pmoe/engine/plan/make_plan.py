@@ -371,7 +371,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
 
 
 def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> PassPlan:
-    """Returns the plan of a pass, with the order of rows that a kernel has computed added to it.
+    """Adds an order of rows, which a kernel computed, to the plan of a pass. Returns the new plan.
 
     weight: (T * K,), the routing weights that the kernel got.
     """

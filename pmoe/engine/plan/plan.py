@@ -2,7 +2,7 @@
 
 `pmoe.engine.plan.make_plan` makes the plan. A slot is one of the T * K (token, choice) pairs of this rank,
 for T tokens that choose K experts each. The gate may drop slots, for example beyond an expert's capacity.
-Every other slot gets a row: a copy of its token, with M = d_model columns.
+Each slot that is not dropped gets a row: a copy of its token, with M = d_model columns.
 
 The slots are sorted so that the rows which a chunk sends are contiguous. Rows whose expert is on this rank
 are not sent. They are divided into pieces, and one task computes one piece (`pmoe.schedule.tasks.piece_of`).
@@ -263,7 +263,10 @@ class PassPlan:
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """The slice of sorted rows that belong to each chunk's tokens: first the rows that are sent.
+        """For each chunk, the slice of the sorted rows that belong to the chunk's tokens.
+
+        A slice has the rows that the chunk sends. If the rows that are not sent have a block for each chunk,
+        the chunk's block follows.
 
         "Sorted rows" are all rows of this rank's tokens, in the order of the pass. The home buffer collects
         results on the tokens' rank, and has the results of these rows at the same positions. The slices are

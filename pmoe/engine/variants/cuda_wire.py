@@ -32,7 +32,10 @@ class _WiredOnCuda(WiredPass):
 
     @functools.cached_property
     def kernels(self) -> dict[WireName | None, MessageKernels | None]:
-        """The object that launches the kernels, for each format; None for an unsupported format."""
+        """For each number format of messages, the object that launches the kernels that convert rows.
+
+        The object is None for a format that the kernels do not support.
+        """
         found: dict[WireName | None, MessageKernels | None] = {}
         for wire in (self.wires.rows, self.wires.of(self.direction)):
             if wire is None or wire in found:

@@ -212,9 +212,10 @@ def link_of(
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
     On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
-    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`. The profile's beta is
-    not used: its messages take only milliseconds, so one interruption changes its beta much, and with it the
-    predicted seconds of every long message.
+    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`, or less if
+    ``most_bytes`` does not allow a message of that length. The profile's beta is not used: its messages take
+    only milliseconds, so one interruption changes its beta much, and with it the predicted seconds of every
+    long message.
 
     most_bytes: how many bytes a measurement may allocate. The ranks take the largest of their numbers. An
         earlier result is measured again if its limit was lower than this number / `WIDER`.

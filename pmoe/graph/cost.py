@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, fx
 from torch.nn.parallel.distributed import _find_tensors
 
+from pmoe.comm.agreement import largest
 from pmoe.comm.ranks import Ranks
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction
 from pmoe.graph.lower import CALLS, OPS, calls_of, communicates, is_result, label
 from pmoe.measure.bench import open_bench, seconds_of
-from pmoe.measure.line_fits import messages
-from pmoe.measure.profile import profile_of
+from pmoe.measure.line_fits import messages, within_bytes
+from pmoe.measure.profile import WIDER, profile_of
 from pmoe.measure.store import cache_path, load_json, read_or_default, save_json, save_or_warn, typed
 from pmoe.measure.timing import clock_of
 from pmoe.planner.costs import LineCost
@@ -205,35 +206,68 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() or id(tensor)
 
 
-def link_of(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> Callable[[float], float]:
+def link_of(
+    ranks: Ranks, device: torch.device, dtype: torch.dtype, most_bytes: float
+) -> Callable[[float], float]:
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
     On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
-    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`. The profile's beta is
-    not used: its messages take only milliseconds, so one interruption changes its beta much, and with it the
-    predicted seconds of every long message.
+    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`, or less if
+    ``most_bytes`` does not allow a message of that length. The profile's beta is not used: its messages take
+    only milliseconds, so one interruption changes its beta much, and with it the predicted seconds of every
+    long message.
 
-    The first call with these ranks, device and dtype is collective. Later calls return the same result.
+    most_bytes: how many bytes a measurement may allocate. The ranks take the largest of their numbers. An
+        earlier result is measured again if its limit was lower than this number / `WIDER`.
+
+    Collective.
     """
     if ranks.size == 1:
         return lambda num_bytes: 0.0
+    [most_bytes] = largest(ranks, device, [most_bytes], stage="agreeing on the bytes of a measured message")
     key = (ranks.name, device, dtype)
-    if key not in LINKS:
-        line = profile_of(ranks, device, dtype).message
-        work = messages(ranks, device, dtype)
+    link, limit = LINKS.get(key, (None, 0.0))
+    if link is None or most_bytes > WIDER * limit:
+        line = profile_of(ranks, device, dtype, most_bytes).message
+        work = within_bytes(messages(ranks, device, dtype), most_bytes)
         units = min(work.max_units, 1 + int(LONG_SECONDS / (work.size * max(line.beta_seconds, 1e-12))))
         with open_bench(ranks, device) as bench:
             seconds = seconds_of(bench, COMMUNICATE, work.make(units), REPEATS, min)
         beta = max(0.0, seconds - line.alpha_seconds) / (units * work.size)
-        LINKS[key] = replace(line, beta_seconds=beta)
-    return LINKS[key]
+        link = replace(line, beta_seconds=beta)
+        # A message of `LONG_SECONDS` is long enough, whatever a later limit allows.
+        LINKS[key] = (link, most_bytes if units == work.max_units else math.inf)
+    return link
 
 
 LONG_SECONDS = 0.1
 """Seconds that a message should take by which `link_of` measures the time per byte."""
 
-LINKS: dict[tuple[str, torch.device, torch.dtype], LineCost] = {}
-"""Measured costs of all-to-alls, by name of the group, device and dtype (`link_of`)."""
+LINKS: dict[tuple[str, torch.device, torch.dtype], tuple[LineCost, float]] = {}
+"""Measured costs of all-to-alls, and the limit of bytes of each measurement (`link_of`).
+
+The keys are the name of the group, the device and the dtype. A limit is infinite if there was none, or if the
+measured message was as long as it should be.
+"""
+
+
+def packed_bytes(module: fx.GraphModule) -> float:
+    """Returns the bytes of the rows into which a graph copies its tokens, for the layer that has most.
+
+    In forward, the layer allocates at least twice as much: its rows and their results. In backward, the rows
+    are gradients.
+
+    module: the graph as it was traced.
+
+    Returns infinity if the trace does not know the sizes, or if there is no layer.
+    """
+    num_bytes = [0.0]
+    for node in module.graph.find_nodes(op="call_function", target=OPS.pack.default):
+        values, *_, top_k = node.args
+        traced = values.meta["val"]
+        numel = traced.numel()
+        num_bytes.append(numel * traced.element_size() * top_k if type(numel) is int else math.inf)
+    return max(num_bytes) or math.inf
 
 
 def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[Instruction]:

@@ -31,7 +31,7 @@ from pmoe.comm.failures import leave
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
-from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of
+from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of, packed_bytes
 from pmoe.graph.hand_over import GradientSteps, GraphInputs, pending
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
@@ -362,7 +362,7 @@ class GraphRunner:
             argument for argument in boxed if isinstance(argument, Tensor) and argument.is_floating_point()
         )
         self._costs = costs_of(tensor.device)
-        self._link = link_of(ranks, tensor.device, tensor.dtype)
+        self._link = link_of(ranks, tensor.device, tensor.dtype, packed_bytes(self.module))
         profiled = Profiled(module, self._costs, self._link)
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)

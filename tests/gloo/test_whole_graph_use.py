@@ -7,12 +7,15 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +23,11 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from bench.graph_timeline import PassTimeline
+from pmoe.comm.ranks import Ranks
 from pmoe.experts.operands import local_part
-from pmoe.graph import explain, run
+from pmoe.graph import cost, explain, run
+from pmoe.measure.line_fits import LaneWork
+from pmoe.planner.costs import LineCost
 from tests.gloo.test_whole_graph import batch, build, layers, loss_of
 from tests.pool import Pool, ranks
 from tests.reference import relative_error
@@ -230,6 +236,54 @@ def test_other_backends_compile_models_of_the_same_process() -> None:
 
 
 # ---- it explains itself
+
+
+def limited(rank: int, world: int) -> tuple[list[float], list[int]]:
+    """Returns the limits under which the profile was measured, and the bytes of the messages measured."""
+    limits, taken = [], []
+    real = cost.messages
+
+    def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype, most_bytes: float) -> Any:
+        limits.append(most_bytes)
+        return SimpleNamespace(message=LineCost(1e-4, 1e-9))
+
+    def messages(ranks: Ranks, device: torch.device, dtype: torch.dtype) -> LaneWork:
+        work = real(ranks, device, dtype)
+
+        def make(units: int) -> Callable[[], object]:
+            taken.append(units * work.unit_bytes)
+            return work.make(units)
+
+        return replace(work, make=make)
+
+    fakes = {"LINKS": {}, "profile_of": profile_of, "messages": messages}
+    with mock.patch.multiple(cost, **fakes):
+        for limit in (20_000, 60_000, 100_000):
+            own_limit = limit if rank == 1 else limit // 2  # all ranks take that of the rank with most rows
+            cost.link_of(Ranks(), torch.device("cpu"), torch.float32, own_limit)
+    return limits, taken
+
+
+def test_messages_are_measured_in_no_more_memory_than_the_graphs_rows_take() -> None:
+    """A limit of 60,000 bytes is below four times the first one, so the first measurement still counts."""
+    for limits, taken in ranks(2).run(limited):
+        assert limits == [20_000, 100_000]
+        assert taken == [20_000, 100_000]
+
+
+def test_the_rows_of_a_graph_take_the_bytes_of_its_tokens_once_for_each_choice() -> None:
+    graph = fx.Graph()
+    tokens = graph.placeholder("tokens")
+    tokens.meta["val"] = torch.empty(6, 4, dtype=torch.float64)
+    for name in ("slot", "position", "send", "own"):
+        graph.placeholder(name)
+    graph.output(tokens)
+    module = fx.GraphModule(nn.Module(), graph)
+    assert cost.packed_bytes(module) == float("inf"), "no layer, so no limit"
+    with module.graph.inserting_before(next(iter(module.graph.find_nodes(op="output")))):
+        first, *others = module.graph.find_nodes(op="placeholder")
+        module.graph.call_function(torch.ops.pmoe_graph.pack.default, (first, *others, 2))
+    assert cost.packed_bytes(module) == 6 * 4 * 8 * 2
 
 
 def explained(rank: int, world: int, folder: str) -> str:

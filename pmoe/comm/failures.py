@@ -334,7 +334,7 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 
 
 def _order_hint(ranks: Ranks) -> str:
-    """Returns the text of an error about layers that are called in another order; "" where none is possible.
+    """Returns a hint that ranks may call layers in another order; "" if the layers' messages have one size.
 
     If two ranks are in different layers whose messages of row counts have different sizes, gloo ends the
     process that gets the longer message. So only the ranks that live can name the cause.

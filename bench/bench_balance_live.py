@@ -1,6 +1,6 @@
 """What do copies of busy experts gain? Measured on 2 ranks behind a modelled link.
 
-    python bench/bench_balance_live.py [--top-k 1] [--rounds 3] [--trace FOLDER] [--out FILE.json]
+    python bench/bench_balance_live.py [--top-k 1] [--rounds 3] [--trace FOLDER] [--modules] [--out FILE]
 
 Two gloo ranks of one thread each, 16,384 tokens a rank, d_model 256, d_hidden 1024, 8 experts, 4 chunks, in
 float32. `pmoe.gates.forced.ForcedGate` sends 30 to 95 % of the rows to one expert, or to two experts of one
@@ -13,6 +13,9 @@ third of that. Three layers are compared in turns:
 
 With --trace the loads are what the gates of `make train` chose (bench/record_routing.py), layer by layer; the
 number of experts and top-k are those of the trace.
+
+With --modules the experts of all three layers are modules, each two torch.nn.Linear and a GELU. Then
+`torch.func.functional_call` computes copies.
 
 Beside each measured number stands the simulated one, named so. The simulation knows the rate of the products,
 which the balanced forward pass has without a link, and the rate of the link, and nothing else
@@ -66,6 +69,7 @@ class Setting:
     n: int = 4
     links: tuple[float, ...] = LINKS
     trace: str = ""
+    modules: bool = False
 
     def layer(self, load: Load, balance: bool) -> pmoe.MoELayer:
         """Returns a layer that gets a load."""
@@ -81,8 +85,17 @@ class Setting:
             self.num_experts,
             self.top_k,
             gate=gate,
+            expert=self.expert if self.modules else "ffn",
             pipeline=self.n,
             balance=balance,
+        )
+
+    def expert(self) -> torch.nn.Module:
+        """Returns an expert that is a module, with the sizes of the experts of pmoe."""
+        return torch.nn.Sequential(
+            torch.nn.Linear(self.d_model, self.d_hidden),
+            torch.nn.GELU(),
+            torch.nn.Linear(self.d_hidden, self.d_model),
         )
 
     def loads(self, rank: int) -> list[Load]:
@@ -242,11 +255,16 @@ def main() -> None:
     parser.add_argument("--link", type=float, help="one of the two links, 1 or 0.33; without it both")
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of each rank")
     parser.add_argument("--trace", type=Path, help="folder of a recorded trace, in place of forced loads")
+    parser.add_argument("--modules", action="store_true", help="experts are modules of two Linear")
     parser.add_argument("--out", type=Path, default=OUT, help="a .json file, or a folder")
     arguments = parser.parse_args()
     links = [link for link in LINKS if arguments.link in (None, round(link, 2))]
     setting = Setting(
-        top_k=arguments.top_k, rounds=arguments.rounds, tokens=arguments.tokens, links=tuple(links)
+        top_k=arguments.top_k,
+        rounds=arguments.rounds,
+        tokens=arguments.tokens,
+        links=tuple(links),
+        modules=arguments.modules,
     )
     if arguments.trace is not None:
         recorded = torch.cat(
@@ -263,7 +281,7 @@ def main() -> None:
     shown = [{key: value for key, value in result.items() if key != "samples"} for result in results]
     print(table(shown))
     of_link = "" if arguments.link is None else f"_link_{arguments.link:g}".replace(".", "")
-    of_load = "trace" if setting.trace else f"top{setting.top_k}"
+    of_load = ("modules_" if setting.modules else "") + ("trace" if setting.trace else f"top{setting.top_k}")
     path = arguments.out
     if path.suffix != ".json":
         path = path / f"balance_live_{of_load}{of_link}.json"

@@ -48,7 +48,7 @@ def check_int(least: int | None = None, **values: object) -> None:
         if not is_int(value):
             raise TypeError(rule)
         if least is not None and not least <= value < 2**63:
-            raise ValueError(rule)
+            raise ValueError(rule if value < least else f"{rule}, and below 2**63")
 
 
 def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:

@@ -1,10 +1,11 @@
-"""Texts: tables as pmoe prints them, and numbers of bytes as users write them."""
+"""Texts: tables that pmoe prints, numbers of bytes that users write, suggestions for mistyped words."""
 
 from __future__ import annotations
 
 import numbers
 import re
 from collections.abc import Container, Iterable, Sequence
+from difflib import get_close_matches
 from itertools import zip_longest
 
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -46,3 +47,12 @@ def parse_bytes(name: str, value: int | str) -> int:
     if not 1 <= number < 2**63:
         raise ValueError(f"{name} ({value!r}) must be at least one byte and less than 2**63")
     return int(number)
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Returns text that suggests the known word that is most like a mistyped one; "" if none is like it.
+
+    Example: "memroy" -> ": did you mean memory?".
+    """
+    matches = get_close_matches(word, list(known), n=1)
+    return f": did you mean {matches[0]}?" if matches else ""

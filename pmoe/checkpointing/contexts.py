@@ -30,6 +30,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from pmoe.checkpointing.replay import REPLAY_FINDERS, Replay, SavedHooks, top_hooks
 from pmoe.engine.autograd import make_anchor
 from pmoe.engine.lanes.run import is_captured
+from pmoe.experts.lora import adapter_of_calls, switched_adapter
 
 V = TypeVar("V")
 
@@ -67,7 +68,8 @@ def checkpoint_contexts(
     Nothing checks that.
 
     Raises RuntimeError in the recomputation if the checkpointed function calls other layers than before, in
-    another order or with another number of tokens, or if it calls `torch.autograd.grad` through a layer.
+    another order, with another number of tokens or with another adapter (`pmoe.use_lora`), or if it calls
+    `torch.autograd.grad` through a layer.
     Raises torch's errors for a policy that torch does not take.
     """
     first = _FirstPass()
@@ -116,7 +118,7 @@ def _find(layer: nn.Module) -> Replay | None:
         call = contexts[0].next(layer)
     # A recomputed function may open checkpoints of its own. A call in them repeats a record of the outer
     # checkpoint, and this record is also stored for the recomputations of the inner ones.
-    replay = _Recording(_Call(layer)) if call is None else _Replaying(call)
+    replay = _Recording(_Call(layer, adapter_of_calls(layer))) if call is None else _Replaying(call)
     for context in firsts:
         context.calls.append(replay.call)
     return replay if firsts or call is not None else None
@@ -130,6 +132,7 @@ class _Call:
     """The record of one layer call in a checkpoint's forward pass, from which the recomputation repeats it.
 
     layer: the layer that was called.
+    adapter: the name of the adapter that the call used (`pmoe.use_lora`); "" for none.
     decided: the decisions on which the ranks agreed (the values that `Replay.once` returned), by name. The
         last is "choice". It is missing if the call raised an error.
     routing: the value that `Replay.route` returned, detached from its graph. None if it raised an error.
@@ -139,6 +142,7 @@ class _Call:
     """
 
     layer: nn.Module
+    adapter: str
     decided: dict[str, Any] = field(default_factory=dict)
     routing: Any = None
     tokens: tuple[int, torch.dtype] | None = None
@@ -300,8 +304,8 @@ class _RunningAgain:
         Returns None if there is no record yet because the forward pass still runs: a backward pass in the
         middle of it can start a recomputation.
 
-        Raises RuntimeError if the next recorded call is of another layer or raised an error, or if no call is
-        left.
+        Raises RuntimeError if the next recorded call is of another layer, used another adapter or raised an
+        error, or if no call is left.
         """
         calls = self._first.calls
         position = self._position
@@ -323,6 +327,8 @@ class _RunningAgain:
                 "the forward pass: a function checkpointed with pmoe.checkpoint_contexts must not catch that "
                 "error and go on"
             )
+        if calls[position].adapter != adapter_of_calls(layer):
+            raise switched_adapter({calls[position].adapter}, adapter_of_calls(layer))
         self._before.setdefault(layer, layer.last)
         return calls[position]
 

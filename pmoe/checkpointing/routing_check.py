@@ -9,6 +9,7 @@ recomputation computes the hash of its own routing, which must be among the stor
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +19,7 @@ from pmoe.checkpointing.contexts import routing_is_kept
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.lanes.run import is_captured
+from pmoe.experts.lora import adapter_of_calls, switched_adapter
 from pmoe.gates.hash import hashed
 
 REMEMBERED = 4096
@@ -36,17 +38,20 @@ class _Remembered:
 
     hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest one.
     num_tokens: number of tokens of each of these calls, on the host.
+    adapters: the name of the adapter that each of these calls used (`pmoe.use_lora`); "" for none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.hashes = torch.zeros(REMEMBERED_AT_FIRST, dtype=torch.int64, device=device)
         self.num_tokens: list[int] = []
+        self.adapters: list[str] = []
         self._next = 0
 
-    def add(self, num_tokens: int, hash_: Tensor) -> None:
+    def add(self, num_tokens: int, adapter: str, hash_: Tensor) -> None:
         """Stores the hash of a call that may be recomputed.
 
         num_tokens: number of tokens of the call.
+        adapter: the name of the adapter that the call used; "" for none.
         hash_: an int64 scalar on the device.
         """
         length = self.hashes.shape[0]
@@ -55,6 +60,7 @@ class _Remembered:
         index = self._next % self.hashes.shape[0]
         self.hashes[index] = hash_
         self.num_tokens[index : index + 1] = [num_tokens]
+        self.adapters[index : index + 1] = [adapter]
         self._next = index + 1
 
 
@@ -77,6 +83,8 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
       routing, else 0. The host does not wait for the device. (A hook may call the layer inside of backward
       with new tokens. That is also taken for a recomputation if a stored call had as many tokens.)
 
+    Raises RuntimeError if no stored call with as many tokens used the adapter that calls use now.
+
     In all other cases None is returned. So in eval mode nothing is detected: there a checkpoint with
     use_reentrant=True leaves no sign that its forward pass may be recomputed.
 
@@ -91,14 +99,21 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
         or (has_grad and not is_in_backward and routing_is_kept())
     ):
         return None
+    adapter = adapter_of_calls(layer)
+    # Calls with several adapters may have the same routing, so the adapter changes the hash, too.
+    number = zlib.crc32(adapter.encode())
     with hidden_from_checkpoints():
         earlier = _remembered.get(layer)
         if earlier is None or earlier.hashes.device != device:
             earlier = _remembered[layer] = _Remembered(device)
         if not is_in_backward:
-            earlier.add(num_tokens, routing_hash(num_tokens, routing))
+            earlier.add(num_tokens, adapter, routing_hash(num_tokens, routing) + number)
         elif layer.training and num_tokens in earlier.num_tokens:
-            return (earlier.hashes != routing_hash(num_tokens, routing)).all().long()
+            calls = zip(earlier.num_tokens, earlier.adapters, strict=True)
+            adapters = {used for count, used in calls if count == num_tokens}
+            if adapter not in adapters:
+                raise switched_adapter(adapters, adapter)
+            return (earlier.hashes != routing_hash(num_tokens, routing) + number).all().long()
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from pmoe.arguments import MOST
 from pmoe.planner.profile import WIDTH
 from pmoe.schedule.restore import ALL_PAIRS, NARROW_PAIRS, STRATEGIES, AllowName, Restore
-from pmoe.text import parse_bytes
+from pmoe.text import meant, parse_bytes
 
 Number = TypeVar("Number", int, float)
 
@@ -119,7 +119,9 @@ def parse_device(text: str, *, must_exist: bool) -> torch.device:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in WIDTH:
-        raise ValueError(f"--device ({text!r}) must be {' or '.join(WIDTH)}")
+        # The word most like "gpu" is "cpu", so it needs a meaning of its own.
+        suggestion = ": did you mean cuda?" if text.lower().startswith("gpu") else meant(text, WIDTH)
+        raise ValueError(f"--device ({text!r}) must be {' or '.join(WIDTH)}{suggestion}")
     if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device ({text!r}) must exist: torch sees {torch.cuda.device_count()} GPUs")
     return device

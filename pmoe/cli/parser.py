@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from pmoe.text import meant
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,12 +52,3 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 self.error(f"unknown command {value!r}{suggestion or ': must be ' + ' or '.join(choices)}")
             raise argparse.ArgumentError(action, f"{error.message}{suggestion}") from None
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """Returns text that suggests the known word that is most like a mistyped one; "" if none is like it.
-
-    Example: "memroy" -> ": did you mean memory?".
-    """
-    matches = get_close_matches(word, list(known), n=1)
-    return f": did you mean {matches[0]}?" if matches else ""

@@ -653,7 +653,7 @@ class CountsExchange:
         if fault or device_FWX.is_cuda:  # on the CPU several ranks have compared their headers before
             self._check(headers)
         if self._ranks.size > 1 and not self._ranks.number:
-            self._ranks.take_number()
+            self._ranks.take_number(self._sent[0].nbytes)
         self.tokens_W = headers[:, 0]
         send, sent_once = self._split(own)
         recv, received_once_host = self._split(arrived)

@@ -334,12 +334,31 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     return contextlib.nullcontext() if ranks.size == 1 else _at_stage(stage, ranks)
 
 
+def _order_hint(ranks: Ranks) -> str:
+    """Returns a hint that ranks may call layers in another order; "" if the layers' messages have one size.
+
+    If two ranks are in different layers whose messages of row counts have different sizes, gloo ends the
+    process that gets the longer message. So only the ranks that live can name the cause.
+
+    ranks: the ranks of the layer.
+    """
+    sizes = ranks.record.message_bytes
+    if len(sizes) < 2:
+        return ""
+    return (
+        f" (layers of this group send messages of {min(sizes)} to {max(sizes)} bytes of row counts: if gloo "
+        "has ended a peer with the words 'Received data size', that peer was in another layer than this "
+        "rank; every rank must call the layers of a group in the same order and equally often)"
+    )
+
+
 @contextlib.contextmanager
 def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        late = "a peer has died, never arrived, or took longer than the group's timeout: "
+        hint = _order_hint(ranks)
+        late = f"a peer has died, never arrived, or took longer than the group's timeout{hint}: "
         cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
         failed = RuntimeError(
             f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; {cause}{error}"

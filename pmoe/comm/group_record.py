@@ -33,6 +33,7 @@ class GroupRecord:
         again.
     settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
+    message_bytes: the sizes in bytes of the layers' messages of row counts to one rank.
     exchanges: how many exchanges of row counts this rank has begun. A call has the number of its exchange.
     begun_before: how many collectives the layers of this process had begun when the last exchange began.
     open_calls: numbers of the calls, on the CPU, for which a backward pass may come and has not begun. Only
@@ -51,6 +52,7 @@ class GroupRecord:
     left_at: str = ""
     settled_at: str = ""
     num_layers: int = 0
+    message_bytes: set[int] = field(default_factory=set)
     exchanges: int = 0
     begun_before: int = 0
     open_calls: dict[int, None] = field(default_factory=dict)

@@ -174,13 +174,16 @@ class Ranks:
         self.record.open_call(self.call)
         return self.call
 
-    def take_number(self) -> None:
+    def take_number(self, message_bytes: int) -> None:
         """Gives the layer its number among the layers of the group, after its first exchange of row counts.
 
         All ranks take part in the same exchange, so the layer gets the same number on all ranks. Ranks
         compare the number in later exchanges, to find out whether all ranks call the same layer.
+
+        message_bytes: bytes of the message of row counts to each rank in that exchange.
         """
         self.record.num_layers += 1
+        self.record.message_bytes.add(message_bytes)
         self.number = self.record.num_layers
 
     def of_layer(self, name: str) -> Ranks:

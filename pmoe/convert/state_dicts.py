@@ -261,7 +261,23 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
     count = tensors.pop(layout.count, None)
     if router not in tensors or tensors[router].dim() != 2 or not tensors[router].numel():
         shape = tuple(tensors[router].shape) if router in tensors else f"missing; prefix is {prefix!r}"
-        raise ValueError(f"state must have {prefix}{router} ({shape}) of shape (E, M), in {layout_in_words}")
+        # The prefix of the first layer in the state dict of a whole model.
+        other = next((key.removesuffix(router) for key in state if key.endswith(f".{router}")), "")
+        cure = (
+            f": pass prefix={other!r} for the layer that it has there"
+            if other and router not in tensors
+            else ""
+        )
+        raise ValueError(
+            f"state must have {prefix}{router} ({shape}) of shape (E, M), in {layout_in_words}{cure}"
+        )
+    for key, value in tensors.items():
+        if value.dtype.itemsize == 1 and value.dtype != torch.bool:
+            raise ValueError(
+                f"{prefix}{key} ({value.dtype}) must have at least 16 bits: a conversion does not multiply "
+                "quantised weights by their scales. Load the model in bfloat16 (transformers: "
+                "dequantize=True in its quantization_config), and convert that state dict"
+            )
     num_experts, d_model = tensors[router].shape
     if count is not None and count.tolist() != num_experts:
         raise ValueError(f"{prefix}{layout.count} ({count.tolist()}) must be {num_experts}, as {router} says")

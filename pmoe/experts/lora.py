@@ -27,7 +27,7 @@ rank of an adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -212,6 +212,27 @@ class Adapter(nn.Module):
     def extra_repr(self) -> str:
         kind = "shared by all experts" if self.shared else "for each expert"
         return f"rank={self.rank}, alpha={self.alpha}, {kind}, targets={', '.join(self.targets)}"
+
+
+def adapter_of_calls(layer: nn.Module) -> str:
+    """Returns the name of the adapter that calls of a layer use; "" if they use none."""
+    experts = getattr(layer, "experts", None)
+    return experts.active if isinstance(experts, LoraExperts) else ""
+
+
+def switched_adapter(before: Collection[str], now: str) -> RuntimeError:
+    """Returns the error for a recomputation that uses another adapter than the forward pass did.
+
+    before: the names of adapters that forward passes used; "" for none.
+    now: the name of the adapter that calls use now; "" for none.
+    """
+    used = " or ".join(repr(name) if name else "none" for name in sorted(before))
+    again = repr(now) if now else "none"
+    return RuntimeError(
+        f"a checkpoint runs a layer again with the adapter {again}, and its forward pass used {used}: "
+        "gradients would belong to another output. Run backward before pmoe.use_lora, pmoe.merge_lora or "
+        "pmoe.remove_lora, and before or after a block with pmoe.disable_lora"
+    )
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pmoe.layer.run_experts import OPTIONS, run_experts
+from pmoe.layer.run_experts import check_option_names, run_experts
 
 __all__ = ["PmoeMoELayer", "moe_spec"]
 
@@ -67,9 +67,7 @@ def moe_spec(like: ModuleSpec | None = None, **options: Any) -> ModuleSpec:
 
     Raises ValueError for an unknown option, or if ``like`` does not specify an MoE layer.
     """
-    for name, value in options.items():
-        if name not in OPTIONS:
-            raise ValueError(f"{name} ({value!r}) must be left out: the options are {', '.join(OPTIONS)}")
+    check_option_names(options)
     if like is not None and not isinstance(like.submodules, MoESubmodules):
         raise ValueError(
             f"like (a specification of {like.module}) must be that of an MoE layer: pass "

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.call.module_calls import traced_as
 from pmoe.call.operator_kinds import KINDS, OperatorKind
-from pmoe.layer.run_experts import OPTIONS, run_experts
+from pmoe.layer.run_experts import check_option_names, run_experts
 
 try:
     from torchtitan.config import override
@@ -102,11 +102,7 @@ def pmoe_experts(config: Any, **options: Any) -> Any:
     Raises ValueError if an option is unknown, or if the experts are not torchtitan's ``GroupedExperts``.
     Experts with biases or with quantised products have other classes.
     """
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} ({options[unknown[0]]!r}) must be left out: the options are {', '.join(OPTIONS)}"
-        )
+    check_option_names(options)
     if type(config.inner_experts) is not GroupedExperts.Config:
         raise ValueError(
             f"inner_experts ({type(config.inner_experts).__qualname__}) must be GroupedExperts.Config, "

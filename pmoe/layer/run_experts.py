@@ -37,6 +37,7 @@ from pmoe.experts.few_rows import few_rows_output, has_few_rows
 from pmoe.gates.external import ExternalGate
 from pmoe.layer.last_few_rows import last_call
 from pmoe.layer.moe_layer import MoELayer
+from pmoe.text import meant
 
 OPTIONS = (
     "pipeline",
@@ -123,15 +124,21 @@ def run_experts(
     check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise ValueError(f"index ({index.dtype}) must hold integers, the numbers of experts")
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} ({options[unknown[0]]!r}) must be left out: the options are {', '.join(OPTIONS)}"
-        )
+    check_option_names(options)
     stacks = Stacks(w1=w1, w2=w2, b1=b1, b2=b2, transposed=transposed, activation=activation)
     kind = _kind_of(stacks)
     check_routing_shapes(index, weights, "index", "weights")
     return run_borrowed(owner, kind(stacks), x, index, weights, group, options)
+
+
+def check_option_names(options: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first option that is not in `OPTIONS`, and suggests the most similar one."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise ValueError(
+                f"{name} ({value!r}) must be left out: the options are {', '.join(OPTIONS)}"
+                f"{meant(name, OPTIONS)}"
+            )
 
 
 def _kind_of(stacks: Stacks) -> type[BorrowedExperts]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
-from pmoe.comm.agreement import all_fail_together
+from pmoe.comm.agreement import all_fail_together, gathered
 from pmoe.comm.failures import at_stage
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
@@ -96,6 +96,7 @@ def parallelize(
     layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, the mesh has other
     dimensions, or experts cannot be sharded.
     """
+    _check_same_mesh(mesh)
     inner = _experts_mesh(mesh, may_replicate=shard_experts is not False)
     grid = grid_of_mesh(inner)
     others = [name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE)]
@@ -262,6 +263,27 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
         options["lr"] = lr
     check_not_negative(**{name: value for name, value in options.items() if value is not None})
     return grouped_by_kind(model, lr, weight_decay)  # type: ignore[arg-type]
+
+
+def _check_same_mesh(mesh: DeviceMesh) -> None:
+    """Raises ValueError on every rank if the ranks pass different meshes.
+
+    Collective, if the mesh has all ranks of the default group. Other meshes are not compared, because the
+    ranks outside of them do not call `parallelize`.
+
+    mesh: the argument of `parallelize`.
+    """
+    names = dimensions_of(mesh)
+    if mesh.size() < dist.get_world_size():
+        return
+    own = f"{names or 'without names'} {mesh.mesh.tolist()}"
+    of_ranks = gathered(Ranks(), own, stage="comparing the meshes of parallelize")
+    if len(set(of_ranks)) > 1:
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_ranks))
+        raise ValueError(
+            f"mesh must be the same on every rank, and differs: {texts}. Call init_device_mesh with the same "
+            "arguments on all ranks"
+        )
 
 
 def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:

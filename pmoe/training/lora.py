@@ -389,6 +389,12 @@ def _check_layer(
     name: the name of the adapter.
     """
     experts = layer.layer_modules.experts
+    if experts.is_sharded:
+        raise TypeError(
+            f"{layer_name} (experts sharded over their copies) must have whole experts to get adapters: call "
+            "pmoe.parallelize without shard_experts. Frozen weights have no gradients or optimizer states to "
+            "shard"
+        )
     if not isinstance(experts, StackedExperts) or type(experts) not in (*CLASSES, *CLASSES.values()):
         raise TypeError(
             f"{layer_name} (experts {type(experts).__name__}) must have plain ffn or swiglu experts to get "

@@ -34,6 +34,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
 from pmoe.experts.base import Experts
 from pmoe.experts.base import Shard as Part
+from pmoe.experts.lora import LoraExperts
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import HIDDEN_DIMS, StackedExperts
 from pmoe.layer import MoELayer
@@ -120,9 +121,10 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
     names = {name for name, _ in experts.named_parameters()}
     if not isinstance(experts, StackedExperts) or not names <= set(HIDDEN_DIMS):
         kind = "modules" if experts.are_modules else type(experts).__name__
+        cure = ", or call pmoe.merge_lora(model) first" if isinstance(experts, LoraExperts) else ""
         raise TypeError(
             f"experts ({kind}) must be ffn or swiglu experts without adapters to be sharded: leave "
-            "shard_experts out"
+            f"shard_experts out{cure}"
         )
     for name, shape in _shapes(experts, layer.num_experts, grid).items():
         _dimension(experts, name, shape, count, grid.esp.size)

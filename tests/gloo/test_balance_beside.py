@@ -256,3 +256,30 @@ def test_ranks_whose_weights_differ_are_named_before_weights_are_sent(what: str,
     found = ranks(2).run(unlike_job, what)
     assert sentence in found[1]
     assert all(found)
+
+
+# ---- padding
+
+
+def padding_job(rank: int, world: int) -> tuple[list[str], int, int]:
+    """A batch with padding, whose rows would all go to the busy expert."""
+    count = (24, 0, 40, 8)[rank]
+    x = tokens(2 * count, 10 + rank)
+    mask = torch.arange(2 * count) % 2 == 0
+    found = []
+    for balance in (0, 1):
+        layer = build(4, 1, 0.8, (0,), balance=balance, pipeline=2)
+        rows = x.clone().requires_grad_()
+        y = layer(rows, mask=mask)
+        y.square().sum().backward()
+        values = {name: parameter.grad for name, parameter in layer.named_parameters()}
+        found.append({"y": y.detach(), "x": rows.grad, **values})
+    assert layer.ran is not None and layer.ran.balance is not None and layer.row_counts is not None
+    return differences(found[1], found[0], 1e-12), layer.ran.balance.copies, sum(layer.row_counts.loads)
+
+
+def test_padding_is_no_load() -> None:
+    """Balancers that count padded tokens copy the wrong experts (vllm 38128)."""
+    for wrong, copies, load in ranks(4).run(padding_job):
+        assert not wrong and copies > 0
+        assert load == 24 + 40 + 8

@@ -177,6 +177,23 @@ def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str,
     assert seconds < SHORT_TIMEOUT_SECONDS + 20  # what a busy machine may add
 
 
+def other_order_job(rank: int, world: int) -> str:
+    """Rank 1 gets a longer message of row counts than it expects, and gloo ends its process."""
+    layers = [build(pipeline=n) for n in (4, 2)]
+    for layer in layers:
+        one_step(layer, rank, world)
+    return error_of(lambda: layers[rank](inputs(rank, world)[0]))
+
+
+def test_layers_in_another_order_are_named_where_gloo_ends_a_peer() -> None:
+    """Its own words were only "Connection reset by peer"."""
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        pool.start(other_order_job)
+        message = pool.answer(0)
+    assert "every rank must call the layers of a group in the same order and equally often" in message
+    assert "send messages of 48 to 80 bytes" in message or "different layers" in message, message
+
+
 # ---- timeouts of a mesh's groups
 
 

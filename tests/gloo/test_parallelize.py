@@ -22,6 +22,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 from pmoe.training.parallel import make_meshes, reduce_gradients
+from tests.gloo.kit import error_of
 from tests.gloo.lm import (
     SLOW_IMPORT,
     Model,
@@ -321,6 +322,23 @@ def test_what_cannot_be_parallelized_is_refused_by_name() -> None:
         assert len(found) == len(wanted)
         for message, pattern in zip(found, wanted, strict=True):
             assert re.search(pattern, message), message
+
+
+def meshes_job(rank: int, world: int) -> tuple[str, bool]:
+    """Each rank makes a mesh of its own shape, which torch does not notice."""
+    mesh = init_device_mesh("cpu", ((2, 1), (1, 2))[rank], mesh_dim_names=("dp", "ep"))
+    model = nn.Sequential(pmoe.MoELayer(4, 6, 4, 2, group=Ranks.single()))
+    before = list(model.parameters())
+    message = error_of(lambda: pmoe.parallelize(model, mesh))
+    return message, all(a is b for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_meshes_that_differ_between_ranks_are_named_at_once() -> None:
+    """The ranks waited in collectives of different groups until the timeout, and named no cause."""
+    for message, is_unchanged in ranks(2).run(meshes_job):
+        assert message.startswith("ValueError: mesh must be the same on every rank, and differs: rank 0: ")
+        assert "('dp', 'ep') [[0], [1]]; rank 1: ('dp', 'ep') [[0, 1]]" in message
+        assert is_unchanged
 
 
 def meta_job(rank: int, world: int) -> dict[str, Tensor]:

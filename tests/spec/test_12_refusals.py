@@ -67,6 +67,7 @@ ARGUMENTS: list[tuple[str, Any, str]] = [
     ("z_loss_weight", -0.1, r"z_loss_weight \(-0.1\)"),
     ("check_finite", 1, r"check_finite \(1\) must be None, True or False"),
     ("balance", -1, r"balance \(-1\) must be an int of at least 0"),
+    ("balance", 10**30, rf"balance \({10**30}\) must be an int of at least 0, and below 2\*\*63"),
     ("balance", "yes", r"balance \('yes'\) must be an int of at least 0"),
     ("mesh", "cpu", r"mesh \('cpu'\) must be a torch.distributed.device_mesh.DeviceMesh"),
 ]

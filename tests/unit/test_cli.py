@@ -364,6 +364,8 @@ def test_profile_stores_what_it_measured(
         (["memory", *LAYER, "--ranks", "2", "--measure"], "--ranks (2) must be 1 with --measure"),
         (["memory", *LAYER, "--device", "meta"], "--device ('meta') must be cpu or cuda"),
         (["memory", *LAYER, "--device", "abacus"], "--device ('abacus') must be cpu or cuda"),
+        (["memory", *LAYER, "--device", "gpu"], "--device ('gpu') must be cpu or cuda: did you mean cuda?"),
+        (["profile", "--device", "cudaa"], "--device ('cudaa') must be cpu or cuda: did you mean cuda?"),
         (["memory", *LAYER, "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["memory", "--d-model", "4"], "the following arguments are required: --d-hidden"),
         (["plan", *LAYER, "--budget", "much"], "argument --budget: value ('much') must be a number of bytes"),

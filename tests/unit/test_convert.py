@@ -443,6 +443,52 @@ def test_arguments_that_are_none_are_refused() -> None:
     assert "experts.1.w2.weight (Split" in refusal(split)
 
 
+@pytest.mark.parametrize("d_model, d_hidden", [(8, 8), (8, 4), (4, 8)])
+def test_sizes_that_make_stacks_square_change_no_axis(d_model: int, d_hidden: int) -> None:
+    """Converters that guess axes from shapes read such stacks transposed (transformers 47031)."""
+    w1 = torch.arange(E * 2 * d_hidden * d_model, dtype=torch.float32).view(E, 2 * d_hidden, d_model)
+    w2 = torch.arange(E * d_model * d_hidden, dtype=torch.float32).view(E, d_model, d_hidden)
+    own = {"gate.weight": torch.randn(E, d_model), "experts.w1": w1, "experts.w2": w2}
+    gate, up = w1.chunk(2, dim=1)
+    files = from_pmoe(own, "mixtral")
+    assert torch.equal(files["experts.1.w1.weight"], gate[1])
+    assert torch.equal(files["experts.1.w3.weight"], up[1])
+    assert torch.equal(files["experts.1.w2.weight"], w2[1])
+    stacked = from_pmoe(own, "mixtral-stacked")
+    assert torch.equal(stacked["experts.gate_up_proj"], w1)
+    assert torch.equal(stacked["experts.down_proj"], w2)
+    in_turn = from_pmoe(own, "gpt-oss")
+    assert torch.equal(in_turn["experts.gate_up_proj"][:, :, 0::2], gate.transpose(1, 2))
+    assert torch.equal(in_turn["experts.gate_up_proj"][:, :, 1::2], up.transpose(1, 2))
+    assert torch.equal(in_turn["experts.down_proj"], w2.transpose(1, 2))
+    assert same_bits(to_pmoe(files, "mixtral"), own)
+    assert same_bits(to_pmoe(stacked, "mixtral-stacked"), own)
+    assert same_bits(to_pmoe(in_turn, "gpt-oss"), own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int8])
+def test_quantised_weights_are_refused_with_a_cure(dtype: torch.dtype) -> None:
+    """Weights in float8 passed, and a layer then loaded them without their scales."""
+    theirs = {name: each.to(dtype) if "w1" in name else each for name, each in whole("mixtral").items()}
+    scales = {f"{name}_scale_inv": torch.ones(1) for name in theirs}
+    for state in (theirs, {**theirs, **scales}):
+        message = refusal(state)
+        assert f"experts.0.w1.weight ({dtype}) must have at least 16 bits" in message
+        assert "dequantize=True" in message
+
+
+def test_the_prefix_of_a_layer_in_a_whole_model_is_named() -> None:
+    theirs = {
+        f"model.layers.{at}.mlp.{name}": each for at in (2, 3) for name, each in whole("mixtral").items()
+    }
+    for prefix in ("", "model.layers.2.mlp", "model.layers.1."):
+        assert "pass prefix='model.layers.2.mlp.'" in refusal(theirs, prefix=prefix)
+    assert (
+        to_pmoe(theirs, "mixtral", prefix="model.layers.2.mlp.").keys()
+        == to_pmoe(whole("mixtral"), "mixtral").keys()
+    )
+
+
 class Split(Tensor):
     """Stands for a DTensor whose parts are on several ranks."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import peft
 import pytest
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 
 import pmoe
 from pmoe.call.sizes import memory_shape
@@ -116,6 +117,18 @@ def test_merged_adapters_give_a_plain_layer_and_come_out_again() -> None:
         assert type(layer.experts).__name__ == "SwiGLUExperts"
 
 
+@pytest.mark.parametrize("d_model, d_hidden", [(12, 3), (12, 6), (8, 8)])
+def test_narrow_and_square_experts_are_merged_along_the_right_axes(d_model: int, d_hidden: int) -> None:
+    """A merge that guesses axes from shapes drops or turns the change of narrow experts (unsloth-zoo 779)."""
+    layer = build(expert="swiglu", d_model=d_model, d_hidden=d_hidden)
+    x = tokens(width=d_model)
+    pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
+    filled(layer)
+    adapted = layer(x)
+    pmoe.merge_lora(layer)
+    assert relative_error(layer(x), adapted) < 1e-12
+
+
 def test_an_optimizer_of_before_a_merge_does_not_change_the_merged_adapter() -> None:
     layer = build()
     adapters = pmoe.add_lora(layer, rank=RANK)
@@ -187,6 +200,34 @@ def test_checkpointed_layers_train_adapters_as_others_do(reentrant: bool) -> Non
         gradients.append([parameter.grad for parameter in pmoe.lora_adapters(layer).parameters()])
     for ours, theirs in zip(*gradients, strict=True):
         assert ours is not None and ours.any() and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["plain", "reentrant", "contexts"])
+def test_an_adapter_that_is_switched_before_a_checkpoint_runs_again_is_named(way: str) -> None:
+    """The gradients of the first adapter were computed with the values of the second."""
+    options: dict[str, Any] = {"use_reentrant": way == "reentrant"}
+    if way == "contexts":
+        options["context_fn"] = pmoe.checkpoint_contexts
+    layer = build(pipeline=2)
+    for name in ("first", "second"):
+        pmoe.add_lora(layer, rank=RANK, name=name)
+        filled(layer, name)
+
+    def forward(name: str) -> Tensor:
+        pmoe.use_lora(layer, name)
+        y: Tensor = torch.utils.checkpoint.checkpoint(layer, tokens().requires_grad_(), **options)
+        return y
+
+    switches: dict[str, Callable[[], object]] = {
+        "'second'": lambda: pmoe.use_lora(layer, "second"),
+        "none": lambda: pmoe.remove_lora(layer, "first"),
+    }
+    for now, switch in switches.items():
+        y = forward("first")
+        switch()
+        with pytest.raises(RuntimeError, match=f"adapter {now}, and its forward pass used 'first'"):
+            y.sum().backward()
+    forward("second").sum().backward()
 
 
 def test_autocast_trains_float32_adapters() -> None:

@@ -146,6 +146,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"capacity_factor": 1.0},
         r"capacity_factor \(1.0\) must be left out: the options are pipeline",
     ),
+    "typo": ({"piepline": 2}, r"piepline \(2\) must be left out: .*: did you mean pipeline\?"),
     "value": ({"pipeline": -1}, r"pipeline \(-1\)"),
     "activation": ({"activation": "tanh"}, r"activation \('tanh'\) must be one of 'swiglu', 'silu'"),
     "weights": (

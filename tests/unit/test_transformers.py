@@ -289,6 +289,7 @@ def test_stats_name_the_layers_of_a_model_by_its_experts_modules() -> None:
     ("options", "error"),
     [
         ({"pipelines": 2}, r"pipelines \(2\) must be left out: the options are pipeline, .*send_once"),
+        ({"memory_reus": "S4"}, r"memory_reus \('S4'\) must be left out: .*: did you mean memory_reuse\?"),
         ({"top_k": 2}, r"top_k \(2\) must be left out"),
         ({"pipeline": 0}, r"pipeline \(0\)"),
         ({"pipeline": "fast"}, r"pipeline \('fast'\)"),

@@ -25,7 +25,14 @@ from pmoe.gates.external import ExternalGate
 from pmoe.integrations.transformers.layout import borrow, check_same_place
 from pmoe.integrations.transformers.padding import run_tokens
 from pmoe.layer import MoELayer
-from pmoe.layer.run_experts import OPTIONS, check_routing_shapes, layers, run_borrowed, run_few_rows
+from pmoe.layer.run_experts import (
+    OPTIONS,
+    check_option_names,
+    check_routing_shapes,
+    layers,
+    run_borrowed,
+    run_few_rows,
+)
 
 __all__ = ["OPTIONS", "configure", "layers", "run_module"]
 
@@ -47,9 +54,8 @@ def configure(**options: Any) -> None:
     Example: configure(pipeline=4, memory_reuse="S4", memory_budget="2GiB")
     """
     global _options
+    check_option_names(options)
     for name, value in options.items():
-        if name not in OPTIONS:
-            raise ValueError(f"{name} ({value!r}) must be left out: the options are {', '.join(OPTIONS)}")
         takes_modules = name in ("order", "dispatch", "combine")
         if takes_modules and not (isinstance(value, str) or (value is None and name == "combine")):
             raise TypeError(f"{name} ({value!r}) must be a name: a module could serve only one of the layers")

@@ -211,7 +211,7 @@ def choose_slots(experts: int, top_k: int) -> float:
     385 + 84 + 175 K for up to 256 experts, and (394 + 85 + 161 K) / 2 for up to 128.
     """
     if experts > 256:
-        return 1292 + 82 + 52 * top_k
+        return 1295 + 82 + 49 * top_k
     if experts > 128:
         return 633 + 84 + 31 * top_k
     if experts > 64:

@@ -66,7 +66,7 @@ template <class S>
 __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
                                        float sum, int num_experts, int top_k, int of_token,
                                        float* probability_K, int32_t* expert_K) {
-  if constexpr (kSortsLanes<S>)
+  if constexpr (S::kSortsLanes)
     choose_by_warp<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);
   else
     choose_by_maxima<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);

@@ -13,11 +13,6 @@
 
 namespace pmoe::route {
 
-// Whether a shape's tokens have a warp each, with few enough scores for a lane to sort. Sorting takes as long
-// as 2 rounds of maxima with 8 scores, and as 4 with 16; with 32 it would be worth 5 rounds.
-template <class S>
-constexpr bool kSortsLanes = S::kLanes == 32 && S::kPer <= 16;
-
 // Orders experts by score, then by index: the better of two experts has the larger rank. Rank 0 stands for no
 // expert.
 PMOE_HD uint64_t rank_of(uint32_t key, int32_t expert) {

@@ -102,6 +102,16 @@ class Scenario:
 
 
 WHOLE = Scenario(32768, 4096, 2048, 64, 4)
+SHAPES = {
+    "120B, n=2048": WHOLE,
+    "1.4B, n=256": Scenario(32768, 768, 256, 128, 8),
+    "30B, n=256": Scenario(32768, 4096, 256, 256, 16),
+    "7B, n=256": Scenario(32768, 1536, 256, 128, 8),
+    "7B, n=1024": Scenario(32768, 1536, 1024, 32, 2),
+    "30B, n=1024": Scenario(32768, 4096, 1024, 64, 4),
+    "120B, n=1024": Scenario(32768, 4096, 1024, 128, 8),
+}
+"""The shapes of SonicMoE's paper, with one number of tokens for all. Only the first has been measured."""
 QUICK = Scenario(4096, 1024, 512, 16, 4)
 
 

@@ -2,6 +2,7 @@
 // sums the numbers that the losses need.
 #pragma once
 #include "route/block.cuh"
+#include "route/whole_warp.cuh"
 
 namespace pmoe::route {
 
@@ -27,16 +28,11 @@ __device__ __forceinline__ Candidate best_of_token(Candidate best) {
   return best;
 }
 
-// Chooses the token's top_k experts, best first.
-//
-// x: scores of this lane's experts.
-// numerator, sum: the softmax; a probability is numerator / sum.
-// of_token: which of the token's lanes this lane is.
-// probability_K, expert_K: results, in the shared memory for this token's choices.
+// Chooses experts as choose() does, by a maximum over all scores for each choice.
 template <class S>
-__device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
-                                       float sum, int num_experts, int top_k, int of_token,
-                                       float* probability_K, int32_t* expert_K) {
+__device__ __forceinline__ void choose_by_maxima(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
+                                                 float sum, int num_experts, int top_k, int of_token,
+                                                 float* probability_K, int32_t* expert_K) {
   uint32_t key[S::kPer];
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) key[j] = S::expert(of_token, j) < num_experts ? order_key(x[j]) : 0;
@@ -58,6 +54,22 @@ __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&
     for (int j = 0; j < S::kPer; ++j)
       if (S::expert(of_token, j) == chosen) key[j] = 0;
   }
+}
+
+// Chooses the token's top_k experts, best first.
+//
+// x: scores of this lane's experts.
+// numerator, sum: the softmax; a probability is numerator / sum.
+// of_token: which of the token's lanes this lane is.
+// probability_K, expert_K: results, in the shared memory for this token's choices.
+template <class S>
+__device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
+                                       float sum, int num_experts, int top_k, int of_token,
+                                       float* probability_K, int32_t* expert_K) {
+  if constexpr (S::kSortsLanes)
+    choose_by_warp<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);
+  else
+    choose_by_maxima<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);
 }
 
 // Sums that a lane collects over its warp's tokens, for the losses.

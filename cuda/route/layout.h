@@ -47,6 +47,9 @@ struct Shape {
   // only some threads of a block route derives from Shape and sets both. Barrier 0 is the one of the whole
   // block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
+  // Whether a token has a warp, and a lane few enough scores to sort (whole_warp.cuh). Sorting takes as long
+  // as 2 rounds of maxima with 8 scores, and as 4 with 16; with 32 it would be worth 5 rounds.
+  static constexpr bool kSortsLanes = kLanes == 32 && kPer <= 16;
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
   // expert() returns the j-th of a lane's experts, in rising order. owner() returns the lane, among the

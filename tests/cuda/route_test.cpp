@@ -413,6 +413,27 @@ void check_that_waits_are_found() {
   expect(told.find("no end in sight") == 0, "a grid barrier must be found: " + told);
 }
 
+// ---- sorted lanes
+
+// The network sorts every sequence of zeros and ones, and so (Knuth, vol. 3, 5.3.4) every sequence.
+template <int kCount>
+void check_sort() {
+  for (uint32_t bits = 0; bits < 1u << kCount; ++bits) {
+    uint64_t rank[kCount];
+    int ones = 0;
+    for (int i = 0; i < kCount; ++i) ones += static_cast<int>(rank[i] = bits >> i & 1);
+    sort_ranks(rank);
+    for (int i = 0; i < kCount; ++i)
+      expect(rank[i] == (i < ones), "the sorting of " + std::to_string(kCount));
+  }
+}
+
+void check_ranks() {
+  expect(rank_of(7, 3) > rank_of(6, 0), "the higher score wins");
+  expect(rank_of(7, 3) > rank_of(7, 4), "of equal scores the first expert wins");
+  expect(rank_of(0, 3) == 0 && rank_of(1, kMostExperts - 1) > 0, "0 stands for no expert");
+}
+
 // ---- cases
 
 template <class S>
@@ -481,6 +502,8 @@ int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 1;
   try {
     check_sizes();
+    check_ranks();
+    check_sort<4>(), check_sort<8>(), check_sort<16>();
     check_that_waits_are_found();
     check_crowded();
     check_halves(0, 8, 8, 1);
@@ -493,10 +516,15 @@ int main(int argc, char** argv) {
       check_shape<Shape<4, 8, 2>>(15, 40, 1);
       check_shape<Shape<8, 8, 2>>(12, 40, 1);
       check_shape<Shape<16, 8, 1>>(8, 20, 1);
+      check_shape<Shape<32, 4, 2>>(8, 12, 20);
       check_shape<Shape<32, 8, 2>>(4, 12, 65);
+      check_shape<Shape<32, 16, 1>>(2, 9, 257);
       check_shape<Shape<32, 32, 2>>(1, 9, 700);
     }
     check_case<Kept<32, 32>>({70, 1001, 32, 2, 1, true, false, 0.25f, Values::kTied});
+    // As many choices as lanes; as many experts as choices.
+    check_case<Kept<32, 8>>({40, 256, 32, 1, 1, true, true, 0.25f, Values::kTied});
+    check_case<Kept<32, 4>>({40, 32, 32, 1, 1, false, true, 0.25f, Values::kStrange});
     check_case<Kept<8, 8>>({150, 64, 2, 1, 2, true, true, 0.25f, Values::kDistinct});
   } catch (const std::exception& error) {
     std::printf("FAILED: %s\n", error.what());

@@ -12,20 +12,10 @@ from typing import Any
 import torch
 
 from bench import bench_alone
-from bench.bench_alone import Scenario
+from bench.bench_alone import SHAPES, Scenario
 from bench.timing import table, write_json
 
-TOKENS, ROUNDS = 32768, 5
-SHAPES = {
-    "120B, n=2048": Scenario(TOKENS, 4096, 2048, 64, 4),
-    "1.4B, n=256": Scenario(TOKENS, 768, 256, 128, 8),
-    "30B, n=256": Scenario(TOKENS, 4096, 256, 256, 16),
-    "7B, n=256": Scenario(TOKENS, 1536, 256, 128, 8),
-    "7B, n=1024": Scenario(TOKENS, 1536, 1024, 32, 2),
-    "30B, n=1024": Scenario(TOKENS, 4096, 1024, 64, 4),
-    "120B, n=1024": Scenario(TOKENS, 4096, 1024, 128, 8),
-}
-"""The shapes of SonicMoE's paper, with one number of tokens for all. The first has run before."""
+ROUNDS = 5
 
 Measure = Callable[[Scenario], tuple[dict[str, Any], list[dict[str, Any]]]]
 

@@ -11,6 +11,7 @@ COMET = "tests/unit/test_comet_protocol.py"
 HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
 FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
+ROUTE = "tests/unit/test_kernels_route.py -k equal_plain_loops"
 
 KERNELS = (
     Plant(
@@ -70,6 +71,25 @@ KERNELS = (
         "      if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();\n",
         new="",
         tests="tests/unit/test_comet_kernels.py -k plain_loop",
+    ),
+    Plant(
+        name="every-lane-gives-up-its-best-score",
+        breaks="a lane whose best expert was not chosen loses it for the token's next choices",
+        file="cuda/route/whole_warp.cuh",
+        old="    if (index != chosen) continue;\n",
+        new="",
+        tests=ROUTE,
+    ),
+    Plant(
+        name="any-of-equal-scores",
+        breaks="of a lane's experts with equal scores not the first one is chosen",
+        file="cuda/route/whole_warp.cuh",
+        old="          rank[i] = larger(first, second);\n"
+        "          rank[i + kApart] = smaller(first, second);\n",
+        new="          const bool swaps = second >> 32 > first >> 32;\n"
+        "          rank[i] = swaps ? second : first;\n"
+        "          rank[i + kApart] = swaps ? first : second;\n",
+        tests=ROUTE,
     ),
     # Two blocks of a cluster whose tiles lie side by side: each loads half of A for both.
     Plant(

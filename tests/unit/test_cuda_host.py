@@ -85,8 +85,8 @@ def fused(
     )  # fmt: skip
 
 
-def routed(cuda: ModuleType, *, device: int = 0, num_experts: int = 8) -> None:
-    problem = cuda.RouteProblem(device, STREAM, T, num_experts, K, 1, True, 0.0)
+def routed(cuda: ModuleType, *, device: int = 0, num_experts: int = 8, top_k: int = K) -> None:
+    problem = cuda.RouteProblem(device, STREAM, T, num_experts, top_k, 1, True, 0.0)
     words = torch.zeros(cuda.route_workspace_bytes(problem), dtype=torch.uint8)
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
     cuda.route(problem, *[data] * 8, words.data_ptr(), words.numel())
@@ -303,6 +303,18 @@ def test_routing_asks_for_no_block_beside_another(cuda: ModuleType) -> None:
     first, second, *_ = cuda.stub_launched()
     assert second["blocks"] == first["blocks"] + 1 and first["kernel"] != second["kernel"]
     assert not any(each["together"] for each in cuda.stub_launched())
+
+
+def test_two_choices_among_128_experts_have_a_first_kernel_of_their_own(cuda: ModuleType) -> None:
+    """It takes fewer instructions for two choices, and more for three."""
+    first = {}
+    for num_experts, top_k in ((64, 2), (64, 3), (128, 2), (128, 3), (256, 2), (256, 3)):
+        cuda.stub_reset(runs=False)
+        routed(cuda, num_experts=num_experts, top_k=top_k)
+        first[num_experts, top_k] = cuda.stub_launched()[0]["kernel"]
+    assert first[128, 2] != first[128, 3]
+    assert first[64, 2] == first[64, 3] and first[256, 2] == first[256, 3]
+    assert len(set(first.values())) == 4
 
 
 def test_shared_memory_that_one_size_was_allowed_stays_allowed_to_larger_ones(cuda: ModuleType) -> None:

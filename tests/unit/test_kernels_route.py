@@ -342,13 +342,13 @@ def test_the_extension_refuses_sizes_with_their_numbers() -> None:
 @pytest.mark.nightly
 @pytest.mark.usefixtures("extension_built")
 def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
-    """A thread has 8, 16 or 32 logits. Forward loads the next row while it works on one."""
+    """A thread has 4, 8, 16 or 32 logits. Forward loads the next row while it works on one."""
     names = [name for name in declared() if name.split(".")[0] in ("route_choose", "route_backward")]
-    assert len(names) == 16
+    assert len(names) == 17
     for arch in archs():
         for name in names:
             code, backward = sass(arch)[name], name.startswith("route_backward")
-            fours = {"512": 4, "1024": 8}.get(name.split(".")[1], 2)
+            fours = {"512": 4, "1024": 8}.get(name.split(".")[1], 1 if name == "route_choose.128" else 2)
             assert count(code, "LDG.E.128") == fours * (1 if backward else 2), (arch, name)
             assert count(code, "STG.E.128") == (fours if backward else 0), (arch, name)
 

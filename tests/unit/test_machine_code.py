@@ -149,6 +149,20 @@ def test_a_call_that_does_not_depend_on_a_floats_size_is_found() -> None:
 # ---- costs
 
 
+@pytest.mark.parametrize(("name", "most"), [("128", 24), ("256", 34), ("512", 54)])
+def test_a_choice_of_an_expert_by_a_whole_warp_takes_two_reductions_and_no_shuffle(
+    name: str, most: int
+) -> None:
+    """22, 31 and 49 instructions; by maxima over all scores it takes 80 (of one token), 175 and 218."""
+    code = sass("sm_90a")[f"route_choose.{name}"]
+    choice = machine_code.Code(code).innermost("REDUX")
+    assert count(choice, "REDUX") == 2
+    assert count(choice, "SHFL") == count(choice, "LDS") == 0
+    assert machine_code.executed(choice) <= most
+    found = resources("sm_90a")[f"route_choose.{name}"]
+    assert found.stack == found.local == 0
+
+
 def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() -> None:
     """A block loads 128 rows of A and 256 columns of B in each step of depth 64.
 

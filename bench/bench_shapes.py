@@ -1,0 +1,333 @@
+"""What would one rank's layer take on a Hopper GPU at SonicMoE's seven shapes? Predicted, not measured.
+
+    python bench/bench_shapes.py
+
+A product's tiles of 128 x 256 run in waves, one tile on each multiprocessor:
+
+    seconds = waves * (steps * STEP + store)
+
+steps   a tile's steps along the reduction, 64 deep
+STEP    the time of a step while the tensor cores are busy
+store   the time from a tile's last product to the first product of the next tile: nothing runs beside it
+
+`STEP` and the stores' times were fitted by eye to the rows that bench_grouped_gemm stored on an H200. The
+other kernels move rows, at a share of a copy's rate that was stored as well. An H100 has the arithmetic of an
+H200 and 0.7 of its memory rate, so what moves bytes takes longer there.
+
+"Bound" is the same model with stores that take no time: what a layer would take if the products of the next
+tile ran beside each store.
+
+Routing is random: each row goes to each expert with equal probability.
+
+Letters: T tokens, M = d_model, H = d_hidden, K choices, N = T * K rows, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.bench_alone import SHAPES, Scenario
+from pmoe.kernels.grouped_gemm.launch import gathers_in_load
+from pmoe.text import table
+
+MULTIPROCESSORS = 132
+ROWS, COLUMNS, DEPTH = 128, 256, 64
+STEP = 0.68e-6
+GATHERED_STEP = 0.066e-6
+"""Seconds that a gather of the rows in the load adds to a step."""
+SMALL_KERNELS = 71e-6
+"""Seconds of a backward pass's other kernels: the scores' gradient, casts, sums and reductions."""
+ROUTE_FIXED = 29e-6
+"""Seconds of the routing's two kernels besides the instructions of `choose_slots`."""
+CLOCK = 1.7e9
+"""Cycles a second of a multiprocessor, each of whose four schedulers issues one instruction a cycle."""
+
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU.
+
+    copy: bytes per second of a copy of rows, read and written bytes together.
+    stores: whether stores take time; False is the bound.
+    """
+
+    copy: float
+    stores: bool = True
+
+
+H200 = Card(4.27e12)
+H100 = Card(2.98e12)
+
+
+@dataclass(frozen=True)
+class Store:
+    """What an epilogue does with a tile.
+
+    seconds: on the H200, from the last product of a tile to the first of the next.
+    num_bytes: read from and written to memory. All multiprocessors store at the same time, so each gets its
+        share of the memory's rate.
+    """
+
+    seconds: float
+    num_bytes: int
+
+    def on(self, card: Card) -> float:
+        """Returns the seconds of this store on a card."""
+        slower = 1 / card.copy - 1 / H200.copy
+        return (self.seconds + MULTIPROCESSORS * self.num_bytes * slower) * card.stores
+
+
+PLAIN = Store(4.2e-6, 64 * 1024)
+GATED = Store(7.0e-6, 96 * 1024)
+GATED_GRADIENT = Store(17.8e-6, 320 * 1024)
+WEIGHT = Store(3.0e-6, 64 * 1024)
+
+NOTHING, B, A = "nothing", "B", "A"
+Tiles = Callable[[int], float]
+"""Returns the number of tiles of so many rows, over all experts; an expert's last tile may have fewer."""
+
+
+def shared_operand(*, weight: bool, m: int, n: int, gathered: bool = False) -> str:
+    """Returns the operand that two blocks share, by the rule of cuda/grouped_gemm/sharing.h."""
+    if weight and math.ceil(m / ROWS) % 2 == 0:
+        return B
+    return A if not gathered and math.ceil(n / COLUMNS) % 2 == 0 else NOTHING
+
+
+def counted_tiles(counts: Sequence[int]) -> Tiles:
+    """Returns the numbers of tiles of experts with these numbers of rows."""
+    return lambda rows: sum(math.ceil(count / rows) for count in counts)
+
+
+def random_tiles(num_rows: int, experts: int) -> Tiles:
+    """Returns the expected numbers of tiles under random routing.
+
+    The number of rows of an expert is taken as normally distributed. An expert has more than i tiles if it
+    has more than i * rows rows.
+    """
+    mean = num_rows / experts
+    deviation = math.sqrt(2 * mean * (1 - 1 / experts))
+
+    def tiles(rows: int) -> float:
+        most = math.ceil((mean + 6 * deviation) / rows)
+        return experts * sum(math.erfc((i * rows + 0.5 - mean) / deviation) / 2 for i in range(most))
+
+    return tiles
+
+
+def waves(down: float, across: int, shared: str) -> int:
+    """Returns the number of waves of a product of ``down`` x ``across`` tiles.
+
+    down: tiles below each other, over all experts; pairs of tiles if operand B is shared.
+    """
+    if shared == NOTHING:
+        return math.ceil(down * across / MULTIPROCESSORS)
+    pairs = down * (across if shared == B else math.ceil(across / 2))
+    return math.ceil(pairs / (MULTIPROCESSORS // 2))
+
+
+def product_of_rows(
+    tiles: Tiles,
+    k: int,
+    n: int,
+    store: Store,
+    card: Card = H200,
+    *,
+    gathered: bool = False,
+    shared: str | None = None,
+) -> float:
+    """Returns the seconds of a product of each expert's rows: (rows, k) times (k, n).
+
+    n: columns of the result; for GATED all columns, gate and up.
+    shared: the operand that two blocks share; None: by the rule.
+    """
+    if shared is None:
+        shared = shared_operand(weight=False, m=0, n=n, gathered=gathered)
+    down = tiles(2 * ROWS if shared == B else ROWS)
+    step = STEP + GATHERED_STEP * gathered
+    return waves(down, math.ceil(n / COLUMNS), shared) * (math.ceil(k / DEPTH) * step + store.on(card))
+
+
+def product_of_weights(
+    tiles: Tiles, experts: int, m: int, n: int, card: Card = H200, *, shared: str | None = None
+) -> float:
+    """Returns the seconds of the weight gradient of all experts, each of m x n."""
+    if shared is None:
+        shared = shared_operand(weight=True, m=m, n=n)
+    down = experts * math.ceil(m / (2 * ROWS if shared == B else ROWS))
+    steps = tiles(DEPTH) / experts
+    return waves(down, math.ceil(n / COLUMNS), shared) * (steps * STEP + WEIGHT.on(card))
+
+
+def stored_products() -> Iterator[tuple[str, float, float]]:
+    """Yields (name, predicted, measured seconds) of the products that bench_grouped_gemm stored on an H200.
+
+    Weight gradients that add to earlier ones are left out: one rank's layer has none.
+    """
+    file = RESULTS / "grouped_gemm_nvidia_h200.json"
+    columns = {NOTHING: "alone", B: "share B", A: "share A"}
+    for document in json.loads(file.read_text(encoding="utf-8"))["models"]:
+        for row in document["rows"]:
+            if row["product"].endswith("accumulating"):
+                continue
+            for shared, column in columns.items():
+                name = f"{document['model']['name']}, {row['product']}, {column}"
+                yield name, stored_product(document, row["product"], shared), row[column] / 1e3
+
+
+def stored_product(document: dict[str, Any], product: str, shared: str) -> float:
+    """Returns the predicted seconds of a product of a stored model."""
+    width, hidden = document["model"]["d_model"], document["model"]["d_hidden"]
+    counts = document["counts"]
+    tiles = counted_tiles(counts)
+    columns_in, columns_out = (width, hidden) if product.startswith("up") else (hidden, width)
+    if "weight gradient" in product:
+        return product_of_weights(tiles, len(counts), columns_out, columns_in, shared=shared)
+    if "input gradient" in product:
+        return product_of_rows(tiles, columns_out, columns_in, PLAIN, shared=shared)
+    if product == "gradient of the gated hidden":
+        return product_of_rows(tiles, width, hidden, GATED_GRADIENT, shared=shared)
+    if product.startswith("gated hidden"):
+        gathered = product.endswith("gathered")
+        return product_of_rows(tiles, width, 2 * hidden, GATED, gathered=gathered, shared=shared)
+    return product_of_rows(tiles, columns_in, columns_out, PLAIN, shared=shared)
+
+
+def choose_slots(experts: int, top_k: int) -> float:
+    """Returns the instructions that a warp issues for one token in the first kernel of the routing.
+
+    They are counted in machine code of sm_90a (nvcc 13.0). Before a whole warp sorted its scores, they were
+    385 + 84 + 175 K for up to 256 experts, and (394 + 85 + 161 K) / 2 for up to 128.
+    """
+    if experts > 256:
+        return 1295 + 82 + 49 * top_k
+    if experts > 128:
+        return 633 + 84 + 31 * top_k
+    if experts > 64:
+        return 355 + 86 + 22 * top_k if top_k > 2 else (394 + 85 + 161 * top_k) / 2
+    lanes = max(1, experts // 8)
+    return (390 + 85 * math.ceil(top_k / lanes) + 143 * top_k) * lanes / 32
+
+
+def route(scenario: Scenario) -> float:
+    """Returns the seconds of the two forward kernels of the routing."""
+    slots = choose_slots(scenario.experts, scenario.top_k) * scenario.tokens
+    return slots / (4 * MULTIPROCESSORS * CLOCK) + ROUTE_FIXED
+
+
+def moved(scenario: Scenario, card: Card, share: float) -> float:
+    """Returns the seconds of a kernel that reads each token and writes its K rows, or the reverse.
+
+    share: the kernel's share of a copy's rate, as stored by bench_permute.
+    """
+    rows = scenario.tokens * (scenario.top_k + 1)
+    return rows * scenario.d_model * 2 / (share * card.copy)
+
+
+def gate(scenario: Scenario, card: Card, passes: int) -> float:
+    """Returns the seconds of products with the gate's weight, which read or write all tokens once each."""
+    return passes * scenario.tokens * scenario.d_model * 2 / (0.8 * card.copy)
+
+
+def old_sharing(scenario: Scenario) -> str | None:
+    """Returns the operand that products of rows shared when bench_alone was stored; None: by the rule."""
+    return B if scenario.tokens * scenario.top_k >= 1024 * scenario.experts else None
+
+
+def forward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[str, float]:
+    """Returns the seconds of each kernel of a forward pass.
+
+    old_rules: the rules under which bench_alone was stored. Products of rows shared B from 1,024 rows of an
+        expert on, and a first product always gathered.
+    """
+    tiles = random_tiles(scenario.tokens * scenario.top_k, scenario.experts)
+    columns, width = 2 * scenario.d_hidden, scenario.d_model
+    gathered = old_rules or gathers_in_load("sm_90a", columns, scenario.top_k)
+    shared = old_sharing(scenario) if old_rules else None
+    return {
+        "gate": gate(scenario, card, 1),
+        "route": route(scenario),
+        "permute": 0.0 if gathered else moved(scenario, card, 0.89),
+        "up": product_of_rows(tiles, width, columns, GATED, card, gathered=gathered, shared=shared),
+        "down": product_of_rows(tiles, scenario.d_hidden, width, PLAIN, card, shared=shared),
+        "unpermute": moved(scenario, card, 0.99),
+    }
+
+
+def backward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[str, float]:
+    """Returns the seconds of each kernel of a backward pass; ``old_rules`` as in forward()."""
+    tiles = random_tiles(scenario.tokens * scenario.top_k, scenario.experts)
+    columns, width, hidden = 2 * scenario.d_hidden, scenario.d_model, scenario.d_hidden
+    shared = old_sharing(scenario) if old_rules else None
+    return {
+        "permutes": 2 * moved(scenario, card, 0.89),
+        "gated gradient": product_of_rows(tiles, width, hidden, GATED_GRADIENT, card, shared=shared),
+        "down weight": product_of_weights(tiles, scenario.experts, width, hidden, card),
+        "up weight": product_of_weights(tiles, scenario.experts, columns, width, card),
+        "up input": product_of_rows(tiles, columns, width, PLAIN, card, shared=shared),
+        "unpermute": moved(scenario, card, 0.99),
+        "gate": gate(scenario, card, 2) + SMALL_KERNELS,
+        "add": 3 * scenario.tokens * width * 2 / card.copy,
+    }
+
+
+STATED = {
+    "1.4B, n=256": (340, 368),
+    "7B, n=256": (365, 405),
+    "7B, n=1024": (468, 468),
+    "30B, n=256": (430, 460),
+    "30B, n=1024": (553, 555),
+    "120B, n=1024": (560, 568),
+    "120B, n=2048": (598, 588),
+}
+"""TFLOP/s of both passes on an H100, as SonicMoE's authors state and the project's issue quotes."""
+
+
+def rates(scenario: Scenario, card: Card) -> tuple[float, float]:
+    """Returns the predicted TFLOP/s of a forward and of a backward pass."""
+    forward_seconds = sum(forward(scenario, card).values())
+    backward_seconds = sum(backward(scenario, card).values())
+    flop = scenario.forward_flop / 1e12
+    return flop / forward_seconds, 2 * flop / backward_seconds
+
+
+CARDS = {
+    "pmoe, H100": H100,
+    "bound, H100": Card(H100.copy, stores=False),
+    "pmoe, H200": H200,
+    "bound, H200": Card(H200.copy, stores=False),
+}
+
+
+def rows() -> list[list[str]]:
+    """Returns the cells of the table: each shape with SonicMoE's rates and those predicted for pmoe."""
+    cells = []
+    for name, stated in STATED.items():
+        pairs = [stated, *(rates(SHAPES[name], card) for card in CARDS.values())]
+        cells.append([name, *(f"{ahead:.0f} / {back:.0f}" for ahead, back in pairs)])
+    return cells
+
+
+def main() -> None:
+    print("TFLOP/s, forward / backward: SonicMoE's as stated, pmoe's predicted")
+    print(table([["shape", "SonicMoE, H100", *CARDS], *rows()]))
+    for name in STATED:
+        for passed in (forward, backward):
+            parts = passed(SHAPES[name], H200)
+            text = ", ".join(f"{part} {1e6 * seconds:.0f}" for part, seconds in parts.items())
+            print(f"{name}, {passed.__name__}, us on an H200: {text}")
+
+
+if __name__ == "__main__":
+    main()

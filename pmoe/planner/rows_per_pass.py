@@ -165,7 +165,7 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         relayed=sizes.relays * own,
         merged=sizes.merges,
         busiest_received=received,
-        busiest_local=extent.local,
+        busiest_local=(local,) * chunks,
     )
 
 

@@ -292,6 +292,29 @@ def test_a_layer_loses_about_a_twentieth_and_its_weight_gradients_no_more(produc
     assert all(torch.equal(value, step(layer, x, dy)[name]) for name, value in exact.items())
 
 
+def test_finer_scales_do_not_bring_two_products_in_a_row_to_28_decibels() -> None:
+    """The numbers of docs/flexible.md: the error comes from the three bits of e4m3's mantissa."""
+    rows, w1, w2 = random(256, 512), random(512, 512) / 22, random(256, 512) / 22
+
+    def output(of_rows: int, of_weights: int) -> Tensor:
+        active = F.gelu(in_blocks(rows, of_rows) @ in_blocks(w1, of_weights).t())
+        return in_blocks(active, of_rows) @ in_blocks(w2, of_weights).t()
+
+    exact = output(0, 0)
+    found = {columns: sqnr(output(columns, columns), exact) for columns in (512, 128, 32, 16)}
+    assert 25 < found[512] <= found[128] + 0.3 < found[32] < found[16] < 27.5, found
+    assert sqnr(output(128, 0), exact) >= 28 and sqnr(output(0, 128), exact) >= 28
+
+
+def in_blocks(values: Tensor, columns: int) -> Tensor:
+    """Values rounded to e4m3 with a float32 scale for each block of columns; as they are with 0 columns."""
+    if not columns:
+        return values
+    blocks = values.unflatten(-1, (-1, columns))
+    scale = blocks.abs().amax(-1, keepdim=True) / 448
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
 def test_a_layer_learns_with_rounded_products_as_without() -> None:
     losses = {}
     for products in (None, "e4m3", "mxfp8"):

@@ -115,6 +115,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         rotates=options.rotates,
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
+        products=modules.products,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
         has_shared_gate=modules.shared_gate is not None,
         shared_parameters=0 if shared_expert is None else _elements_of(shared_expert.parameters()),

@@ -74,8 +74,8 @@ def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
         values_NM = pad(values_NM, (0, -d_model % BLOCK_COLUMNS))
     blocks = values_NM.unflatten(1, (-1, BLOCK_COLUMNS))
     numbers, scales = _parts(message_NC, d_model)
-    torch.div(torch.linalg.vector_norm(blocks, math.inf, dim=2), LARGEST, out=scales)
-    blocks.div_(scales.clamp_(min=SMALLEST_SCALE).unsqueeze(2))
+    torch.linalg.vector_norm(blocks, math.inf, dim=2, out=scales)
+    blocks.div_(scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE).unsqueeze(2))
     numbers.copy_(values_NM[:, :d_model])
 
 
@@ -94,8 +94,7 @@ def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM
         out_NM.copy_(message_NC.view(torch.bfloat16)[:, :d_model])
         return
     numbers, scales = _parts(message_NC, d_model)
-    values_NM = out_NM if out_NM.dtype == torch.float32 else torch.empty_like(out_NM, dtype=torch.float32)
-    values_NM.copy_(numbers)
+    values_NM = out_NM.copy_(numbers) if out_NM.dtype == torch.float32 else numbers.float()
     if d_model % BLOCK_COLUMNS:
         values_NM.mul_(scales.repeat_interleave(BLOCK_COLUMNS, dim=1)[:, :d_model])
     else:

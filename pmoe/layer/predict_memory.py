@@ -22,7 +22,6 @@ USERS_OWN = {
     Feature.OWN_GATE: "the gate is a user's module: counted as one score for each token and expert",
     Feature.OWN_ORDER: "the order is a user's: what it allocates is not counted",
     Feature.OWN_EXCHANGE: "dispatch or combine is a user's: what it allocates is not counted",
-    Feature.PRODUCTS: "products: rounded copies of weights and rows are not counted",
     Feature.MODULE_EXPERTS: "experts are a user's modules: counted as feed-forward experts of width d_hidden",
 }
 """Notes for `PredictedMemory.unknown`: a user's own modules, and tensors whose memory pmoe does not count.

@@ -10,6 +10,7 @@ import torch
 from pmoe.comm.wire import check_wires
 from pmoe.experts import ExpertName, make_stacked
 from pmoe.experts.base import Shard
+from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns
 from pmoe.schedule.tasks import Stages
@@ -98,6 +99,7 @@ class LayerSizes:
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
     wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
+    products: the number format to which the experts' operands are rounded; None if they are not.
     copies: numbers of copies of busy experts.
     copy_work: what the copies of a call add to its tasks; nothing where only bytes are predicted.
     shared_columns: as ``columns``, but of the shared expert, which computes every token; 0 without a shared
@@ -129,6 +131,7 @@ class LayerSizes:
     relays: int = 0
     merges: bool = False
     wires: Wires = AS_THEY_ARE
+    products: ProductsName | None = None
     copies: CopyNumbers = CopyNumbers()
     copy_work: CopyWork = NO_COPIES
     outer: int = 0

@@ -25,6 +25,7 @@ from pmoe.comm.wire import hidden_block_bytes, packing_bytes, unpacking_bytes
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
+from pmoe.planner.rounded_products import bytes_of_rounded
 from pmoe.planner.rows_per_pass import PassRows
 from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns, arena_elements, slot_elements
 from pmoe.schedule.restore import GATHERED_AGAIN, KEEP, Restore
@@ -124,6 +125,8 @@ def predict(
 
     forward_held = _held(sizes, rows=forward, direction="forward", restore=restore, rearranged=rearranged)
     backward_held = _held(sizes, rows=backward, direction="backward", restore=restore, rearranged=rearranged)
+    rounded_forward = bytes_of_rounded(sizes, forward, "forward", restore)
+    rounded_backward = bytes_of_rounded(sizes, backward, "backward", restore)
     padded = call.spread == "padded"  # before backward copies padded rows again, it makes them again
     forward_work = _forward_work(sizes, call, forward, backward, forward_held, restore)
     forward_work += inner_bytes * (1 + padded) + copies.forward
@@ -146,6 +149,7 @@ def predict(
     in_backward = beside_work + backward_work
     # The sums of gradients are rounded after the last task, when only the buffers are still held.
     at_the_end = beside_work + backward_held.summing + rounding + _held_weights(sizes, call, backward)
+    at_the_end += rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
@@ -191,6 +195,7 @@ def predict(
         }
         | ({"shared T_M": shared} if shared else {})
         | ({"gathered experts": message + weights} if weights else {})
+        | ({"rounded operands": max(map(sum, (rounded_forward, rounded_backward)))} if sizes.products else {})
         | ({"copies": copies.saved + max(copies.forward, copies.backward)} if copies.backward else {}),
     )
 
@@ -424,12 +429,13 @@ def _forward_work(
     buffers: bytes of forward's buffers at the four moments.
     restore: the restore pair.
     """
+    rounded = bytes_of_rounded(sizes, forward, "forward", restore)
     # The pass also holds the routing weights of rows that stay, in sorted order.
     weights = (3 * (forward.received + forward.sent) + call.slots) * sizes.weight_size
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
         buffers.summing + _summed_rows(sizes, call, forward),
-        buffers.computing + max(_graph(sizes, backward), _widened_rows(sizes, forward)),
+        buffers.computing + max(_graph(sizes, backward), _widened_rows(sizes, forward), rounded.computing),
         buffers.staying,
         buffers.first + shared,
         buffers.leaving,
@@ -440,7 +446,7 @@ def _forward_work(
         buffers.leaving + _result_packing(sizes, forward),
         buffers.computing + _hidden_packing(sizes, forward, restore),
     )
-    return largest + weights + _whole_rows(sizes, call, forward)
+    return largest + rounded.held + weights + _whole_rows(sizes, call, forward)
 
 
 def _backward_work(
@@ -465,6 +471,7 @@ def _backward_work(
     buffers: bytes of backward's buffers at the four moments.
     restore: the restore pair.
     """
+    rounded = bytes_of_rounded(sizes, backward, "backward", restore)
     wide = _product_size(sizes)
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
     staying_rows = min(sizes.columns.scratch_rows, max(backward.extent.local))
@@ -484,7 +491,7 @@ def _backward_work(
         if sizes.columns.graph:  # an expert's gradient is computed block by block, beside the rows of a block
             unit += one_expert * WIDE
     largest = max(
-        buffers.computing + max(products, _graph(sizes, backward), widened),
+        buffers.computing + max(products, _graph(sizes, backward), widened, rounded.computing),
         buffers.staying + products_that_stay,
         buffers.summing + _summed_rows(sizes, call, backward),
         buffers.first + _shared_gradients(sizes, call),
@@ -497,7 +504,7 @@ def _backward_work(
         buffers.leaving + _result_packing(sizes, backward),
         buffers.computing + _hidden_packing(sizes, backward, restore),
     )
-    return largest + _held_weights(sizes, call, backward) + _whole_rows(sizes, call, backward)
+    return largest + rounded.held + _held_weights(sizes, call, backward) + _whole_rows(sizes, call, backward)
 
 
 def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
@@ -887,7 +894,12 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     if not m:
         return rows
     joined = n - m + 1
-    return replace(rows, extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])))
+    busiest = rows.busiest_local
+    return replace(
+        rows,
+        extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])),
+        busiest_local=(sum(busiest[:joined]), *busiest[joined:]),
+    )
 
 
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:

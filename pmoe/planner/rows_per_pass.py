@@ -22,6 +22,8 @@ class PassRows:
     relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all, in the chunk with most
         of them.
     merged: whether a token is sent only once to a rank that holds several of its experts.
+    busiest_received: the most rows of one expert among the received rows of a chunk.
+    busiest_local: the most rows of one expert among the rows that stay, chunk by chunk.
     """
 
     extent: ChunkRows
@@ -31,6 +33,8 @@ class PassRows:
     exact: bool
     relayed: int = 0
     merged: bool = False
+    busiest_received: int = 0
+    busiest_local: tuple[int, ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -45,6 +49,11 @@ class PassRows:
         for each chunk, or one for several chunks together.
         """
         return max((*self.extent.received, *self.extent.local), default=0)
+
+    @property
+    def busiest(self) -> int:
+        """The most rows of one expert in one matrix product of the pass, or an upper bound of them."""
+        return max((self.busiest_received, *self.busiest_local))
 
 
 def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, inside_rank: int = 0) -> PassRows:
@@ -66,9 +75,12 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     # that share a row, because the token has several experts on the same rank.
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
+    busiest_local = [0] * n
     if sizes.bypass_local:
         num_staying = sizes.num_experts // sizes.ep_size  # rows for copies of others' experts travel
-        local = counts.send[:, rank, :num_staying].sum(1).tolist()
+        staying = counts.send[:, rank, :num_staying]
+        local = staying.sum(1).tolist()
+        busiest_local = staying.amax(1).tolist()
         travelling = counts.travelling(rank, num_staying)
         recv = travelling.recv
         leaving = travelling.sent_rows
@@ -101,6 +113,8 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
             default=0,
         ),
         merged=is_merged,
+        busiest_received=int(recv.sum(1).max()) if recv.numel() else 0,
+        busiest_local=tuple(busiest_local),
     )
 
 
@@ -150,6 +164,8 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         exact=False,
         relayed=sizes.relays * own,
         merged=sizes.merges,
+        busiest_received=received,
+        busiest_local=(local,) * chunks,
     )
 
 

@@ -160,7 +160,11 @@ def _rare_variants(plan: Plan, on_gpu: bool) -> list[Variant]:
         from pmoe.engine.variants.rounded_products import RoundedBackward, RoundedForward
 
         variants.append((RoundedForward, RoundedBackward))
-    if plan.restore.hidden == "e4m3":
+    if plan.restore.hidden == "e4m3" and on_gpu:
+        from pmoe.engine.variants.cuda_hidden_e4m3 import PackingBackwardOnCuda, PackingForwardOnCuda
+
+        variants.append((PackingForwardOnCuda, PackingBackwardOnCuda))
+    elif plan.restore.hidden == "e4m3":
         from pmoe.engine.variants.hidden_e4m3 import PackingBackward, PackingForward
 
         variants.append((PackingForward, PackingBackward))

@@ -264,6 +264,9 @@ KINDS: list[tuple[dict[str, Any], int]] = [
     ({"pipeline": 4, "wire": "e4m3", "top_k": 2, "memory_reuse": pmoe.Restore("keep", "keep")}, 1),
     ({"pipeline": 2, "wire": "e4m3", "wire_backward": "e4m3", "memory_reuse": "S4"}, 1),
     ({"pipeline": 4, "wire": "bfloat16", "wire_backward": "e4m3", "memory_reuse": "S1"}, 2),
+    ({"pipeline": 2, "products": "e4m3", "memory_reuse": "S4"}, 1),
+    ({"pipeline": 4, "products": "mxfp8", "wire": "e4m3", "dtype": torch.bfloat16, "top_k": 2}, 1),
+    ({"pipeline": 2, "products": "e4m3", "memory_reuse": "S3"}, 2),
 ]
 
 

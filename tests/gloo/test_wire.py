@@ -471,13 +471,13 @@ def operators_job(rank: int, world: int, dtype: torch.dtype) -> dict[str | None,
     return found
 
 
-@pytest.mark.parametrize("dtype, most", [(torch.float32, 9), (torch.bfloat16, 12)], ids=str)
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 9), (torch.bfloat16, 11)], ids=str)
 def test_packing_and_unpacking_a_chunk_take_this_many_operators_on_the_cpu(
     dtype: torch.dtype, most: int
 ) -> None:
     """Packing: memory, largest values, division, lower bound, division, copy.
 
-    Unpacking: memory, copy, product. Rows in bfloat16 need three more, for their values in float32.
+    Unpacking: memory, copy, product. Rows in bfloat16 need two more: a copy to float32, and one from it.
     Kernels take one launch each in place of the permute and the gather (`pmoe.engine.variants.cuda_wire`).
     """
     for found in ranks(2).run(operators_job, dtype):

@@ -81,6 +81,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.experts.architecture": "Only experts that are modules beside balance need it.",
     "pmoe.engine.variants.callbacks": "Only layers with callbacks need it.",
     "pmoe.engine.variants.cuda_kernels": "Only calls on a GPU launch kernels.",
+    "pmoe.engine.variants.cuda_hidden_e4m3": "Only passes on a GPU that keep T_M in e4m3 need it.",
     "pmoe.engine.variants.cuda_wire": "Only wire and wire_backward on a GPU need it.",
     "pmoe.engine.variants.frozen": "Only a backward pass of frozen experts needs it.",
     "pmoe.engine.variants.offload": "Only restore pairs that offload need it.",

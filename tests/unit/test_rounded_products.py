@@ -24,13 +24,23 @@ from pmoe.experts.rounded_products import RoundedProducts
 from pmoe.kernels.scaled_products import products as scaled
 from pmoe.kernels.scaled_products.layouts import in_tiles, rows_in_tiles
 from pmoe.kernels.scaled_products.products import RESTORED, SCALED_GROUPED_MM, ScaledRequest
-from pmoe.kernels.scaled_products.rounding import power_of_two, restored, round_operand
+from pmoe.kernels.scaled_products.rounding import (
+    power_of_two,
+    restored,
+    restoring_bytes,
+    round_operand,
+    rounded_bytes,
+    rounding_bytes,
+)
 from pmoe.runners.features import Feature, refused
 from tests import featured
+from tests.allocated import Allocated
 from tests.gpu.ladder.rounded import find_rounded
 from tests.kit import one_thread
 from tests.own_experts import mlp
 from tests.scaled_mm_double import ScaledGroupedMM, spread
+from tests.spread import named
+from tests.unit.test_footprint import measured
 
 __all__ = ["one_thread"]
 
@@ -282,6 +292,29 @@ def test_a_layer_loses_about_a_twentieth_and_its_weight_gradients_no_more(produc
     assert all(torch.equal(value, step(layer, x, dy)[name]) for name, value in exact.items())
 
 
+def test_finer_scales_do_not_bring_two_products_in_a_row_to_28_decibels() -> None:
+    """The numbers of docs/flexible.md: the error comes from the three bits of e4m3's mantissa."""
+    rows, w1, w2 = random(256, 512), random(512, 512) / 22, random(256, 512) / 22
+
+    def output(of_rows: int, of_weights: int) -> Tensor:
+        active = F.gelu(in_blocks(rows, of_rows) @ in_blocks(w1, of_weights).t())
+        return in_blocks(active, of_rows) @ in_blocks(w2, of_weights).t()
+
+    exact = output(0, 0)
+    found = {columns: sqnr(output(columns, columns), exact) for columns in (512, 128, 32, 16)}
+    assert 25 < found[512] <= found[128] + 0.3 < found[32] < found[16] < 27.5, found
+    assert sqnr(output(128, 0), exact) >= 28 and sqnr(output(0, 128), exact) >= 28
+
+
+def in_blocks(values: Tensor, columns: int) -> Tensor:
+    """Values rounded to e4m3 with a float32 scale for each block of columns; as they are with 0 columns."""
+    if not columns:
+        return values
+    blocks = values.unflatten(-1, (-1, columns))
+    scale = blocks.abs().amax(-1, keepdim=True) / 448
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+
 def test_a_layer_learns_with_rounded_products_as_without() -> None:
     losses = {}
     for products in (None, "e4m3", "mxfp8"):
@@ -417,16 +450,58 @@ def test_each_feature_is_computed_or_refused_by_its_name(
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"dtype": torch.float64}, r"products \('e4m3'\) must be None for rows of torch.float64"),
     ({"expert": mlp}, r"products \('e4m3'\) must be None where experts .* are modules"),
-    (
-        {"memory_budget": "1GiB"},
-        r"products \('e4m3'\) must be None where .* memory_budget \('1GiB'\)",
-    ),
 ]
 
 
-def test_the_memory_of_rounded_copies_is_named_as_not_counted() -> None:
-    predicted = MoELayer(16, 24, 4, products="e4m3").predict_memory(100)
-    assert predicted.unknown == ("products: rounded copies of weights and rows are not counted",)
+# ---- memory
+
+
+PEAKS: list[dict[str, Any]] = [
+    {"products": "e4m3", "pipeline": 1},
+    {"products": "e4m3", "dtype": torch.bfloat16, "memory_reuse": "S4"},
+    {"products": "mxfp8", "expert": "swiglu", "memory_reuse": "S2"},
+    {"products": "mxfp8", "dtype": torch.float16, "d_hidden": 100, "d_model": 120, "top_k": 2},
+]
+
+
+@pytest.mark.parametrize("options", PEAKS, ids=named)
+def test_the_peak_of_a_step_is_within_two_percent_of_the_prediction(options: dict[str, Any]) -> None:
+    layer = MoELayer(**{"d_model": 128, "d_hidden": 256, "num_experts": 4, "pipeline": 2, **options})
+    found = measured(layer, 1024)
+    predicted = layer.predict_memory(1024, layer.row_counts)
+    assert predicted.unknown == () and predicted.tensors["rounded operands"]
+    assert predicted.peak == pytest.approx(found.peak, rel=0.02)
+    assert predicted.saved == pytest.approx(found.held, rel=0.02)
+    assert layer.predict_memory(1024).peak >= found.peak
+
+
+@pytest.mark.parametrize("products", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("columns", [96, 100])
+def test_the_bytes_of_rounding_and_of_restoring_are_those_that_the_allocator_counts(
+    products: Any, dtype: torch.dtype, columns: int
+) -> None:
+    values = random(4, columns, 300, dtype=dtype).transpose(1, 2)
+    rounding = Allocated(lambda mark: round_operand(products, values))
+    assert rounding_bytes(products, 1200, columns, dtype.itemsize) == pytest.approx(rounding.peak, rel=0.01)
+    assert rounded_bytes(products, 1200, columns) == pytest.approx(rounding.left, rel=0.01)
+    operand = round_operand(products, values)
+    restoring = Allocated(lambda mark: restored(products, operand))
+    assert restoring_bytes(products, 1200, columns) == pytest.approx(restoring.peak, rel=0.01)
+
+
+def test_a_memory_budget_counts_rounded_operands() -> None:
+    options = {"memory_reuse": True, "pipeline": 4}
+    plain, layer = (MoELayer(128, 256, 4, products=each, **options) for each in (None, "e4m3"))
+    least = min(each.promised for each in plain.predict_memory(1024).candidates.values())
+    assert MoELayer(128, 256, 4, memory_budget=least, **options).predict_memory(1024).promised <= least
+    with pytest.raises(ValueError, match=rf"memory_budget \({least} bytes\) must be at least"):
+        MoELayer(128, 256, 4, products="e4m3", memory_budget=least, **options).predict_memory(1024)
+    most = min(each.promised for each in layer.predict_memory(1024).candidates.values())
+    within = MoELayer(128, 256, 4, products="e4m3", memory_budget=most, **options)
+    x = torch.randn(1024, 128, requires_grad=True)
+    within(x).sum().backward()
+    assert within.predict_memory(1024).promised <= most
 
 
 # ---- torch's product

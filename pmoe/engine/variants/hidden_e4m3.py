@@ -44,14 +44,13 @@ class _Packing(Pass):
                 "offload or recompute T_M"
             )
 
-    def blocks(self, rows: slice) -> Iterator[slice]:
-        """Yields slices of at most `HiddenColumns.scratch_rows` rows that together are ``rows``.
+    def blocks(self, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yields blocks of at most `HiddenColumns.scratch_rows` rows: the same rows of every tensor.
 
-        rows: a slice of the rows of one task.
+        rows: tensors with the same number of rows.
         """
         size = self.sizes.columns.scratch_rows
-        for start in range(rows.start, rows.stop, size):
-            yield slice(start, min(start + size, rows.stop))
+        return zip(*(tensor.split(size) for tensor in rows), strict=True)
 
 
 class PackingForward(_Packing, Forward):
@@ -68,10 +67,18 @@ class PackingForward(_Packing, Forward):
         num_rows, columns = hidden_NG.shape
         size = hidden_NG.element_size()
         packed = self.new(num_rows, message_bytes("e4m3", columns, size) // size)
-        packed_NC = packed.view(torch.uint8)
-        for block in self.blocks(slice(0, num_rows)):
-            pack_rows("e4m3", hidden_NG[block], packed_NC[block])
+        if num_rows:
+            self.pack_hidden(hidden_NG, packed.view(torch.uint8))
         kept.hidden = replace(kept.hidden, tensors=[packed])
+
+    def pack_hidden(self, hidden_NG: Tensor, packed_NC: Tensor) -> None:
+        """Packs rows of T_M to e4m3.
+
+        hidden_NG: (N, G), N rows of T_M with G columns. With float32, the values may be overwritten.
+        packed_NC: (N, C) uint8, memory for the packed rows, C bytes each.
+        """
+        for hidden_bG, packed_bC in self.blocks(hidden_NG, packed_NC):
+            pack_rows("e4m3", hidden_bG, packed_bC)
 
 
 class PackingBackward(_Packing, Backward):
@@ -85,9 +92,16 @@ class PackingBackward(_Packing, Backward):
                 assert kept.hidden is not None
                 packed_NC = kept.hidden.tensors[0].view(torch.uint8)
                 for forward_rows, backward_rows in runs:
-                    shift = backward_rows.start - forward_rows.start
-                    for block in self.blocks(forward_rows):
-                        out = hidden_NG[block.start + shift : block.stop + shift]
-                        unpack_rows("e4m3", packed_NC[block], None, out)
+                    if forward_rows.start < forward_rows.stop:
+                        self.unpack_hidden(packed_NC[forward_rows], hidden_NG[backward_rows])
             self.hidden[unit] = Hidden(tensors=[hidden_NG], expendable=True)
         return super().hidden_of(unit)
+
+    def unpack_hidden(self, packed_NC: Tensor, hidden_NG: Tensor) -> None:
+        """Unpacks rows of T_M from e4m3.
+
+        packed_NC: (N, C) uint8, N packed rows of C bytes.
+        hidden_NG: (N, G), memory for the rows of T_M, G columns each.
+        """
+        for packed_bC, hidden_bG in self.blocks(packed_NC, hidden_NG):
+            unpack_rows("e4m3", packed_bC, None, hidden_bG)

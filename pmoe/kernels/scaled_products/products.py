@@ -26,7 +26,7 @@ from pmoe.kernels.extension import device_name
 from pmoe.kernels.registry import bucket
 from pmoe.kernels.scaled_products.formats import MX_COLUMNS, ProductsName
 from pmoe.kernels.scaled_products.layouts import in_tiles, rows_in_tiles
-from pmoe.kernels.scaled_products.rounding import Rounded, restored
+from pmoe.kernels.scaled_products.rounding import Rounded, restored, restoring_bytes
 from pmoe.warn import log, warn_once
 
 SCALED_GROUPED_MM = "scaled_grouped_mm"
@@ -155,14 +155,47 @@ def scaled_product(
                 out[at].add_(bias_EO[expert])
         return out if scale_N is None else out.mul_(scale_N.unsqueeze(1))
     for expert, at in _with_rows(counts):
-        matrix_OK = restored(products, matrices.select(expert))
-        result = restored(products, rows.select(at)) @ matrix_OK.t()
-        if bias_EO is not None:
-            result += bias_EO[expert]
-        if scale_N is not None:
-            result *= scale_N[at].unsqueeze(1)
-        out[at] = result
+        bias_O = None if bias_EO is None else bias_EO[expert]
+        scale_n = None if scale_N is None else scale_N[at]
+        out[at] = _product_of_restored(products, rows.select(at), matrices.select(expert), bias_O, scale_n)
     return out
+
+
+def _product_of_restored(
+    products: ProductsName, rows: Rounded, matrix: Rounded, bias_O: Tensor | None, scale_N: Tensor | None
+) -> Tensor:
+    """Returns (rows matrix^T + bias) * scale for the rows of one expert, (N, O) float32.
+
+    The restored values are freed at the return, so that only those of one expert exist at a time.
+
+    products: number format of the operands.
+    rows: (N, K), the expert's N rows.
+    matrix: (O, K).
+    bias_O: (O,); None adds nothing.
+    scale_N: (N,), a factor for each row; None is 1.
+    """
+    matrix_OK = restored(products, matrix)
+    result = restored(products, rows) @ matrix_OK.t()
+    if bias_O is not None:
+        result += bias_O
+    if scale_N is not None:
+        result *= scale_N.unsqueeze(1)
+    return result
+
+
+def restored_product_bytes(products: ProductsName, num_rows: int, columns: int, out_columns: int) -> int:
+    """Returns the most bytes of restored values and results that `scaled_product` holds at once.
+
+    products: number format of the operands.
+    num_rows: rows of the expert with the most rows.
+    columns: K.
+    out_columns: O.
+    """
+    matrix = restoring_bytes(products, out_columns, columns)
+    rows = restoring_bytes(products, num_rows, columns)
+    float32_rows = num_rows * 4 * columns
+    float32_matrix = out_columns * 4 * columns
+    return max(matrix, float32_matrix + rows, float32_matrix + float32_rows + num_rows * 4 * out_columns)
 
 
 def launch_scaled(

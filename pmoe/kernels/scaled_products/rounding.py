@@ -55,17 +55,36 @@ def round_operand(products: ProductsName, values: Tensor) -> Rounded:
     """
     columns = values.shape[-1]
     if products == "e4m3":
-        scales = torch.linalg.vector_norm(values, math.inf, dim=-1).float()
-        scales = scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
-        numbers = (values / scales.unsqueeze(-1)).to(E4M3).contiguous()
+        scales = _least_scales(values)
+        numbers = _quotients(values, scales).to(E4M3).contiguous()
         return Rounded(numbers, scales)
     if columns % MX_COLUMNS:
         values = pad(values, (0, -columns % MX_COLUMNS))
     blocks = values.unflatten(-1, (-1, MX_COLUMNS))
-    least = torch.linalg.vector_norm(blocks, math.inf, dim=-1).float()
-    scales = power_of_two(least.div_(LARGEST).clamp_(min=SMALLEST_SCALE))
-    numbers = (blocks / scales.float().unsqueeze(-1)).to(E4M3).flatten(-2)
+    scales = power_of_two(_least_scales(blocks))
+    numbers = _quotients(blocks, scales.float()).to(E4M3).flatten(-2)
     return Rounded(numbers[..., :columns].contiguous(), scales)
+
+
+def _least_scales(blocks: Tensor) -> Tensor:
+    """Returns the smallest scales with which no number of a block exceeds 448, (...) float32.
+
+    blocks: (..., C), blocks of C columns.
+    """
+    scales: Tensor = torch.linalg.vector_norm(blocks, math.inf, dim=-1).float()
+    return scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+
+
+def _quotients(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Returns the values of blocks, divided by the scales of the blocks, in float32.
+
+    blocks: (..., C), blocks of C columns.
+    scales: (...) float32.
+    """
+    if blocks.dtype == torch.float32:
+        return blocks / scales.unsqueeze(-1)
+    # A division of two dtypes would make a float32 copy of the blocks beside its result.
+    return blocks.float().div_(scales.unsqueeze(-1))
 
 
 def restored(products: ProductsName, matrix: Rounded) -> Tensor:
@@ -77,7 +96,11 @@ def restored(products: ProductsName, matrix: Rounded) -> Tensor:
     if products == "e4m3":
         return values.mul_(matrix.scales.unsqueeze(-1))
     columns = values.shape[-1]
-    return values.mul_(matrix.scales.float().repeat_interleave(MX_COLUMNS, dim=-1)[..., :columns])
+    scales = matrix.scales.float()
+    if columns % MX_COLUMNS:
+        return values.mul_(scales.repeat_interleave(MX_COLUMNS, dim=-1)[..., :columns])
+    values.unflatten(-1, (-1, MX_COLUMNS)).mul_(scales.unsqueeze(-1))
+    return values
 
 
 def power_of_two(values: Tensor) -> Tensor:
@@ -92,3 +115,52 @@ def power_of_two(values: Tensor) -> Tensor:
     bits = values.view(torch.int32).bitwise_and(0x7FFFFFFF).long()
     exponents = (bits + 0x7FFFFF).bitwise_right_shift(23).clamp_(max=255)
     return exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+# ---- bytes
+
+
+def rounded_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
+    """Returns the bytes of a rounded matrix: its numbers and its scales.
+
+    products: the number format of the matrix.
+    num_rows: R, over all matrices if there are several.
+    columns: K.
+    """
+    row_scales = 4 if products == "e4m3" else -(-columns // MX_COLUMNS)
+    return num_rows * (columns + row_scales)
+
+
+def rounding_bytes(products: ProductsName, num_rows: int, columns: int, element_size: int) -> int:
+    """Returns the most bytes that `round_operand` holds at once, the rounded matrix included.
+
+    These are the quotients in float32, the numbers and the scales. With "mxfp8" there are also the scales in
+    float32. If columns do not fill the last block, they are copied to whole blocks before.
+
+    products: the format to which the matrix is rounded.
+    num_rows: R, over all matrices if there are several.
+    columns: K.
+    element_size: bytes of an element of the matrix.
+    """
+    if products == "e4m3":
+        return num_rows * 4 * columns + rounded_bytes(products, num_rows, columns)
+    num_blocks = -(-columns // MX_COLUMNS)
+    filled = num_blocks * MX_COLUMNS
+    copied = filled * element_size * (filled > columns)
+    of_numbers = 5 * filled
+    of_quotients = 4 * filled + 4 * num_blocks
+    return num_rows * (copied + num_blocks + max(of_numbers, of_quotients))
+
+
+def restoring_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
+    """Returns the most bytes that `restored` holds at once, its float32 result included.
+
+    products: the number format of the matrix.
+    num_rows: R.
+    columns: K.
+    """
+    if products == "e4m3":
+        return num_rows * 4 * columns
+    num_blocks = -(-columns // MX_COLUMNS)
+    repeated = num_blocks * MX_COLUMNS * (columns % MX_COLUMNS > 0)
+    return num_rows * 4 * (columns + num_blocks + repeated)

@@ -1,0 +1,68 @@
+"""Passes on a GPU that keep T_M in e4m3, which CUDA kernels pack and unpack (the fate "e4m3").
+
+One launch packs T_M of all rows of a task, and one launch for each run of rows unpacks it. The kernels need
+no temporary memory. If they cannot take T_M, PyTorch operations pack it block by block
+(`pmoe.engine.variants.hidden_e4m3`), and a warning gives the reason once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pmoe.engine.passes.base import Pass
+from pmoe.engine.variants.cuda_kernels import is_readable
+from pmoe.engine.variants.hidden_e4m3 import PackingBackward, PackingForward
+from pmoe.kernels import wire as wire_kernels
+from pmoe.kernels.wire import MessageKernels
+from pmoe.warn import warn_once
+
+
+class _KernelsOfHidden(Pass):
+    """A pass that launches the kernels of messages on T_M.
+
+    hidden_kernels: launches the kernels; None before the first launch.
+    """
+
+    hidden_kernels: MessageKernels | None = None
+
+    def kernels_for(self, hidden_NG: Tensor) -> MessageKernels | None:
+        """Returns what launches the kernels on rows of T_M; None if the kernels cannot take them.
+
+        Warns once for each reason why they cannot.
+
+        hidden_NG: (N, G), rows of T_M.
+        """
+        if self.hidden_kernels is not None:
+            return self.hidden_kernels
+        reason = wire_kernels.refusal("e4m3", hidden_NG)
+        if reason is None and not is_readable(hidden_NG):
+            reason = "rows of T_M must begin at multiples of 16 bytes"
+        if reason is not None:
+            message = f"PyTorch operations pack T_M to e4m3, without pmoe's kernels: {reason}"
+            warn_once(message, for_each_reason=True)
+            return None
+        # Made in a task of the experts, so that the kernels run on the stream of these tasks.
+        self.hidden_kernels = MessageKernels("e4m3", hidden_NG)
+        return self.hidden_kernels
+
+
+class PackingForwardOnCuda(_KernelsOfHidden, PackingForward):
+    """A forward pass on a GPU that keeps the hidden activation T_M in e4m3."""
+
+    def pack_hidden(self, hidden_NG: Tensor, packed_NC: Tensor) -> None:
+        kernels = self.kernels_for(hidden_NG)
+        if kernels is None:
+            super().pack_hidden(hidden_NG, packed_NC)
+        else:
+            kernels.pack(hidden_NG, None, 0, packed_NC)
+
+
+class PackingBackwardOnCuda(_KernelsOfHidden, PackingBackward):
+    """A backward pass on a GPU that unpacks the hidden activation T_M from e4m3."""
+
+    def unpack_hidden(self, packed_NC: Tensor, hidden_NG: Tensor) -> None:
+        kernels = self.kernels_for(hidden_NG)
+        if kernels is None:
+            super().unpack_hidden(packed_NC, hidden_NG)
+        else:
+            kernels.unpack(packed_NC, None, hidden_NG)

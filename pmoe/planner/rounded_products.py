@@ -1,0 +1,84 @@
+"""Predicts the bytes of rounded weights and rows in a layer with ``products``.
+
+A pass rounds each weight at its first product with it, and keeps the rounded weight until the pass ends. The
+rows of a product are rounded before the product, and freed after it:
+
+    task of chunk 0    round w1, round rows, multiply; round w2, round rows, multiply
+    of later chunks              round rows, multiply;           round rows, multiply
+
+Products are computed from float32 copies of one expert's rounded matrix and rows. Where torch has a product
+for rounded operands, it needs no such copies, and the prediction is an upper bound.
+
+Letters: K columns that a product sums over, O columns of its result.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pmoe.kernels.scaled_products.products import restored_product_bytes
+from pmoe.kernels.scaled_products.rounding import rounded_bytes, rounding_bytes
+from pmoe.planner.layer_sizes import LayerSizes
+from pmoe.planner.rows_per_pass import PassRows
+from pmoe.schedule.restore import Restore
+
+
+class RoundedBytes(NamedTuple):
+    """Bytes of rounded operands in one pass.
+
+    held: the rounded weights, from the first chunk until the pass ends.
+    computing: the most in addition to ``held`` while experts compute.
+    """
+
+    held: int
+    computing: int
+
+
+NOTHING_ROUNDED = RoundedBytes(0, 0)
+
+
+def bytes_of_rounded(sizes: LayerSizes, rows: PassRows, direction: str, restore: Restore) -> RoundedBytes:
+    """Returns the bytes of rounded operands in a pass; zeros for a layer without ``products``.
+
+    sizes: sizes of the layer.
+    rows: numbers of rows of the pass.
+    direction: "forward" or "backward".
+    restore: the restore pair. If backward makes T_M again, it also rounds w1 for forward's first product.
+    """
+    products = sizes.products
+    if products is None:
+        return NOTHING_ROUNDED
+    size = sizes.element_size
+    num_local = sizes.num_experts // sizes.ep_size
+    num_rows = rows.largest_unit
+    held = 0
+    most = 0
+    for columns, out_columns in _products(sizes, direction, restore):
+        num_matrix_rows = num_local * out_columns
+        most = max(most, held + rounding_bytes(products, num_matrix_rows, columns, size))
+        held += rounded_bytes(products, num_matrix_rows, columns)
+    of_rows = [
+        max(
+            rounding_bytes(products, num_rows, columns, size),
+            rounded_bytes(products, num_rows, columns)
+            + restored_product_bytes(products, rows.busiest, columns, out_columns),
+        )
+        for columns, out_columns in _products(sizes, direction, restore)
+    ]
+    return RoundedBytes(held, max(most - held, *of_rows))
+
+
+def _products(sizes: LayerSizes, direction: str, restore: Restore) -> list[tuple[int, int]]:
+    """Returns (K, O) of the rounded products of a pass, in the order in which experts compute them.
+
+    sizes: sizes of the layer.
+    direction: "forward" or "backward".
+    restore: the restore pair.
+    """
+    d_model = sizes.d_model
+    first = (d_model, sizes.columns.hidden)
+    width = sizes.columns.scratch
+    if direction == "forward":
+        return [first, (width, d_model)]
+    again = [first] * (restore.hidden == "recompute")
+    return [*again, (d_model, width), (sizes.columns.hidden, d_model)]

@@ -18,7 +18,9 @@ namespace pmoe::flashdmoe {
 // How kThreads threads share the routing: each warp chooses the experts of one token at a time, and each of
 // its lanes has up to eight of the token's scores.
 template <int kThreads>
-using RoutingShape = route::Shape<32, kMostChosen / 32, kThreads / 32>;
+struct RoutingShape : route::Shape<32, kMostChosen / 32, kThreads / 32> {
+  static constexpr bool kChecksFinite = false;
+};
 
 // One group of tokens, which a block routes. The index of a row among the rows of its expert does not depend
 // on how tokens are cut into groups.

@@ -47,6 +47,7 @@ struct Shape {
   // only some threads of a block route derives from Shape and sets both. Barrier 0 is the one of the whole
   // block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
+  static constexpr bool kChecksFinite = true;  // whether kernels find logits that are not finite
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
   // expert() returns the j-th of a lane's experts, in rising order. owner() returns the lane, among the
@@ -131,14 +132,16 @@ struct Workspace {
   int32_t* rows_GE;       // rows by expert
   float* probability_GE;  // probabilities summed over the block's tokens
   float* z_G;             // squared logsumexp summed over the block's tokens
+  int32_t* strange_G;     // 1 if a logit of the block's tokens is infinite or NaN, else 0
 
-  static int64_t bytes(int64_t blocks, int64_t num_experts) { return 4 * blocks * (2 * num_experts + 1); }
+  static int64_t bytes(int64_t blocks, int64_t num_experts) { return 4 * blocks * (2 * num_experts + 2); }
 
   static Workspace at(void* base, int64_t blocks, int64_t num_experts) {
     Workspace found{};
     found.rows_GE = static_cast<int32_t*>(base);
     found.probability_GE = static_cast<float*>(base) + blocks * num_experts;
     found.z_G = found.probability_GE + blocks * num_experts;
+    found.strange_G = reinterpret_cast<int32_t*>(found.z_G + blocks);
     return found;
   }
 };
@@ -159,8 +162,9 @@ struct ForwardShared {
 
   PMOE_HD static constexpr int words(int num_experts, int top_k) {
     const int choosing = 2 * S::kWarps * staged(top_k);  // weights and experts
-    const int telling = S::kWarps * num_experts;         // probabilities by warp
-    const int placing = 2 * num_experts;                 // counts before and within the chunk
+    const int telling =
+        S::kWarps * (num_experts + (S::kChecksFinite ? 1 : 0));  // probabilities, strange logits
+    const int placing = 2 * num_experts;                         // counts before and within the chunk
     const int adding = placing + num_experts + larger(S::kThreads, num_experts);  // and load, partial sums
     return area(num_experts) + larger(larger(choosing, telling), adding);
   }

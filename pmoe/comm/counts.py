@@ -482,25 +482,6 @@ backward pass.
 """
 
 
-def mode_of_call(*, needs_grad: bool, training: bool) -> int:
-    """Returns flags of a call that begins now, such as TRAINING and GRAD_ENABLED, as one number.
-
-    Ranks send the flags in front of their row counts and compare them, because all ranks must make the same
-    kind of call.
-
-    needs_grad: whether this rank wants gradients of the call.
-    training: whether the layer is in training mode on this rank.
-    """
-    mode = TRAINING if training else 0
-    if needs_grad:
-        mode |= WANTS_GRADIENTS | GRAD_ENABLED
-    elif torch.is_grad_enabled():
-        mode |= GRAD_ENABLED
-    if torch._C._current_graph_task_id() != -1:  # autograd is running a backward pass
-        mode |= IN_BACKWARD
-    return mode
-
-
 def heading(
     ranks: Ranks, *, num_tokens: int, needs_grad: bool, training: bool, dtype: torch.dtype, num_degrees: int
 ) -> Heading:
@@ -514,7 +495,13 @@ def heading(
     num_degrees: how many numbers of chunks are checked against `Slots`.
     """
     kind = ranks.number * LAYER + (TYPES.index(dtype) if dtype in TYPES else len(TYPES))
-    mode = mode_of_call(needs_grad=needs_grad, training=training)
+    mode = TRAINING if training else 0
+    if needs_grad:
+        mode |= WANTS_GRADIENTS | GRAD_ENABLED
+    elif torch.is_grad_enabled():
+        mode |= GRAD_ENABLED
+    if torch._C._current_graph_task_id() != -1:  # autograd is running a backward pass
+        mode |= IN_BACKWARD
     if ranks.size > 1:
         mode += ranks.record.life * LIFE
     return Heading(ranks.size, num_degrees, (num_tokens, 0, mode, kind))
@@ -628,7 +615,9 @@ class CountsExchange:
         self._messages = self._packed(head, fault, early) if counts_FE.is_cuda else None
         if self._messages is None:
             # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
-            numbers = head.with_fault(fault)
+            numbers = list(head.header)
+            if not isinstance(fault, Tensor):
+                numbers[FAULT] = fault.value
             header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
             header = header.to(counts_FE.device, non_blocking=True)
             if isinstance(fault, Tensor):

@@ -291,8 +291,6 @@ def counts_pack(
     counts: int,
     sent: int,
     fault: int = 0,
-    magnitude: int = 0,
-    not_finite: int = 0,
 ) -> None:
     num_ranks, num_bins, num_experts = sizes
     sent_WL = _messages(sent, sizes)
@@ -302,8 +300,6 @@ def counts_pack(
         sent_WL[rank, HEADER:] = counts_FWE[:, rank].reshape(-1)
     if fault:
         sent_WL[:, 1] = tensor_at(fault, (1,), torch.int64)
-    if magnitude and not math.isfinite(float(tensor_at(magnitude, (1,), torch.float32))):
-        sent_WL[:, 1] = not_finite
 
 
 def counts_agree(

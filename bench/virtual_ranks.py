@@ -310,5 +310,7 @@ def routes_of(expert_TK: Tensor, keep_TK: Tensor | None, num_ranks: int, num_exp
         slot_N=slot_N,
         counts_nE=counts,
         ends_nE=counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts),
+        fault=torch.zeros((), dtype=torch.int64, device=expert_TK.device),
+        messages=torch.empty(0, dtype=torch.int64, device=expert_TK.device),
         l_aux=torch.zeros((), device=expert_TK.device),
     )

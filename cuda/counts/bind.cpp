@@ -27,14 +27,12 @@ T* at(Address address) {
 counts::Message message(int ranks, int bins, int experts) { return {ranks, bins, experts}; }
 
 void pack(int device, Address stream, const std::array<int, 3>& sizes,
-          const std::array<int32_t, counts::kHeader>& header, Address fault, Address magnitude,
-          int not_finite, Address of_experts, Address sent) {
+          const std::array<int32_t, counts::kHeader>& header, Address fault, Address of_experts,
+          Address sent) {
   counts::Pack a{};
   a.message = message(sizes[0], sizes[1], sizes[2]);
   for (int i = 0; i < counts::kHeader; ++i) a.header[i] = header[i];
   a.fault = at<const int64_t>(fault);
-  a.magnitude = at<const float>(magnitude);
-  a.not_finite = not_finite;
   a.counts = at<const int32_t>(of_experts);
   a.sent = at<int32_t>(sent);
   counts::pack(device, at<void>(stream), a);
@@ -82,8 +80,7 @@ using no_gil = py::call_guard<py::gil_scoped_release>;
 void bind_counts(py::module_& m) {
   using py::arg;
   m.def("counts_pack", &pack, py::kw_only(), arg("device"), arg("stream"), arg("sizes"), arg("header"),
-        arg("fault") = 0, arg("magnitude") = 0, arg("not_finite") = 0, arg("counts"), arg("sent"), no_gil(),
-        "Writes the messages of row counts.");
+        arg("fault") = 0, arg("counts"), arg("sent"), no_gil(), "Writes the messages of row counts.");
   m.def("counts_agree", &agree, py::kw_only(), arg("device"), arg("stream"), arg("sizes"), arg("received"),
         arg("agreed"), arg("own_rank"), arg("host_rows"), arg("asks_rows"), arg("irregular"), arg("degrees"),
         no_gil(), "Computes what ranks must agree on from the messages that arrived.");

@@ -1,11 +1,11 @@
 // Kernels of the exchange of row counts: one writes the messages, one computes from the messages that arrived
 // what ranks must agree on, and one the orders of rows and of their routing weights. They use no torch.
 #pragma once
-#include <cfloat>
 #include <cmath>
 
 #include "common/device.cuh"
 #include "counts/layout.h"
+#include "counts/messages.cuh"
 
 namespace pmoe::counts {
 
@@ -28,38 +28,9 @@ __device__ __forceinline__ T warp_largest(T value) {
 
 // ---- the messages
 
-// Returns the number of this rank's fault, which stands in the header of each message.
-__device__ __forceinline__ int32_t fault_of(const Pack& a) {
-  if (a.fault != nullptr) return static_cast<int32_t>(*a.fault);
-  const bool is_finite = a.magnitude == nullptr || *a.magnitude <= FLT_MAX;
-  return is_finite ? a.header[kFault] : a.not_finite;
-}
-
-// Returns a number of the header. The compiler would copy an array that is indexed by a variable to the
-// stack.
-__device__ __forceinline__ int32_t header_at(const Pack& a, int32_t word) {
-  int32_t value = fault_of(a);
-  PMOE_UNROLL
-  for (int i = 0; i < kHeader; ++i)
-    if (i != kFault && word == i) value = a.header[i];
-  return value;
-}
-
 __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
-  const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
-  const int32_t all = ranks * words;
-  for (int32_t i = static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int32_t>(threadIdx.x); i < all;
-       i += static_cast<int32_t>(gridDim.x) * kThreads) {
-    const int32_t rank = i / words, word = i % words;
-    int32_t value;
-    if (word < kHeader) {
-      value = header_at(a, word);
-    } else {
-      const int32_t bin = (word - kHeader) / experts, expert = (word - kHeader) % experts;
-      value = a.counts[(bin * ranks + rank) * experts + expert];
-    }
-    a.sent[i] = value;
-  }
+  write_messages(a, static_cast<int32_t>(blockIdx.x) * kThreads + static_cast<int32_t>(threadIdx.x),
+                 static_cast<int32_t>(gridDim.x) * kThreads);
 }
 
 // ---- what ranks must agree on

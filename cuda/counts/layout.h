@@ -22,19 +22,15 @@ struct Message {
   PMOE_HD int32_t words() const { return kHeader + bins * experts; }
 };
 
-// The arguments of pack_kernel.
+// The arguments of write_messages (messages.cuh).
 //
 // fault: replaces the fault of the header if it is not null.
-// magnitude: if it is not null, and the number is infinite or NaN, `not_finite` replaces the fault of the
-//     header.
 // counts: (F, W * E), this rank's rows by bin and by the experts of all ranks.
 // sent: (W, words), the messages.
 struct Pack {
   Message message;
   int32_t header[kHeader];
   const int64_t* fault;
-  const float* magnitude;
-  int32_t not_finite;
   const int32_t* counts;
   int32_t* sent;
 };

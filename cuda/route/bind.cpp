@@ -1,7 +1,9 @@
 // Python binding of the routing. Addresses and streams are passed as integers;
 // pmoe/kernels/route/reference.py has checked the tensors.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 
 #include "module.h"
@@ -28,12 +30,21 @@ route::Problem problem(int device, Address stream, int64_t num_tokens, int64_t n
           num_last};
 }
 
+// sent, ranks, header: the messages of row counts; sent is 0 if none are wanted.
 void forward(const route::Problem& problem, Address logits, Address weight, Address expert, Address position,
-             Address slot, Address counts, Address ends, Address l_aux, Address workspace,
-             int64_t workspace_bytes) {
-  route::forward(problem,
-                 {floats(logits), floats(weight), ints(expert), ints(position), ints(slot), ints(counts),
-                  ints(ends), floats(l_aux), reinterpret_cast<void*>(workspace), workspace_bytes});
+             Address slot, Address counts, Address ends, Address fault, Address sent, Address l_aux,
+             Address workspace, int64_t workspace_bytes, int32_t not_finite, int32_t ranks,
+             const std::array<int32_t, pmoe::counts::kHeader>& header) {
+  pmoe::counts::Pack pack{};
+  if (sent != 0) {
+    const auto experts = static_cast<int32_t>(problem.num_experts / (ranks < 1 ? 1 : ranks));
+    pack.message = {ranks, static_cast<int32_t>(problem.num_chunks), experts};
+    for (int i = 0; i < pmoe::counts::kHeader; ++i) pack.header[i] = header[i];
+    pack.sent = ints(sent);
+  }
+  route::forward(problem, {floats(logits), floats(weight), ints(expert), ints(position), ints(slot),
+                           ints(counts), ints(ends), floats(l_aux), reinterpret_cast<void*>(workspace),
+                           workspace_bytes, reinterpret_cast<int64_t*>(fault), not_finite, pack});
 }
 
 void backward(const route::Problem& problem, Address logits, Address expert, Address weight, Address counts,

@@ -1,10 +1,15 @@
 // The arguments and the shared memory of the two forward kernels of the routing.
 #pragma once
+#include "counts/layout.h"
 #include "route/tokens.cuh"
 
 namespace pmoe::route {
 
 // The arguments of the two forward kernels: T tokens, E experts, K choices, N = T*K slots, n chunks.
+//
+// fault: receives not_finite if a logit is infinite or NaN, else 0.
+// pack: the messages of row counts, in which chunks are the bins. No messages are written if pack.sent is
+// null.
 struct Forward {
   Sizes sizes;
   Rows rows;
@@ -20,6 +25,9 @@ struct Forward {
   int32_t* ends_nE;
   float* l_aux;
   Workspace workspace;
+  int64_t* fault;
+  int32_t not_finite;
+  counts::Pack pack;
 };
 
 // Pointers to the parts of a block's shared memory in the forward kernels. ForwardShared (layout.h) has the

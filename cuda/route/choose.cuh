@@ -72,16 +72,26 @@ __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&
     choose_by_maxima<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);
 }
 
-// Sums that a lane collects over its warp's tokens, for the losses.
+// Sums that a lane collects over its warp's tokens, for the losses; and whether a logit is infinite or NaN.
 template <class S>
 struct Sums {
   float probability[S::kPer];
   float z;  // squared logsumexp; the same in all lanes of a token
+  bool is_strange;
 
   __device__ void clear() {
     PMOE_UNROLL
     for (int j = 0; j < S::kPer; ++j) probability[j] = 0.0f;
     z = 0.0f;
+    is_strange = false;
+  }
+
+  // Notes logits that are infinite or NaN. Logits of experts that do not exist are -inf, and not looked at.
+  __device__ void note(const float (&x)[S::kPer], int num_experts, int of_token) {
+    constexpr uint32_t kInfinite = 0x7F800000u;
+    PMOE_UNROLL
+    for (int j = 0; j < S::kPer; ++j)
+      is_strange |= (bits_of(x[j]) & kInfinite) == kInfinite && S::expert(of_token, j) < num_experts;
   }
 
   __device__ void add(const float (&numerator)[S::kPer], const Softmax& found) {
@@ -147,6 +157,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
     float numerator[S::kPer];
     const Softmax found = softmax<S>(x, numerator);
     if (first + at.token < end) sums.add(numerator, found);
+    if constexpr (S::kChecksFinite) sums.note(x, num_experts, at.of_token);
     const int of_token = at.token * top_k;
     sync_warp();  // all lanes have written the choices before these
     choose<S>(x, numerator, found.sum, num_experts, top_k, at.of_token, probability + of_token,
@@ -160,7 +171,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
 }
 
 // Writes the block's results into the workspace, for the second kernel: number of rows and summed
-// probabilities by expert, and the sum for the z-loss.
+// probabilities by expert, the sum for the z-loss, and whether a logit is infinite or NaN.
 template <class S>
 __device__ __forceinline__ void write_sums(const Forward& a, const Place<S>& at, const Shared<S>& shared,
                                            Sums<S>& sums) {
@@ -175,6 +186,11 @@ __device__ __forceinline__ void write_sums(const Forward& a, const Place<S>& at,
   for (int mask = S::kLanes; mask < 32; mask *= 2) sums.z += shfl_xor(sums.z, mask);
   sync<S>();  // before, the area held staged choices
   float* const probability_WE = shared.floats(0);
+  int32_t* const strange_W = shared.ints(S::kWarps * num_experts);
+  if constexpr (S::kChecksFinite) {
+    const uint32_t strange = ballot(sums.is_strange);
+    if (at.lane == 0) strange_W[at.warp] = strange != 0;
+  }
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) {
     const int e = S::expert(at.of_token, j);
@@ -199,6 +215,12 @@ __device__ __forceinline__ void write_sums(const Forward& a, const Place<S>& at,
     PMOE_ROLLED
     for (int w = 0; w < S::kWarps; ++w) z += shared.sum_W[w];
     a.workspace.z_G[at.block] = z;
+    if constexpr (S::kChecksFinite) {
+      int32_t strange = 0;
+      PMOE_ROLLED
+      for (int w = 0; w < S::kWarps; ++w) strange |= strange_W[w];
+      a.workspace.strange_G[at.block] = strange;
+    }
   }
 }
 

@@ -3,7 +3,7 @@
 // choose_kernel: every block chooses the experts of its tokens, and counts its slots for each expert.
 // place_kernel: every block computes, from the counts of all blocks of its chunk, where its rows for each
 //     expert begin, and gives its slots their positions in token order. One more block, which has no tokens,
-//     adds up the counts and the loss.
+//     adds up the counts and the loss, and writes the messages of row counts.
 //
 // No block waits for another one. So the kernels can run beside other work on the device, on however few
 // multiprocessors are free. Results are the same in every launch: atomics are only used to count. Floats are

@@ -129,6 +129,21 @@ void check_sizes(const Problem& p) {
            std::to_string(p.num_experts));
 }
 
+// Returns the messages of row counts, whose counts and fault are results of the launch.
+counts::Pack pack_of(const Problem& p, const ForwardTensors& t) {
+  counts::Pack pack = t.pack;
+  const counts::Message& m = pack.message;
+  if (pack.sent != nullptr &&
+      (m.ranks < 1 || m.bins != p.num_chunks || int64_t{m.ranks} * m.experts != p.num_experts))
+    refuse("messages for " + std::to_string(m.ranks) + " ranks of " + std::to_string(m.experts) +
+           " experts, with " + std::to_string(m.bins) + " bins, must have the " +
+           std::to_string(p.num_experts) + " experts and " + std::to_string(p.num_chunks) +
+           " chunks of the routing");
+  pack.counts = t.counts_nE;
+  pack.fault = t.fault;
+  return pack;
+}
+
 Rows rows_of(const void* first, const void* second, const Problem& p) {
   const auto bits = reinterpret_cast<uintptr_t>(first) | reinterpret_cast<uintptr_t>(second);
   return {p.num_tokens, static_cast<int32_t>(p.num_experts), bits % 16 == 0 && p.num_experts % 4 == 0};
@@ -219,7 +234,10 @@ void forward(const Problem& p, const ForwardTensors& t) {
                           t.counts_nE,
                           t.ends_nE,
                           t.l_aux,
-                          Workspace::at(t.workspace, sizes.blocks(), experts)};
+                          Workspace::at(t.workspace, sizes.blocks(), experts),
+                          t.fault,
+                          t.not_finite,
+                          pack_of(p, t)};
   launch(first, arguments, sizes.blocks(), shared_bytes, p.stream);
   launch(second, arguments, sizes.blocks() + 1, shared_bytes, p.stream);
 }

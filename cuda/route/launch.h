@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "counts/layout.h"
 #include "kernel_info.h"
 
 namespace pmoe::route {
@@ -24,6 +25,9 @@ struct Problem {
   int64_t sorted_chunks = 1, first_last = 0, num_last = 0;
 };
 
+// fault, not_finite: the fault receives not_finite if a logit is infinite or NaN, else 0.
+// pack: the messages of row counts, with chunks in the place of bins. Only message, header and sent are read.
+//     No messages are written if sent is null.
 struct ForwardTensors {
   const float* logits_TE;  // contiguous
   float* weight_TK;
@@ -35,6 +39,9 @@ struct ForwardTensors {
   float* l_aux;
   void* workspace;  // of workspace_bytes() bytes
   int64_t workspace_bytes;
+  int64_t* fault;
+  int32_t not_finite;
+  counts::Pack pack;
 };
 
 struct BackwardTensors {
@@ -62,7 +69,8 @@ void prepare(int device, int64_t num_experts, int64_t top_k);
 int64_t workspace_bytes(const Problem& problem);
 
 // Launches the two forward kernels. Throws std::invalid_argument, before launching, if refusal() gives a
-// reason or the workspace is too small; throws std::runtime_error for an error of CUDA.
+// reason, the workspace is too small, or the messages have other sizes; throws std::runtime_error for an
+// error of CUDA.
 void forward(const Problem& problem, const ForwardTensors& tensors);
 
 // Launches the backward kernel, unless there are no tokens. Throws std::invalid_argument, before launching,

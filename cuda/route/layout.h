@@ -50,6 +50,7 @@ struct Shape {
   // Whether a token has a warp, and a lane few enough scores to sort (whole_warp.cuh). Sorting takes as long
   // as 2 rounds of maxima with 8 scores, and as 4 with 16; with 32 it would be worth 5 rounds.
   static constexpr bool kSortsLanes = kLanes == 32 && kPer <= 16;
+  static constexpr bool kChecksFinite = true;  // whether kernels find logits that are not finite
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
   // expert() returns the j-th of a lane's experts, in rising order. owner() returns the lane, among the
@@ -134,14 +135,16 @@ struct Workspace {
   int32_t* rows_GE;       // rows by expert
   float* probability_GE;  // probabilities summed over the block's tokens
   float* z_G;             // squared logsumexp summed over the block's tokens
+  int32_t* strange_G;     // 1 if a logit of the block's tokens is infinite or NaN, else 0
 
-  static int64_t bytes(int64_t blocks, int64_t num_experts) { return 4 * blocks * (2 * num_experts + 1); }
+  static int64_t bytes(int64_t blocks, int64_t num_experts) { return 4 * blocks * (2 * num_experts + 2); }
 
   static Workspace at(void* base, int64_t blocks, int64_t num_experts) {
     Workspace found{};
     found.rows_GE = static_cast<int32_t*>(base);
     found.probability_GE = static_cast<float*>(base) + blocks * num_experts;
     found.z_G = found.probability_GE + blocks * num_experts;
+    found.strange_G = reinterpret_cast<int32_t*>(found.z_G + blocks);
     return found;
   }
 };
@@ -162,8 +165,9 @@ struct ForwardShared {
 
   PMOE_HD static constexpr int words(int num_experts, int top_k) {
     const int choosing = 2 * S::kWarps * staged(top_k);  // weights and experts
-    const int telling = S::kWarps * num_experts;         // probabilities by warp
-    const int placing = 2 * num_experts;                 // counts before and within the chunk
+    const int telling =
+        S::kWarps * (num_experts + (S::kChecksFinite ? 1 : 0));  // probabilities, strange logits
+    const int placing = 2 * num_experts;                         // counts before and within the chunk
     const int adding = placing + num_experts + larger(S::kThreads, num_experts);  // and load, partial sums
     return area(num_experts) + larger(larger(choosing, telling), adding);
   }

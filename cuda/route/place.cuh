@@ -1,6 +1,7 @@
 // The second of the two forward kernels (kernel.cuh): computes the positions of rows, the counts of chunks,
 // and the losses.
 #pragma once
+#include "counts/messages.cuh"
 #include "route/block.cuh"
 
 namespace pmoe::route {
@@ -265,12 +266,28 @@ __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at,
     *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
 }
 
-// Runs the last block of the grid, which has no tokens: it writes the counts of all chunks, and the loss.
+// Writes whether any logit is infinite or NaN, as the number of a fault.
+template <class S>
+__device__ __forceinline__ void write_fault(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
+  float strange = 0.0f;
+  PMOE_ROLLED
+  for (int b = own_thread<S>(); b < a.sizes.blocks(); b += S::kThreads)
+    strange += static_cast<float>(a.workspace.strange_G[b]);
+  strange = block_sum(at, shared, strange);
+  if (own_thread<S>() == 0) *a.fault = strange == 0.0f ? 0 : a.not_finite;
+}
+
+// Runs the last block of the grid, which has no tokens: it writes the counts of all chunks, the loss, the
+// fault, and the messages of row counts.
 template <class S>
 __device__ __forceinline__ void add_up(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   int32_t* const load_E = shared.ints(2 * a.sizes.num_experts);
   add_counts<S>(a, at, shared, load_E);
   write_loss<S>(a, at, shared, load_E, shared.floats(3 * a.sizes.num_experts));
+  write_fault<S>(a, at, shared);
+  if (a.pack.sent == nullptr) return;
+  sync_block();  // the block's threads have written counts and fault, which the messages repeat
+  counts::write_messages(a.pack, own_thread<S>(), S::kThreads);
 }
 
 }  // namespace pmoe::route

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import Fault
+from pmoe.comm.counts import EarlyMessages, Fault
 from pmoe.gates.base import Routing
 from pmoe.kernels.route import Routes
 
@@ -18,14 +18,13 @@ class CheckedRouting:
     """The checked routing of a call. Activation checkpointing keeps this record for its second pass.
 
     routing        the gate's result. ``keep`` is True for choices that the expert's capacity allows
-    fault          a fault of this rank's input or routing, such as NaN in the gate's logits, in one of three
-                   forms: a `Fault`; the number of a `Fault`, an int64 scalar on the device; or the largest
-                   magnitude of the logits, a floating-point scalar on the device, which is infinite or NaN
-                   if a logit is infinite or NaN
+    fault          a fault of this rank's input or routing, such as NaN in the gate's logits: a `Fault`, or
+                   its number, an int64 scalar on the device
     is_again       whether activation checkpointing has routed the same tokens before
     kernel_routes  the result of the routing kernels, if they have routed; else None
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
                    `pmoe.ordering.sorted.sort_rows`; None if they have another order
+    early          messages of row counts that the routing kernels have written; None if they have not
     """
 
     routing: Routing
@@ -33,6 +32,7 @@ class CheckedRouting:
     is_again: bool = False
     kernel_routes: Routes | None = None
     sorted_for: int | None = None
+    early: EarlyMessages | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ from pmoe.comm.failures import at_stage, reduce_to_largest, wait_for
 from pmoe.comm.grid import Grid
 from pmoe.comm.meeting import CURE
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.counts import HEADER, Messages, refusal
+from pmoe.kernels.counts import FAULT, HEADER, Heading, Messages, refusal
 from pmoe.warn import warn_once
 
 
@@ -88,16 +88,6 @@ class Fault(enum.IntEnum):
         "it calls another layer than the other ranks, or the same layer in another gradient mode or pass"
     )
     LOADED = "its experts were loaded from a state dict"  # no error: see `pmoe.decide.stored_state`
-
-
-def fault_of_magnitude(largest: Tensor) -> Tensor:
-    """Returns a rank's fault as an int64 scalar: NOT_FINITE if its logits are not finite, else 0 (no fault).
-
-    The number is computed on the device, so the host does not wait for it.
-
-    largest: the largest magnitude of the logits, a scalar. It is NaN if one of the logits is NaN.
-    """
-    return (largest < math.inf) * -int(Fault.NOT_FINITE) + int(Fault.NOT_FINITE)
 
 
 class FaultError(ValueError):
@@ -500,15 +490,19 @@ backward pass.
 """
 
 
-def mode_of_call(*, needs_grad: bool, training: bool) -> int:
-    """Returns flags of a call that begins now, such as TRAINING and GRAD_ENABLED, as one number.
+def heading(
+    ranks: Ranks, *, num_tokens: int, needs_grad: bool, training: bool, dtype: torch.dtype, num_degrees: int
+) -> Heading:
+    """Returns the heading of this rank's messages of row counts, for a rank without a fault.
 
-    Ranks send the flags in front of their row counts and compare them, because all ranks must make the same
-    kind of call.
-
-    needs_grad: whether this rank wants gradients of the call.
-    training: whether the layer is in training mode on this rank.
+    ranks: the ranks of the layer.
+    num_tokens: number of this rank's tokens.
+    needs_grad: whether this rank wants gradients.
+    training: whether the layer is in training mode.
+    dtype: dtype of the rows that will be sent.
+    num_degrees: how many numbers of chunks are checked against `Slots`.
     """
+    kind = ranks.number * LAYER + (TYPES.index(dtype) if dtype in TYPES else len(TYPES))
     mode = TRAINING if training else 0
     if needs_grad:
         mode |= WANTS_GRADIENTS | GRAD_ENABLED
@@ -516,7 +510,25 @@ def mode_of_call(*, needs_grad: bool, training: bool) -> int:
         mode |= GRAD_ENABLED
     if torch._C._current_graph_task_id() != -1:  # autograd is running a backward pass
         mode |= IN_BACKWARD
-    return mode
+    if ranks.size > 1:
+        mode += ranks.record.life * LIFE
+    return Heading(ranks.size, num_degrees, (num_tokens, 0, mode, kind))
+
+
+@dataclass(frozen=True)
+class EarlyMessages:
+    """Messages of row counts that the routing kernels have written, before the exchange began.
+
+    heading: the heading of the messages.
+    fault: the fault of the messages: an int64 scalar on the device, or `Fault.NONE`.
+    counts_FE: the row counts of the messages.
+    memory: the memory of `Messages`.
+    """
+
+    heading: Heading
+    fault: Tensor | Fault
+    counts_FE: Tensor
+    memory: Tensor
 
 
 class CountsExchange:
@@ -558,6 +570,7 @@ class CountsExchange:
         asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
         loads: Loads | None = None,
+        early: EarlyMessages | None = None,
     ) -> None:
         """Sends this rank's row counts to all ranks, without waiting for theirs. A collective.
 
@@ -565,9 +578,7 @@ class CountsExchange:
         counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins (equal ranges of its
             tokens) for each of the E experts of all ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
-        fault: this rank's `Fault`, or a scalar on the rows' device. An int64 scalar is the fault's number. A
-            floating-point scalar is the largest magnitude of the gate's logits; if it is not finite, the
-            fault is NOT_FINITE.
+        fault: this rank's `Fault`, or its number, an int64 scalar on the rows' device.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
         dtype: dtype of the rows that will be sent.
@@ -583,6 +594,8 @@ class CountsExchange:
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
             False on some rank, `RankCounts.max_rows` is None on all ranks.
         loads: asks for the loads of all experts. It must be None on all ranks or on none.
+        early: messages that have been written before. They are sent if they are those that the other
+            arguments ask for.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None
@@ -599,22 +612,24 @@ class CountsExchange:
         self._asks_max_rows = asks_max_rows
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
-        kind = ranks.number * LAYER + (TYPES.index(dtype) if dtype in TYPES else len(TYPES))
-        fault_number = 0 if isinstance(fault, Tensor) else fault.value
-        mode = mode_of_call(needs_grad=needs_grad, training=training)
+        head = heading(
+            ranks, num_tokens=num_tokens, needs_grad=needs_grad, training=training, dtype=dtype,
+            num_degrees=0 if slots is None else len(slots.degrees),
+        )  # fmt: skip
         if ranks.size > 1:
             ranks.count_exchange()
-            mode += ranks.record.life * LIFE
-        numbers = [num_tokens, fault_number, mode, kind]
         self._received: Tensor | None = None  # the messages of all ranks; None on one rank, which sends none
         self._work: dist.Work | None = None
-        self._messages = self._packed(numbers, fault) if counts_FE.is_cuda else None
+        self._messages = self._packed(head, fault, early) if counts_FE.is_cuda else None
         if self._messages is None:
             # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
+            numbers = list(head.header)
+            if not isinstance(fault, Tensor):
+                numbers[FAULT] = fault.value
             header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
             header = header.to(counts_FE.device, non_blocking=True)
             if isinstance(fault, Tensor):
-                header[1] = fault if not fault.is_floating_point() else fault_of_magnitude(fault)
+                header[FAULT] = fault
             self._header = header
             self.tokens_W = header[:1]  # this rank's alone, until `finish`
         if ranks.size > 1:
@@ -813,31 +828,31 @@ class CountsExchange:
 
     # ---- by kernels, on a GPU
 
-    def _packed(self, header: list[int], fault: Tensor | Fault) -> Messages | None:
-        """Launches the kernel that writes this rank's messages, and returns the messages.
+    def _packed(self, head: Heading, fault: Tensor | Fault, early: EarlyMessages | None) -> Messages | None:
+        """Returns this rank's messages: those of the routing kernels if they fit, else those of a launch.
 
         Returns None, and launches nothing, if the kernels cannot write these counts.
 
         The kernels can write the counts if experts are not sharded, each row is sent for one expert, no rank
         passes on rows of other ranks, and the loads of experts are not asked for.
 
-        header: the numbers in front of the counts.
-        fault: the argument of the constructor.
+        head: the numbers in front of the counts, without the fault, and the sizes of the messages.
+        fault, early: the arguments of the constructor.
         """
         if self._counted_once or self._grid.is_sharded or any(each.in_steps for each in self._exchanges):
             return None
         if self._loads is not None:
             return None
         counts_FE = self._own_FPX.flatten(1)
-        size = self._ranks.size
-        num_degrees = 0 if self._slots is None else len(self._slots.degrees)
-        if refusal(counts_FE, size, num_degrees) is not None:
+        size = head.num_ranks
+        if refusal(counts_FE, size, head.num_degrees) is not None:
             return None
-        messages = Messages.new(counts_FE, size, num_degrees)
-        told = fault if isinstance(fault, Tensor) else None
-        if told is not None and told.dtype == torch.float64:
-            told = fault_of_magnitude(told)
-        messages.pack(header, told, Fault.NOT_FINITE.value, counts_FE)
+        is_early = early is not None and early.fault is fault and early.heading == head
+        if early is not None and is_early and early.counts_FE.data_ptr() == counts_FE.data_ptr():
+            messages = Messages.new(counts_FE, size, head.num_degrees, early.memory)
+        else:
+            messages = Messages.new(counts_FE, size, head.num_degrees)
+            messages.pack(head.with_fault(fault), fault if isinstance(fault, Tensor) else None, counts_FE)
         self._sent, self._received = messages.both
         if size == 1:
             self._received = self._sent

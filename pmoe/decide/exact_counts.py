@@ -129,6 +129,7 @@ class ExactCounts:
             asks_max_rows=self.fuses,
             one_row_a_choice=has_k_choices and routing.mix is None and routing.token is None,
             loads=self.loads,
+            early=routed.gated.early,
         )
 
     def sort_early(self) -> None:

@@ -6,7 +6,6 @@ the rank sends the number of a `Fault` together with its row counts, and all ran
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints
-from pmoe.comm.counts import Fault, FaultError, fault_of_magnitude
+from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.logits import router_logits
@@ -123,7 +122,11 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """
     modules = call.modules
     options = call.modules.options
-    by_kernels = _route_by_kernels(call, x_TM) if x_TM.is_cuda else None
+    # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
+    # have no exchange.
+    checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
+    checks = checks and call.checks_values
+    by_kernels = _route_by_kernels(call, x_TM, checks) if x_TM.is_cuda else None
     routing = _routing(call, x_TM) if by_kernels is None else by_kernels.routing
     fault: Tensor | Fault = Fault.NONE
     if not modules.trusts_gate:
@@ -132,18 +135,14 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         check_routing(modules, routing, x_TM)
         routing, fault = clamped_with_fault(call, routing, x_TM)
     keep = _kept(modules, routing, x_TM)
-    # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
-    # have no exchange.
-    checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
-    if checks and routing.logits is not None and call.checks_values:
+    if by_kernels is not None:
+        fault = by_kernels.fault
+    elif checks and routing.logits is not None:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
-        if by_kernels is not None and routing.logits.numel():
-            fault = torch.linalg.vector_norm(routing.logits.detach(), math.inf)  # one launch in place of ten
-        else:
-            finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
-            bad = finite.logical_not() * int(Fault.NOT_FINITE)
-            fault = bad if fault is Fault.NONE else bad + finite * fault
+        finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
+        bad = finite.logical_not() * int(Fault.NOT_FINITE)
+        fault = bad if fault is Fault.NONE else bad + finite * fault
     has_changed = None
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing
@@ -153,8 +152,6 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         )
     if has_changed is not None:
         with hidden_from_checkpoints():
-            if isinstance(fault, Tensor) and fault.is_floating_point():
-                fault = fault_of_magnitude(fault)
             fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
     checked_routing = Routing(
         expert=routing.expert,
@@ -167,7 +164,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     checked = CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
     if by_kernels is None or keep is not None:  # the kernels have also counted and sorted what is dropped
         return checked
-    return replace(checked, kernel_routes=by_kernels.kernel_routes, sorted_for=by_kernels.sorted_for)
+    return replace(by_kernels, routing=checked.routing, fault=fault, is_again=checked.is_again)
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -192,20 +189,22 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     return within_capacity(routing.expert.long(), capacity, used_E)[0]
 
 
-def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
+def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting | None:
     """Returns the routing, computed by the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
-    The kernels replace the gate's forward. They do two more things:
+    The kernels replace the gate's forward. They do three more things:
 
     - They count the rows for each expert in each bin. Bins are equal ranges of tokens. The ranks exchange the
       row counts of each bin.
     - They sort the (token, choice) slots, if the options fix the number of chunks.
+    - They write this rank's messages of row counts, if row counts are exchanged.
 
     If there are too many bins for the kernels, the kernels count all tokens as one bin. The order in which
-    they sort the slots is then not used.
+    they sort the slots is then not used, and they write no messages.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    checks: whether the fault of the result says that logits are not finite.
     """
     modules = call.modules
     gate = modules.gate
@@ -220,14 +219,24 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
         return None
     num_bins = 1 if options.solves or options.pad_to_capacity else modules.num_bins
     n = modules.options.fixed_degree
+    writes_messages = not (options.solves or options.pad_to_capacity or modules.grid.is_sharded)
     if refusal(like, gate.top_k, num_bins) is not None:
         num_bins = 1
         n = None
+        writes_messages = False
     stages = modules.stages
     if n is None or num_bins % n or (stages.local and not modules.rotates and n > 2):
         n = None  # the kernels would place the rows that stay behind the rows of all chunks
+    rows_dtype = cast_dtype(modules, x_TM) or x_TM.dtype
+    head = None
     with torch.autocast(x_TM.device.type, enabled=False):
         logits_TE = router_logits(x_TM, gate.weight)
+        if writes_messages:
+            head = heading(
+                modules.ranks, num_tokens=x_TM.shape[0], needs_grad=needs_gradients(call, x_TM, logits_TE),
+                training=call.layer.training, dtype=rows_dtype,
+                num_degrees=len(options.degrees) if modules.limits_rows else 0,
+            )  # fmt: skip
         routes = route(
             logits_TE,
             gate.top_k,
@@ -236,9 +245,13 @@ def _route_by_kernels(call: Call, x_TM: Tensor) -> CheckedRouting | None:
             z_loss_weight=gate.z_loss_weight,
             sorted_chunks=1 if n is None else num_bins // n,
             last=modules.staying,
+            not_finite=int(Fault.NOT_FINITE) if checks else 0,
+            heading=head,
         )
+    fault = routes.fault if checks else Fault.NONE
+    early = None if head is None else EarlyMessages(head, fault, routes.counts_nE, routes.messages)
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE)
-    return CheckedRouting(routing=routing, kernel_routes=routes, sorted_for=n)
+    return CheckedRouting(routing=routing, fault=fault, kernel_routes=routes, sorted_for=n, early=early)
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:

@@ -2,7 +2,8 @@
 
 Three launches replace some thirty PyTorch operations:
 
-    pack     writes this rank's messages: for each rank a header and the row counts of that rank's experts
+    pack     writes this rank's messages: for each rank a header and the row counts of that rank's experts.
+             The kernels of `pmoe.kernels.route` do the same if they get the header (`Heading`)
     agree    computes, from the messages that arrived, the numbers that this rank puts into a
              max-reduction. The reduction then gives all ranks the same numbers, for example the largest
              number of tokens of a rank
@@ -28,6 +29,9 @@ from pmoe.kernels.extension import path
 HEADER = 4
 """Number of int32 values in front of the counts of a message: kHeader of cuda/counts/layout.h."""
 
+FAULT = 1
+"""Index of the code of the sender's fault in a header: kFault of cuda/counts/layout.h."""
+
 MAX_RANKS, MAX_BINS, MAX_DEGREES = 1 << 11, 1 << 12, 16
 """The most ranks, bins and degrees (numbers of chunks) that the kernels can handle.
 
@@ -52,6 +56,26 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
             f"{MAX_RANKS}, {MAX_BINS} and {MAX_DEGREES}"
         )
     return path(counts_FE.device)[1]
+
+
+@dataclass(frozen=True)
+class Heading:
+    """All of a rank's messages of row counts but the counts and the fault, as routing kernels need it.
+
+    num_ranks: W.
+    num_degrees: the number of degrees (numbers of chunks); each has an agreed number in `Messages`.
+    header: the HEADER numbers in front of each message. The second is the code of a fault of this rank.
+    """
+
+    num_ranks: int
+    num_degrees: int
+    header: tuple[int, ...]
+
+    def with_fault(self, fault: int | Tensor) -> list[int]:
+        """Returns the header with the code of a fault; 0 if the code is a tensor, which replaces it later."""
+        header = list(self.header)
+        header[FAULT] = 0 if isinstance(fault, Tensor) else int(fault)
+        return header
 
 
 @dataclass(frozen=True)
@@ -113,20 +137,22 @@ class Messages:
     sizes: tuple[int, int, int]
 
     @staticmethod
-    def new(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> Messages:
-        """Allocates uninitialised messages on the device of the counts.
+    def new(counts_FE: Tensor, num_ranks: int, num_degrees: int, memory: Tensor | None = None) -> Messages:
+        """Returns messages on the device of the counts, uninitialised unless their memory is given.
 
         counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
             experts of each of W ranks.
         num_ranks: W.
         num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
             chunks must be cut finer to fit into the buffers of every rank.
+        memory: the memory of messages of these sizes; None allocates it.
         """
         num_bins = counts_FE.shape[0]
         num_experts = counts_FE.shape[1] // num_ranks
         num_agreed = HEADER + 3 + num_degrees
-        numbers = num_agreed + num_ranks * (HEADER + num_bins * num_experts)
-        memory = torch.empty(numbers, dtype=torch.int64, device=counts_FE.device)
+        if memory is None:
+            numbers = num_agreed + num_ranks * (HEADER + num_bins * num_experts)
+            memory = torch.empty(numbers, dtype=torch.int64, device=counts_FE.device)
         return Messages(memory, num_agreed, (num_ranks, num_bins, num_experts))
 
     @property
@@ -158,23 +184,16 @@ class Messages:
         counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
         return counts_WFE.transpose(0, 1)
 
-    def pack(self, header: Sequence[int], fault: Tensor | None, not_finite: int, counts_FE: Tensor) -> None:
+    def pack(self, header: Sequence[int], fault: Tensor | None, counts_FE: Tensor) -> None:
         """Launches the kernel that writes this rank's messages.
 
         header: the HEADER numbers in front of each message. The second is the code of a fault of this rank.
-        fault: a scalar on the device, from which the kernel computes the code of the fault; None to send the
-            code in ``header``. An int64 scalar is the code itself. A float32 scalar is the largest magnitude
-            of some values. If it is infinite or NaN, the code is ``not_finite``, else the code in ``header``.
-        not_finite: the code for values that are not finite.
+        fault: the code of the fault, an int64 scalar on the device; None to send the code in ``header``.
         counts_FE: (F, W * E) int32, contiguous: the row counts to send, for each of F bins (equal ranges of
             tokens) and each of E experts of W ranks.
         """
         sent_WL, _ = self.both
-        checked: dict[str, int] = {}
-        if fault is not None and fault.dtype == torch.float32:
-            checked = {"magnitude": fault.data_ptr(), "not_finite": not_finite}
-        elif fault is not None:
-            checked = {"fault": fault.data_ptr()}
+        checked = {} if fault is None else {"fault": fault.data_ptr()}
         extension.module().counts_pack(
             **self._where(), header=list(header), counts=counts_FE.data_ptr(), sent=sent_WL.data_ptr(),
             **checked,

@@ -104,9 +104,21 @@ float draw_logit(Values values) {
   return strange[draw(0, 8)];
 }
 
+// This rank's messages are for this many ranks: the largest of 1 to 4 that divides the experts.
+int ranks_of(const Case& c) {
+  int ranks = 4;
+  while (c.experts % ranks) --ranks;
+  return ranks;
+}
+
+pmoe::counts::Message message_of(const Case& c) { return {ranks_of(c), c.chunks, c.experts / ranks_of(c)}; }
+
+constexpr int kNotFinite = 77;
+
 struct Found {
   Array<float> weight, l_aux;
-  Array<int32_t> expert, position, slot, counts, ends;
+  Array<int32_t> expert, position, slot, counts, ends, sent;
+  Array<int64_t> fault;
 
   explicit Found(const Case& c)
       : weight(c.slots()),
@@ -115,15 +127,17 @@ struct Found {
         position(c.slots()),
         slot(c.slots()),
         counts(c.chunks * c.experts),
-        ends(c.chunks * c.experts) {}
+        ends(c.chunks * c.experts),
+        sent(ranks_of(c) * message_of(c).words()),
+        fault(1) {}
 
   bool guarded() const {
     return weight.guarded() && l_aux.guarded() && expert.guarded() && position.guarded() && slot.guarded() &&
-           counts.guarded() && ends.guarded();
+           counts.guarded() && ends.guarded() && sent.guarded() && fault.guarded();
   }
   bool operator==(const Found& o) const {
     return weight == o.weight && l_aux == o.l_aux && expert == o.expert && position == o.position &&
-           slot == o.slot && counts == o.counts && ends == o.ends;
+           slot == o.slot && counts == o.counts && ends == o.ends && sent == o.sent && fault == o.fault;
   }
 };
 
@@ -222,6 +236,24 @@ void check_loss(const Case& c, const float* logits, const Found& found) {
          "l_aux " + std::to_string(found.l_aux[0]) + " != " + std::to_string(expected));
 }
 
+// The fault, and the messages that repeat it behind the other numbers of the header.
+void check_messages(const Case& c, const Array<float>& logits, const Found& found) {
+  bool is_finite = true;
+  for (size_t i = 0; i < logits.size(); ++i) is_finite &= static_cast<bool>(std::isfinite(logits[i]));
+  expect(found.fault[0] == (is_finite ? 0 : kNotFinite), "fault");
+  const auto message = message_of(c);
+  for (int rank = 0; rank < message.ranks; ++rank) {
+    const int32_t* const sent = &found.sent[rank * message.words()];
+    const int32_t header[] = {11, static_cast<int32_t>(found.fault[0]), 33, 44};
+    for (int i = 0; i < 4; ++i) expect(sent[i] == header[i], "header of a message");
+    for (int chunk = 0; chunk < c.chunks; ++chunk)
+      for (int e = 0; e < message.experts; ++e)
+        expect(sent[4 + chunk * message.experts + e] ==
+                   found.counts[chunk * c.experts + rank * message.experts + e],
+               "counts of a message");
+  }
+}
+
 // ---- forward
 
 std::vector<uint8_t> workspace(1 << 18, 0xAB);  // of any content
@@ -252,7 +284,10 @@ Found run_forward(const Case& c, Array<float>& logits, unsigned seed) {
                   found.counts.get(),
                   found.ends.get(),
                   found.l_aux.get(),
-                  Workspace::at(workspace.data(), sizes.blocks(), c.experts)};
+                  Workspace::at(workspace.data(), sizes.blocks(), c.experts),
+                  found.fault.get(),
+                  kNotFinite,
+                  {message_of(c), {11, 22, 33, 44}, found.fault.get(), found.counts.get(), found.sent.get()}};
   expect(4 * ForwardShared<S>::words(c.experts, c.top_k) <= emu::kSharedBytes, "shared memory");
   const auto launch = [&](void (*kernel)(Forward), int blocks) {
     emu::launch(static_cast<unsigned>(blocks), S::kThreads, seed, [&] {
@@ -445,6 +480,7 @@ void check_case(const Case& c) {
     check_choices(c, logits.get(), found);
     check_places(c, found);
     check_loss(c, logits.get(), found);
+    check_messages(c, logits, found);
     // Other threads come first this time, and the workspace is used again.
     expect(run_forward<S>(c, logits, generator()) == found, "two runs differ");
     if (draw(0, 2) == 0) check_late_blocks<S>(c, logits, found);

@@ -26,7 +26,7 @@ from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory, relative_norm, s
 
 pytestmark = NEEDS_GPU
 
-PLACES = ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE")
+PLACES = ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "fault")
 
 SMALL = [
     (0, 4, 2, 3),
@@ -116,10 +116,9 @@ def test_the_kernel_equals_the_stages(
     logits = draw_logits(num_tokens, num_experts, values)
     assert refusal(logits, top_k, num_chunks) is None
     routes = poisoned(logits, top_k, num_chunks)
-    launch_route(logits, routes, normalize=normalize, z_loss_weight=z_loss_weight)
-    check_routes(
-        routes, logits, top_k, normalize=normalize, num_chunks=num_chunks, z_loss_weight=z_loss_weight
-    )
+    options: dict[str, Any] = {"normalize": normalize, "z_loss_weight": z_loss_weight, "not_finite": 4}
+    launch_route(logits, routes, **options)
+    check_routes(routes, logits, top_k, num_chunks=num_chunks, **options)
 
 
 @pytest.mark.parametrize("num_tokens, num_experts, top_k, num_chunks", LARGE)

@@ -89,7 +89,7 @@ def routed(cuda: ModuleType, *, device: int = 0, num_experts: int = 8, top_k: in
     problem = cuda.RouteProblem(device, STREAM, T, num_experts, top_k, 1, True, 0.0)
     words = torch.zeros(cuda.route_workspace_bytes(problem), dtype=torch.uint8)
     data = torch.zeros(4096, dtype=torch.uint8).data_ptr()
-    cuda.route(problem, *[data] * 8, words.data_ptr(), words.numel())
+    cuda.route(problem, *[data] * 10, words.data_ptr(), words.numel(), 4, 2, [T, 0, 0, 0])
     cuda.route_backward(problem, *[data] * 4, data, 0, 0, 0, data, data)
     cuda.route_halves(device, STREAM, T, num_experts, 64, *[torch.zeros(1 << 18).data_ptr()] * 4)
 

@@ -329,20 +329,25 @@ def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) 
 def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route.operators, "_runs_kernel", lambda *sizes: True)
     logits = recorder.tensor("logits", 5, 4, dtype=FLOAT)
-    routes = route.reference.empty_routes(logits, 2, 3)
-    for name, each in routes._asdict().items():
+    head = counts.Heading(num_ranks=2, num_degrees=1, header=(5, 0, 8, 9))
+    routes = route.reference.empty_routes(logits, 2, 3, head)
+    sent_WL, _ = counts.Messages.new(routes.counts_nE, 2, 1, routes.messages).both
+    for name, each in routes._replace(messages=sent_WL)._asdict().items():
         recorder.named(name, each)
-    route.operators.launch_route(logits, routes, normalize=True, z_loss_weight=0.5)
+    route.operators.launch_route(
+        logits, routes, normalize=True, z_loss_weight=0.5, not_finite=4, heading=head
+    )
     saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
     route_backward = route.operators.route_backward
     of_aux = route_backward(*saved, normalize=False, grad_l_aux=routes.l_aux)
     of_weights = route_backward(
         *saved, normalize=False, grad_weight_TK=recorder.tensor("d w", 5, 2, dtype=FLOAT)
     )
-    places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "l_aux"]
+    places = ["weight_TK", "expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE", "fault", "messages"]
     call, (problem, *given) = recorder.calls[0]
     assert call == "route" and problem == [0, 7, 5, 4, 2, 3, True, 0.5, 1, 0, 0]
-    assert given[:8] == ["logits", *places] and given[9] == 36  # given[8]: the workspace's address
+    assert given[:10] == ["logits", *places, "l_aux"]  # given[10]: the workspace's address
+    assert given[11:] == [36, 4, 2, (5, 0, 8, 9)]
     backward = [[0, 7, 5, 4, 2, 3, False, 0.0], "logits", "expert_TK", "weight_TK", "counts_nE"]
     assert recorder.calls[1:] == [
         ("route_backward", [*backward, 0, 0, 0, 0, "l_aux", of_aux.data_ptr()]),
@@ -361,10 +366,9 @@ def test_row_counts(recorder: Recorder) -> None:
     assert sent_WL.shape == received_WL.shape == (2, 4 + 3 * 2) and messages.agreed.shape == (4 + 3 + 1,)
     for name, tensor in (("agreed", messages.agreed), ("sent", sent_WL), ("received", received_WL)):
         recorder.named(name, tensor)
-    magnitude = recorder.tensor("magnitude", 1, dtype=FLOAT)[0]
     header = [1, 0, 3, 4]
-    for told in (fault, magnitude, None):
-        messages.pack(header, told, 8, counts_FE)
+    for told in (fault, None):
+        messages.pack(header, told, counts_FE)
     messages.agree(
         received_WL, own_rank=1, host_rows=None, asks_rows=True, irregular=False, limits=[(3, 0.5)]
     )
@@ -376,9 +380,8 @@ def test_row_counts(recorder: Recorder) -> None:
     where = {"device": None, "stream": 7, "sizes": [2, 3, 2]}
     asked = {"own_rank": 1, "host_rows": -1, "asks_rows": True, "irregular": False, "degrees": [(3, 0.5)]}
     packed = where | {"header": header, "counts": "counts", "sent": "sent"}
-    assert recorder.calls[:4] == [
+    assert recorder.calls[:3] == [
         ("counts_pack", packed | {"fault": "fault"}),
-        ("counts_pack", packed | {"magnitude": "magnitude", "not_finite": 8}),
         ("counts_pack", packed),
         ("counts_agree", where | {"received": "received", "agreed": "agreed", **asked}),
     ]
@@ -396,8 +399,8 @@ def test_row_counts(recorder: Recorder) -> None:
         addresses[name] = tensor.data_ptr()
     messages_of = where | {"received": "received", "sent": "sent", "joined": 1}
     ordered = messages_of | {"chunks": 1, "own_rank": 1, "pieces": 1, "num_zeros": 7}
-    assert recorder.calls[4] == ("counts_order", ordered | {"slot": "slot", "weight": "weight"} | addresses)
-    of_slots, of_nothing = recorder.calls[5][1], recorder.calls[6][1]
+    assert recorder.calls[3] == ("counts_order", ordered | {"slot": "slot", "weight": "weight"} | addresses)
+    of_slots, of_nothing = recorder.calls[4][1], recorder.calls[5][1]
     assert of_wide.number_slot is not None and of_wide.number_weight is None and "weight" not in of_slots
     assert without.number_slot is None and "slot" not in of_nothing and "of_chunks" not in of_nothing
 

@@ -21,6 +21,7 @@ from torch import Tensor
 import pmoe
 from bench import kernels_on_cpu
 from pmoe.gates.logits import router_loss
+from pmoe.kernels.counts import Heading, Messages
 from pmoe.kernels.extension import load
 from pmoe.kernels.route import Routes, deferred_routing, gate_operands, operators, reference, refusal, route
 from pmoe.kernels.route.operators import route_backward
@@ -115,6 +116,37 @@ def test_what_is_no_number_is_routed_first_and_gives_weights_that_are_none() -> 
     found = route(logits, 3, normalize=True)
     assert found.expert_TK.tolist() == [[1, 3, 2], [0, 3, 1]]
     assert found.weight_TK[0].isnan().all() and found.weight_TK[1].isfinite().all()
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf, -math.inf])
+def test_one_logit_that_is_not_finite_is_a_fault(strange: float) -> None:
+    logits = draw_logits(9, 4)
+    assert route(logits, 2, normalize=True, not_finite=7).fault.item() == 0
+    logits[8, 3] = strange
+    assert route(logits, 2, normalize=True, not_finite=7).fault.item() == 7
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_messages_of_row_counts_are_those_of_the_launch_that_packs_them(
+    is_finite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = draw_logits(9, 6)
+    logits[0, 5] = 1.0 if is_finite else math.nan
+    head = Heading(num_ranks=3, num_degrees=2, header=(9, 0, 33, 44))
+    found = route(logits, 2, normalize=True, num_chunks=4, not_finite=7, heading=head)
+    written = Messages.new(found.counts_nE, 3, 2, found.messages)
+    packed = Messages.new(found.counts_nE, 3, 2)
+    monkeypatch.setattr(operators.extension, "module", lambda: kernels_on_cpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    packed.pack(head.with_fault(found.fault), found.fault, found.counts_nE)
+    assert torch.equal(written.both[0], packed.both[0])
+    assert written.both[0][:, :4].tolist() == [[9, 0 if is_finite else 7, 33, 44]] * 3
+
+
+def test_messages_for_ranks_without_equal_numbers_of_experts_are_refused() -> None:
+    head = Heading(num_ranks=4, num_degrees=0, header=(5, 0, 0, 0))
+    with pytest.raises(ValueError, match=r"num_ranks \(4\) of the heading must divide num_experts \(6\)"):
+        route(draw_logits(5, 6), 2, normalize=True, heading=head)
 
 
 # ---- gradients

@@ -5,6 +5,7 @@ The operators use the kernels of cuda/route if these can run, and otherwise PyTo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
+from pmoe.kernels.counts import HEADER, Heading, Messages
 from pmoe.kernels.extension import path
 from pmoe.kernels.operands import MAX_ROWS, VECTOR_BYTES, address, cuda_index
 from pmoe.kernels.route import reference
@@ -35,6 +37,8 @@ def route(
     z_loss_weight: float = 0.0,
     sorted_chunks: int = 1,
     last: range = range(0),
+    not_finite: int = 0,
+    heading: Heading | None = None,
 ) -> Routes:
     """Routes each token to the top_k experts with the largest logits, with softmax weights.
 
@@ -47,12 +51,15 @@ def route(
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk; it divides
         num_chunks. Counts are still those of each chunk.
     last: experts whose rows come after those of all other experts of a chunk.
+    not_finite: the value of `Routes.fault` if a logit is infinite or NaN.
+    heading: asks for messages with the row counts of each chunk (`Routes.messages`). The experts of a rank
+        follow each other, so the number of ranks must divide the number of experts.
 
     Returns `Routes`. Only four tensors are saved for backward: logits, expert, weight and counts.
 
     Raises ValueError for logits that are not a contiguous (T, E) of float32 or float64 on a CPU or CUDA
-    device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, or more than 2**31 - 1 (token,
-    choice) pairs.
+    device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, more than 2**31 - 1 (token,
+    choice) pairs, or a heading for a number of ranks that does not divide the number of experts.
 
     Example: logits [[0, 2, 1], [3, 0, 0]], top_k=2 -> expert [[1, 2], [0, 1]], position [[1, 3], [0, 2]],
     slot [2, 0, 3, 1], counts [[1, 2, 1]], ends [[1, 3, 4]].
@@ -60,7 +67,9 @@ def route(
     if logits_TE.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"logits are on {logits_TE.device}, and must be on a CPU or CUDA device")
     order = (sorted_chunks, last.start, len(last))
-    return Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, num_chunks, z_loss_weight, True, *order))
+    told = None if heading is None else [heading.num_ranks, heading.num_degrees, *heading.header]
+    options = (top_k, normalize, num_chunks, z_loss_weight, True, *order, not_finite, told)
+    return Routes(*torch.ops.pmoe.route(logits_TE, *options))
 
 
 class DeferredRouting(NamedTuple):
@@ -180,21 +189,42 @@ def _route(
     sorted_chunks: int = 1,
     first_last: int = 0,
     num_last: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    not_finite: int = 0,
+    heading: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     last = range(first_last, first_last + num_last)
     check_order(logits_TE, num_chunks, sorted_chunks, last)
     check_logits_memory(logits_TE, top_k)
     if not writes:
         return empty_routes(logits_TE, top_k)
+    head = _heading(logits_TE, heading)
     options: dict[str, Any] = {
-        "normalize": normalize, "z_loss_weight": z_loss_weight, "sorted_chunks": sorted_chunks, "last": last
+        "normalize": normalize, "z_loss_weight": z_loss_weight, "sorted_chunks": sorted_chunks, "last": last,
+        "not_finite": not_finite, "heading": head,
     }  # fmt: skip
     if _runs_kernel(logits_TE, top_k, num_chunks):
-        routes = empty_routes(logits_TE, top_k, num_chunks)
+        routes = empty_routes(logits_TE, top_k, num_chunks, head)
         launch_route(logits_TE, routes, **options)
         return routes
     return reference.route(logits_TE, top_k, num_chunks=num_chunks, **options)
+
+
+def _heading(logits_TE: Tensor, numbers: Sequence[int] | None) -> Heading | None:
+    """Returns the heading that an operator got as a list of numbers.
+
+    logits_TE: (T, E), the gate's logits of T tokens for E experts.
+    numbers: num_ranks and num_degrees, then the header; None for no heading.
+
+    Raises ValueError if the number of ranks does not divide the number of experts.
+    """
+    if numbers is None:
+        return None
+    num_ranks, num_degrees, *header = numbers
+    num_experts = logits_TE.shape[1]
+    if num_ranks < 1 or num_experts % num_ranks:
+        raise ValueError(f"num_ranks ({num_ranks}) of the heading must divide num_experts ({num_experts})")
+    return Heading(num_ranks, num_degrees, tuple(header))
 
 
 @torch.library.custom_op("pmoe::route_backward", mutates_args=(), device_types=("cpu", "cuda"))
@@ -241,10 +271,20 @@ def route_backward(
 
 @_route.register_fake
 def _(
-    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, *_: int
+    logits_TE: Tensor,
+    top_k: int,
+    normalize: bool,
+    num_chunks: int,
+    z_loss_weight: float,
+    writes: bool = True,
+    sorted_chunks: int = 1,
+    first_last: int = 0,
+    num_last: int = 0,
+    not_finite: int = 0,
+    heading: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
-    return empty_routes(logits_TE, top_k, num_chunks)
+    return empty_routes(logits_TE, top_k, num_chunks, _heading(logits_TE, heading))
 
 
 @route_backward.register_fake
@@ -270,7 +310,7 @@ def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | 
             grad_weight_TK=None if grad_weight_TK is None else grad_weight_TK.contiguous(),
             grad_l_aux=grad_l_aux,
         )
-    return grad_logits_TE, *[None] * 8
+    return grad_logits_TE, *[None] * 10
 
 
 _route.register_autograd(_differentiate_route, setup_context=_save_route)
@@ -287,6 +327,8 @@ def launch_route(
     z_loss_weight: float = 0.0,
     sorted_chunks: int = 1,
     last: range = range(0),
+    not_finite: int = 0,
+    heading: Heading | None = None,
 ) -> None:
     """Launches the routing kernels on the current stream. They write all tensors of ``out``.
 
@@ -296,6 +338,8 @@ def launch_route(
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
     last: experts whose rows come after those of all other experts of a chunk.
+    not_finite: the fault if a logit is infinite or NaN.
+    heading: the argument that `empty_routes` got.
     """
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()
@@ -303,7 +347,17 @@ def launch_route(
     problem = _problem(logits_TE, out.weight_TK.shape[1], num_chunks, normalize, z_loss_weight, *order)
     num_bytes = module.route_workspace_bytes(problem)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=logits_TE.device)
-    module.route(problem, *(tensor.data_ptr() for tensor in (logits_TE, *out, workspace)), num_bytes)
+    num_ranks = 0
+    header: Sequence[int] = (0,) * HEADER
+    sent = 0
+    if heading is not None:
+        num_ranks = heading.num_ranks
+        header = heading.header
+        messages = Messages.new(out.counts_nE, num_ranks, heading.num_degrees, out.messages)
+        sent = messages.both[0].data_ptr()
+    places = (tensor.data_ptr() for tensor in (logits_TE, *out[:-2]))
+    last_places = (sent, out.l_aux.data_ptr(), workspace.data_ptr())
+    module.route(problem, *places, *last_places, num_bytes, not_finite, num_ranks, header)
 
 
 def _problem(

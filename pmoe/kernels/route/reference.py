@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pmoe.kernels.counts import FAULT, HEADER, Heading, Messages
 from pmoe.kernels.operands import MAX_ROWS, check_tensor
 
 
@@ -32,6 +33,9 @@ class Routes(NamedTuple):
     The arguments ``sorted_chunks`` and ``last`` of `route` change the order of the rows. They do not change
     counts and ends.
 
+    fault: int64 scalar, the argument ``not_finite`` of `route` if a logit is infinite or NaN, else 0.
+    messages: the memory of `pmoe.kernels.counts.Messages`, whose messages to other ranks have been written;
+        empty unless `route` got a ``heading``.
     l_aux: scalar with a gradient, the auxiliary loss E * sum_e f_e P_e + z_loss_weight * mean_t
         logsumexp(logits_t)^2. f_e is the share of slots that went to expert e, P_e the mean probability of e.
         Without tokens it is 0.
@@ -43,30 +47,49 @@ class Routes(NamedTuple):
     slot_N: Tensor
     counts_nE: Tensor
     ends_nE: Tensor
+    fault: Tensor
+    messages: Tensor
     l_aux: Tensor
 
 
-def empty_routes(logits_TE: Tensor, top_k: int, num_chunks: int = 1) -> Routes:
+def empty_routes(
+    logits_TE: Tensor, top_k: int, num_chunks: int = 1, heading: Heading | None = None
+) -> Routes:
     """Returns the tensors of `Routes` without values, for a kernel to write.
 
     logits_TE: (T, E), the logits of T tokens for E experts. Only sizes, dtype and device are used.
     top_k: number of experts of a token.
     num_chunks: number of chunks of consecutive tokens.
+    heading: asks for messages of row counts.
     """
     num_tokens, num_experts = logits_TE.shape
 
     def ints(*shape: int) -> Tensor:
         return logits_TE.new_empty(shape, dtype=torch.int32)
 
+    counts_nE = ints(num_chunks, num_experts)
     return Routes(
         weight_TK=logits_TE.new_empty(num_tokens, top_k),
         expert_TK=ints(num_tokens, top_k),
         position_TK=ints(num_tokens, top_k),
         slot_N=ints(num_tokens * top_k),
-        counts_nE=ints(num_chunks, num_experts),
+        counts_nE=counts_nE,
         ends_nE=ints(num_chunks, num_experts),
+        fault=logits_TE.new_empty((), dtype=torch.int64),
+        messages=_empty_messages(counts_nE, heading),
         l_aux=logits_TE.new_empty(()),
     )
+
+
+def _empty_messages(counts_nE: Tensor, heading: Heading | None) -> Tensor:
+    """Returns memory of messages without values; an empty tensor without a heading.
+
+    counts_nE: (n, E), the row counts of n chunks for E experts. Only its sizes and device are used.
+    heading: asks for messages of row counts.
+    """
+    if heading is None:
+        return counts_nE.new_empty(0, dtype=torch.int64)
+    return Messages.new(counts_nE, heading.num_ranks, heading.num_degrees).memory
 
 
 # ---- checks of arguments. Each raises ValueError with the argument and its value
@@ -205,6 +228,8 @@ def route(
     z_loss_weight: float = 0.0,
     sorted_chunks: int = 1,
     last: range = range(0),
+    not_finite: int = 0,
+    heading: Heading | None = None,
 ) -> Routes:
     """Computes `Routes` with PyTorch expressions, which autograd can differentiate.
 
@@ -215,6 +240,8 @@ def route(
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
     last: experts whose rows come after those of all other experts of a chunk.
+    not_finite: the fault if a logit is infinite or NaN.
+    heading: asks for messages of row counts.
     """
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)
@@ -247,7 +274,15 @@ def route(
         l_aux = l_aux + z_loss_weight * (logits_TE.logsumexp(-1).square().sum() / max(num_tokens, 1))
     places = (expert_TK, position_N.view(num_tokens, top_k), slot_N, counts_nE, ends_nE)
     expert, position, slot, counts, ends = (tensor.to(torch.int32) for tensor in places)
-    return Routes(weight_TK, expert, position, slot, counts, ends, l_aux)
+    fault = logits_TE.isfinite().all().logical_not().long() * not_finite
+    messages = _empty_messages(counts, heading)
+    if heading is not None:
+        written = Messages.new(counts, heading.num_ranks, heading.num_degrees, messages)
+        sent_WL, _ = written.both
+        sent_WL[:, :HEADER] = torch.tensor(heading.header)
+        sent_WL[:, FAULT] = fault
+        written.counts(sent_WL).copy_(counts.unflatten(1, (heading.num_ranks, -1)))
+    return Routes(weight_TK, expert, position, slot, counts, ends, fault, messages, l_aux)
 
 
 def route_backward(

@@ -77,11 +77,12 @@ def route(machine: Machine, logits: Tensor, top_k: int) -> dict[str, Tensor]:
     given, rows = machine.put(logits), num_tokens * top_k
     module.route_prepare(machine.device.index or 0, num_experts, top_k)
     of = {"weights": (rows, F32), "experts": (rows, INT), "positions": (rows, INT), "slots": (rows, INT)}
-    of |= {"counts": (num_experts, INT), "ends": (num_experts, INT), "l_aux": (1, F32)}
+    of |= {"counts": (num_experts, INT), "ends": (num_experts, INT), "fault": (1, torch.int64)}
+    of |= {"messages": (4 + num_experts, INT), "l_aux": (1, F32)}
     out = {name: machine.put(torch.full((size,), -7, dtype=dtype)) for name, (size, dtype) in of.items()}
     workspace = machine.put(torch.full((module.route_workspace_bytes(problem),), 255, dtype=torch.uint8))
     at = [each.data_ptr() for each in (given, *out.values(), workspace)]
-    module.route(problem, *at, workspace.numel())
+    module.route(problem, *at, workspace.numel(), 4, 1, (num_tokens, 0, 0, 0))
     fetched = {name: machine.fetch(each) for name, each in out.items()}
     fetched["weights"] = fetched["weights"].view(num_tokens, top_k)
     return fetched

@@ -115,7 +115,7 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _values(self) -> list[list[Tensor]]:
-        """For each copy, a list of its parameters, followed by its buffers.
+        """The values of each copy: a list of its parameters, followed by its buffers.
 
         The property must not be read before these values have arrived.
         """

@@ -202,7 +202,8 @@ def nested(rank: int, world: int) -> None:
                 model.zero_grad()
                 loss_of(model, run_it, x).backward()
             assert wrong_gradients(plain, graph) < 1e-12
-        assert layers(graph)[0].ran.path == "whole graph"
+        # An outer compiler traces through an inner one, whose backend is then not asked.
+        assert layers(graph)[0].ran.path == ("whole graph" if outer == "pmoe" else "pipeline")
 
 
 @pytest.mark.slow

@@ -491,27 +491,25 @@ backward pass.
 
 
 def heading(
-    ranks: Ranks, *, num_tokens: int, needs_grad: bool, training: bool, dtype: torch.dtype, num_degrees: int
+    ranks: Ranks, num_tokens: int, dtype: torch.dtype, num_degrees: int, *, needs_grad: bool, training: bool
 ) -> Heading:
     """Returns the heading of this rank's messages of row counts, for a rank without a fault.
 
     ranks: the ranks of the layer.
     num_tokens: number of this rank's tokens.
-    needs_grad: whether this rank wants gradients.
-    training: whether the layer is in training mode.
     dtype: dtype of the rows that will be sent.
     num_degrees: how many numbers of chunks are checked against `Slots`.
+    needs_grad: whether this rank wants gradients.
+    training: whether the layer is in training mode.
     """
     kind = ranks.number * LAYER + (TYPES.index(dtype) if dtype in TYPES else len(TYPES))
-    mode = TRAINING if training else 0
+    mode = (TRAINING if training else 0) + (ranks.record.life * LIFE if ranks.size > 1 else 0)
     if needs_grad:
         mode |= WANTS_GRADIENTS | GRAD_ENABLED
     elif torch.is_grad_enabled():
         mode |= GRAD_ENABLED
     if torch._C._current_graph_task_id() != -1:  # autograd is running a backward pass
         mode |= IN_BACKWARD
-    if ranks.size > 1:
-        mode += ranks.record.life * LIFE
     return Heading(ranks.size, num_degrees, (num_tokens, 0, mode, kind))
 
 
@@ -612,10 +610,8 @@ class CountsExchange:
         self._asks_max_rows = asks_max_rows
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
-        head = heading(
-            ranks, num_tokens=num_tokens, needs_grad=needs_grad, training=training, dtype=dtype,
-            num_degrees=0 if slots is None else len(slots.degrees),
-        )  # fmt: skip
+        num_degrees = 0 if slots is None else len(slots.degrees)
+        head = heading(ranks, num_tokens, dtype, num_degrees, needs_grad=needs_grad, training=training)
         if ranks.size > 1:
             ranks.count_exchange()
         self._received: Tensor | None = None  # the messages of all ranks; None on one rank, which sends none
@@ -623,12 +619,9 @@ class CountsExchange:
         self._messages = self._packed(head, fault, early) if counts_FE.is_cuda else None
         if self._messages is None:
             # From pinned memory, because any other copy of Python's numbers to a GPU makes the host wait.
-            numbers = list(head.header)
-            if not isinstance(fault, Tensor):
-                numbers[FAULT] = fault.value
-            header = torch.tensor(numbers, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
+            header = torch.tensor(head.header, dtype=torch.int32, pin_memory=counts_FE.is_cuda)
             header = header.to(counts_FE.device, non_blocking=True)
-            if isinstance(fault, Tensor):
+            if fault is not Fault.NONE:
                 header[FAULT] = fault
             self._header = header
             self.tokens_W = header[:1]  # this rank's alone, until `finish`

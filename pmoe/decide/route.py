@@ -128,16 +128,14 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     checks = checks and call.checks_values
     by_kernels = _route_by_kernels(call, x_TM, checks) if x_TM.is_cuda else None
     routing = _routing(call, x_TM) if by_kernels is None else by_kernels.routing
-    fault: Tensor | Fault = Fault.NONE
+    fault: Tensor | Fault = Fault.NONE if by_kernels is None else by_kernels.fault
     if not modules.trusts_gate:
         from pmoe.decide.custom_gate import check_routing, clamped_with_fault
 
         check_routing(modules, routing, x_TM)
         routing, fault = clamped_with_fault(call, routing, x_TM)
     keep = _kept(modules, routing, x_TM)
-    if by_kernels is not None:
-        fault = by_kernels.fault
-    elif checks and routing.logits is not None:
+    if checks and by_kernels is None and routing.logits is not None:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
         finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
@@ -233,10 +231,13 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
         logits_TE = router_logits(x_TM, gate.weight)
         if writes_messages:
             head = heading(
-                modules.ranks, num_tokens=x_TM.shape[0], needs_grad=needs_gradients(call, x_TM, logits_TE),
-                training=call.layer.training, dtype=rows_dtype,
-                num_degrees=len(options.degrees) if modules.limits_rows else 0,
-            )  # fmt: skip
+                modules.ranks,
+                x_TM.shape[0],
+                rows_dtype,
+                len(options.degrees) if modules.limits_rows else 0,
+                needs_grad=needs_gradients(call, x_TM, logits_TE),
+                training=call.layer.training,
+            )
         routes = route(
             logits_TE,
             gate.top_k,

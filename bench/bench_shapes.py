@@ -24,6 +24,7 @@ Letters: T tokens, M = d_model, H = d_hidden, K choices, N = T * K rows, E exper
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -320,6 +321,9 @@ def rows() -> list[list[str]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print("TFLOP/s, forward / backward: SonicMoE's as stated, pmoe's predicted")
     print(table([["shape", "SonicMoE, H100", *CARDS], *rows()]))
     for name in STATED:

@@ -342,7 +342,7 @@ def _order_hint(ranks: Ranks) -> str:
 
     ranks: the ranks of the layer.
     """
-    sizes = ranks.record.message_bytes
+    sizes = () if ranks.group is None else ranks.record.message_bytes
     if len(sizes) < 2:
         return ""
     return (
@@ -357,12 +357,11 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        hint = _order_hint(ranks)
-        late = f"a peer has died, never arrived, or took longer than the group's timeout{hint}: "
+        late = "a peer has died, never arrived, or took longer than the group's timeout: "
         cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
-        failed = RuntimeError(
-            f"pmoe: {ranks} failed in {stage}{' of ' if ranks.layer else ''}{ranks.layer}; {cause}{error}"
-        )
+        hint = _order_hint(ranks) if cause == late else ""
+        layer = f" of {ranks.layer}" if ranks.layer else ""
+        failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {cause}{error}{hint}")
         leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
     except BaseException as error:

@@ -294,7 +294,7 @@ def test_a_layer_loads_what_comes_and_gives_it_back(gate: str) -> None:
     assert same_bits(layer.state_dict(), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_every_type_is_kept_and_a_router_may_have_another(dtype: torch.dtype) -> None:
     theirs = {name: torch.randn(each.shape).to(dtype) for name, each in whole("qwen-moe").items()}
     theirs["gate.weight"] = theirs["gate.weight"].float()

@@ -189,10 +189,13 @@ def stored_products() -> Iterator[tuple[str, float, float]]:
 
 def stored_product(document: dict[str, Any], product: str, shared: str) -> float:
     """Returns the predicted seconds of a product of a stored model."""
-    width, hidden = document["model"]["d_model"], document["model"]["d_hidden"]
+    width = document["model"]["d_model"]
+    hidden = document["model"]["d_hidden"]
     counts = document["counts"]
     tiles = counted_tiles(counts)
-    columns_in, columns_out = (width, hidden) if product.startswith("up") else (hidden, width)
+    is_up = product.startswith("up")
+    columns_in = width if is_up else hidden
+    columns_out = hidden if is_up else width
     if "weight gradient" in product:
         return product_of_weights(tiles, len(counts), columns_out, columns_in, shared=shared)
     if "input gradient" in product:
@@ -253,7 +256,8 @@ def forward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[
         expert on, and a first product always gathered.
     """
     tiles = random_tiles(scenario.tokens * scenario.top_k, scenario.experts)
-    columns, width = 2 * scenario.d_hidden, scenario.d_model
+    columns = 2 * scenario.d_hidden
+    width = scenario.d_model
     gathered = old_rules or gathers_in_load("sm_90a", columns, scenario.top_k)
     shared = old_sharing(scenario) if old_rules else None
     return {
@@ -269,7 +273,9 @@ def forward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[
 def backward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[str, float]:
     """Returns the seconds of each kernel of a backward pass; ``old_rules`` as in forward()."""
     tiles = random_tiles(scenario.tokens * scenario.top_k, scenario.experts)
-    columns, width, hidden = 2 * scenario.d_hidden, scenario.d_model, scenario.d_hidden
+    hidden = scenario.d_hidden
+    columns = 2 * hidden
+    width = scenario.d_model
     shared = old_sharing(scenario) if old_rules else None
     return {
         "permutes": 2 * moved(scenario, card, 0.89),

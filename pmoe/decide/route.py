@@ -122,8 +122,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     """
     modules = call.modules
     options = call.modules.options
-    # By default the logits are checked if an exchange of row counts reports faults anyway. Padded calls may
-    # have no exchange.
+    # The check's result travels with the row counts. Padded calls may exchange no row counts, so by default
+    # their logits are not checked.
     checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
     checks = checks and call.checks_values
     by_kernels = _route_by_kernels(call, x_TM, checks) if x_TM.is_cuda else None

@@ -241,7 +241,8 @@ def test_other_backends_compile_models_of_the_same_process() -> None:
 
 def limited(rank: int, world: int) -> tuple[list[float], list[int]]:
     """Returns the limits under which the profile was measured, and the bytes of the messages measured."""
-    limits, taken = [], []
+    limits = []
+    taken = []
     real = cost.messages
 
     def profile_of(ranks: Ranks, device: torch.device, dtype: torch.dtype, most_bytes: float) -> Any:

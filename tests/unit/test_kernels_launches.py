@@ -400,7 +400,8 @@ def test_row_counts(recorder: Recorder) -> None:
     messages_of = where | {"received": "received", "sent": "sent", "joined": 1}
     ordered = messages_of | {"chunks": 1, "own_rank": 1, "pieces": 1, "num_zeros": 7}
     assert recorder.calls[3] == ("counts_order", ordered | {"slot": "slot", "weight": "weight"} | addresses)
-    of_slots, of_nothing = recorder.calls[4][1], recorder.calls[5][1]
+    of_slots = recorder.calls[4][1]
+    of_nothing = recorder.calls[5][1]
     assert of_wide.number_slot is not None and of_wide.number_weight is None and "weight" not in of_slots
     assert without.number_slot is None and "slot" not in of_nothing and "of_chunks" not in of_nothing
 

@@ -30,7 +30,7 @@ def exchanged(counts_FE: Tensor, num_ranks: int, n: int, fault: Tensor | None) -
     degrees = [d for d in range(1, counts_FE.shape[0] + 1) if counts_FE.shape[0] % d == 0]
     messages = Messages.new(counts_FE, num_ranks, len(degrees))
     sent_WL, received_WL = messages.both
-    messages.pack([9, 0, 1, 2], fault, 8, counts_FE)
+    messages.pack([9, 0, 1, 2], fault, counts_FE)
     received_WL.copy_(sent_WL)
     messages.agree(
         received_WL,
@@ -51,10 +51,10 @@ def exchanged(counts_FE: Tensor, num_ranks: int, n: int, fault: Tensor | None) -
     return [each.cpu() for each in (messages.memory, *written)]
 
 
-@pytest.mark.parametrize("fault", [None, 5, 1.5, float("nan")])
+@pytest.mark.parametrize("fault", [None, 0, 5])
 @pytest.mark.parametrize("name", SIZES)
 def test_row_counts_are_those_of_the_plain_definition(
-    name: str, fault: float | None, monkeypatch: pytest.MonkeyPatch
+    name: str, fault: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_ranks, num_bins, num_experts = SIZES[name]
     generator = torch.Generator().manual_seed(0)

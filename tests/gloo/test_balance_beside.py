@@ -62,6 +62,7 @@ def once_job(rank: int, world: int, cases: list[tuple[Any, ...]]) -> list[str]:
     return list(compared(rank, world, several, send_once=True))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cases", EVERY)
 def test_a_token_is_sent_once_to_each_rank_of_experts_and_copies(
@@ -74,6 +75,7 @@ def sharded_job(rank: int, world: int, cases: list[tuple[Any, ...]], options: di
     return list(compared(rank, world, cases, mesh=mesh_of(world), **options))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"send_once": True, "expert": "swiglu"}], ids=["plain", "once"])
 @pytest.mark.parametrize("cases", EVERY)
 def test_copies_of_sharded_experts_are_sharded(options: dict[str, Any], cases: list[tuple[Any, ...]]) -> None:

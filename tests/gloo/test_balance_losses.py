@@ -174,6 +174,7 @@ def job(rank: int, world: int, over: str, layers: str, together: bool, recompute
                 assert relative_error(grad, target) <= 1e-12, (name, step)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize(
     ("over", "layers"),
@@ -211,6 +212,7 @@ def wrapped_job(rank: int, world: int, ep: int, over: str) -> None:
             assert relative_error(grad, target) <= 1e-12, name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_the_loss_does_not_depend_on_data_and_expert_parallel_degrees(ep: int, over: str) -> None:

@@ -94,6 +94,7 @@ def skipping_job(rank: int, world: int, options: dict[str, Any], folder: str) ->
     return {"steps": steps, "others": others, "again": again}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, options",
     [
@@ -224,6 +225,7 @@ def left_out_job(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, options",
     [

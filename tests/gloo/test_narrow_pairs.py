@@ -67,6 +67,7 @@ def same_job(rank: int, world: int, cases: list[tuple[Any, ...]]) -> None:
         assert_same(found, step(reference(pair, **options), x), told=(dtype, width, n, pair))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 2, 3], NARROW_PAIRS, every=11))
 def test_gradients_are_the_bits_of_kept_rows_and_of_a_kept_rounded_hidden_activation(
@@ -101,6 +102,7 @@ def others_job(rank: int, world: int, options: dict[str, Any], pair: Restore) ->
     assert_same(step(build(memory_reuse=pair, **options), x), step(reference(pair, **options), x))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "world, pair, options", spread([2, 4], PAIRS, list(OTHERS.values()), every=5), ids=named
 )
@@ -116,6 +118,7 @@ def rearranged_job(rank: int, world: int, pair: Restore, degrees: tuple[int, int
     assert_same(step(build(memory_reuse=pair, **options), x), step(reference(pair, **options), x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, pair, degrees", spread([2, 4], NARROW_PAIRS, [[2, 4], [4, 2], [3, 1], [2, 3]], every=5), ids=named
 )

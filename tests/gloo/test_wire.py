@@ -96,6 +96,7 @@ def bits_job(rank: int, world: int, wires: tuple[str | None, ...], cases: list[t
         assert_same(step(wired(wires, **options), x), reference(x, wires, **options), told=(width, n, pair))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wires", WIRES, ids=str)
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 2, 3], [False, *ALL_PAIRS], every=29))
@@ -132,6 +133,7 @@ def others_job(rank: int, world: int, options: dict[str, Any], wires: tuple[str 
     assert_same(step(wired(wires, **options), x), reference(x, wires, **options))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("world, wires", spread([2, 4], [["e4m3", None], ["e4m3", "e4m3"]], every=2))
 @pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
 def test_a_wire_goes_with_each_other_feature(

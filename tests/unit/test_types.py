@@ -133,6 +133,7 @@ def test_examples_with_transformers_are_accepted(checker: str, tmp_path: Path) -
 # ---- what pmoe tells checkers
 
 
+@pytest.mark.slow
 def test_every_public_name_has_a_known_type(tmp_path: Path) -> None:
     """Subclasses of classes of fairseq and Megatron are left out: neither is installed here."""
     words = ["basedpyright", "--verifytypes", "pmoe", "--ignoreexternal", "--outputjson"]

@@ -396,7 +396,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def fused_refusal(self) -> str | None:
-        """Why fused kernels can compute no call of this layer; None if they may compute some.
+        """The reason why fused kernels can compute no call of this layer; None if they may compute some.
 
         All ranks get the same answer. It depends on options and modules alone.
         """

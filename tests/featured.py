@@ -63,17 +63,21 @@ class OwnGate(nn.Module):
         return pmoe.Routing(expert=expert, weight=weight, l_aux=logits.square().sum(), logits=logits)
 
 
-class Around(pmoe.Callback):
-    """Hooks outside and inside of the layer."""
+class Outside(pmoe.Callback):
+    """Changes the input and the output of the layer."""
 
     def before_moe_start(self, x: Tensor) -> Tensor:
         return x.sin()
 
-    def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
-        return rows * 2
-
     def before_moe_end(self, y: Tensor) -> Tensor:
         return y * 3
+
+
+class Around(Outside):
+    """Changes rows inside the layer, too."""
+
+    def before_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
+        return rows * 2
 
 
 class Carried:
@@ -113,7 +117,8 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.WIRE: sets("wire", "e4m3"),
     Feature.WIRE_COMBINE: sets("wire_combine", "e4m3"),
     Feature.TO_OWN_RANK: sets("bypass_local", False),
-    Feature.CALLBACKS: Recipe("callbacks", lambda: {"callbacks": [Around()]}),
+    Feature.CALLBACKS: Recipe("callbacks", lambda: {"callbacks": [Outside()]}),
+    Feature.HOOKS: Recipe("callbacks", lambda: {"callbacks": [Around()]}),
     Feature.SHARED_EXPERT: sets("shared_expert", SHARED, shared_gate=True),
     Feature.GRADIENTS: Recipe("gradients", dict),
     Feature.ROTATES: sets("memory_reuse", "S4"),
@@ -303,13 +308,14 @@ def _of_rank(
     layer: pmoe.MoELayer, modules: nn.ModuleDict, whole: dict[str, Tensor], x: Tensor
 ) -> tuple[Tensor, Tensor]:
     hooked = bool(layer.callbacks)
+    doubles = any(isinstance(callback, Around) for callback in layer.callbacks)
     x = x.sin() if hooked else x
     routing = modules["gate"](x)
     decides = getattr(modules["gate"], "decides_capacity", False)
     combine_TE = _combine(routing, None if decides else layer.capacity_factor)
     latent = dict(modules.items()).get("latent")
     rows = x if latent is None else x @ latent.down.weight.t()
-    rows = rows * 2 if hooked else rows
+    rows = rows * 2 if doubles else rows
     y = torch.zeros_like(rows)
     for e in range(E):
         of_expert = {name: value[e] for name, value in whole.items()}

@@ -64,6 +64,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.WIRE_COMBINE: modules.wires is not None and modules.wires.results is not None,
         Feature.TO_OWN_RANK: not switches.bypass_local,
         Feature.CALLBACKS: bool(modules.callbacks),
+        Feature.HOOKS: modules.hooks is not None,
         # With d_latent the shared expert is outside of what the parts compute (`pmoe.decide.latent_call`).
         Feature.SHARED_EXPERT: modules.shared_expert is not None and options.d_latent is None,
         Feature.GRADIENTS: modules.gradients is not None,

@@ -140,15 +140,24 @@ class LayerModules(PassModules):
         """Whether the layer calls the shared expert as a module; otherwise a task of the schedule computes
         it.
 
-        The layer calls the shared expert in two cases. If the shared expert has hooks or a wrapper, these
-        must run. If the other experts have hooks or a wrapper, these must see the other experts' output
-        alone, but a task of the schedule would add the shared expert's output to it. The property is not
-        cached, because hooks may be added between calls. The property may differ between ranks, because no
-        message depends on it.
+        The layer calls the shared expert in three cases:
+
+        - The shared expert has hooks or a wrapper, which must run.
+        - The other experts have hooks or a wrapper. These must see the other experts' output alone, but a
+          task of the schedule would add the shared expert's output to it.
+        - The options ask for fused kernels, which compute the other experts and have no tasks. With
+          fused="auto" the shared expert stays a task, because many calls then run in chunks.
+
+        The property is not cached, because hooks may be added between calls. Ranks may differ in hooks,
+        because no message depends on the first two cases. The third is the same on every rank.
         """
-        modules = (self.experts_module, self.shared_module)
+        if self.shared_module is None:
+            return False
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
-        return self.shared_module is not None and (is_wrapped or any(map(is_watched, filter(None, modules))))
+        if is_wrapped or is_watched(self.experts_module) or is_watched(self.shared_module):
+            return True
+        asks_for_kernels = self.options.fused not in (False, "auto")
+        return asks_for_kernels and self.without_shared_expert.fused_refusal is None
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
@@ -384,6 +393,17 @@ class LayerModules(PassModules):
             calls; a source of row counts; or a prediction of times or memory.
         """
         return refusal_of(self, component)
+
+    @functools.cached_property
+    def fused_refusal(self) -> str | None:
+        """The reason why fused kernels can compute no call of this layer; None if they may compute some.
+
+        All ranks get the same answer. It depends on options and modules alone.
+        """
+        fused = self.options.fused
+        if fused == "auto" and self.ranks.size == 1:
+            return "nothing travels on one rank"
+        return self.refusal("persistent" if fused == "persistent" else "fused")
 
 
 def _as_computed(parameter: Any) -> Tensor:

@@ -51,6 +51,23 @@ class Grid:
         """Whether several ranks share each expert (L > 1)."""
         return self.esp.size > 1
 
+    def shards(self, expert_TK: Tensor, num_experts: int) -> Tensor:
+        """Returns the L shards of each chosen expert, as numbers of (rank, expert of that rank) pairs.
+
+        Shard s of an expert is the part of its hidden columns that the rank at place s of a node holds. A
+        pair has the number rank * E + e, for expert e of the E experts of a rank.
+
+        expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
+        num_experts: E, the number of experts of a rank.
+
+        Returns (T, K * L) with the dtype of ``expert_TK``: the shards of a choice follow each other.
+        """
+        ep_rank_TK = expert_TK // num_experts
+        ranks = _index(self.order, expert_TK.device).view(-1, self.ep.size)  # (L, P)
+        rank_TKL = ranks.t()[ep_rank_TK.long()]
+        shard_TKL = rank_TKL * num_experts + (expert_TK % num_experts).unsqueeze(2)
+        return shard_TKL.flatten(1).to(expert_TK.dtype)
+
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
         """Repeats counts of rows so that all ranks that share an expert have the expert's counts.
 
@@ -83,6 +100,22 @@ class Grid:
         if not self.is_sharded:
             return recv_FWX
         return recv_FWX.index_select(1, _index(self.order, recv_FWX.device))
+
+    def by_rank(self, arrival_FWX: Tensor) -> Tensor:
+        """Reorders counts of received rows from the order of `by_arrival` back to rank order.
+
+        arrival_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
+            source ranks, in the order that `by_arrival` returns.
+
+        Returns (F, W, X), with the source ranks in order of rank.
+        """
+        if not self.is_sharded:
+            return arrival_FWX
+        return arrival_FWX.index_select(1, self.places(arrival_FWX.device))
+
+    def places(self, device: torch.device) -> Tensor:
+        """Returns the place of each rank in ``order``, (W,) int64 on a device."""
+        return _index(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)), device)
 
     def of_own_place(self, arrival_FWX: Tensor) -> Tensor:
         """Returns the counts of the P ranks that dispatch rows directly to this rank.

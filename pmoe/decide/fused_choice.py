@@ -12,7 +12,7 @@ once for each reason, except with ``fused="auto"``.
 Three functions look for a reason not to use fused kernels, in this order. All ranks get the same answers.
 Each function examines the facts on its line:
 
-    layer_refusal   options and modules of the layer
+    fused_refusal   options and modules of the layer (`pmoe.call.modules.LayerModules`)
     may_fuse        dtype and device of the rows
     find_steps      row counts, and the kernels and memory of all ranks
 """
@@ -45,18 +45,6 @@ from pmoe.runners.features import Feature, refused
 from pmoe.runners.fused import FusedRunner, KernelsRunner, PersistentRunner
 from pmoe.schedule.restore import KEEP, Restore
 from pmoe.warn import warn_once
-
-
-def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why fused kernels can compute no call of this layer; None if they may compute some.
-
-    modules: the modules and options of the layer.
-
-    All ranks get the same answer.
-    """
-    if modules.options.fused == "auto" and modules.ranks.size == 1:
-        return "nothing travels on one rank"
-    return modules.refusal("persistent" if is_persistent(modules) else "fused")
 
 
 def is_persistent(modules: LayerModules) -> bool:
@@ -96,7 +84,7 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
     """
     if not modules.options.fused:
         return False
-    why = layer_refusal(modules)
+    why = modules.fused_refusal
     if why is None and modules.ranks.size == 1:
         _, d_model, d_hidden = stacked(modules).shapes()["w2"]
         why = fused_steps.refusal(device, dtype, d_model=d_model, d_hidden=d_hidden)
@@ -153,9 +141,9 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     """
-    modules = call.modules
-    options = call.modules.options
-    gate = call.modules.gate
+    modules = call.scheduled
+    options = modules.options
+    gate = modules.gate
     features = modules.features - {Feature.RANKS, Feature.CAPACITY, Feature.PADDED}
     is_taken = is_persistent(modules) and refused("one rank's counts", features) is None
     is_taken &= options.num_experts <= MOST_EXPERTS and options.top_k <= MOST_CHOICES
@@ -194,7 +182,8 @@ def kernels_runner(
     if is_persistent(modules):
         return PersistentRunner(chosen=chosen, **passes)
     assert fused_routing is not None
-    return FusedRunner(fused_routing=fused_routing(), **passes)
+    shard = modules.experts.shard
+    return FusedRunner(fused_routing=fused_routing(), shard=shard, **passes)
 
 
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
@@ -257,7 +246,7 @@ def make_request(
         d_hidden=stacked(modules).num_hidden,
         activation=stacked(modules).activation,
         experts=modules.experts.num_local_experts,
-        top_k=options.top_k,
+        top_k=options.top_k * modules.experts.shard.count,  # a row goes to each shard of its expert
         max_tokens=max_tokens,
         max_rows=max_rows,
         needs_grad=needs_grad,

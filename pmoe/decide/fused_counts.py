@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
@@ -46,7 +48,7 @@ class FusedCounts(ExactCounts):
 
     def kernels_may_take_it(self) -> bool:
         """Returns whether fused kernels may compute the call, before its row counts are known."""
-        return may_fuse(self.call.modules, self.routed.x_TM.device, self.routed.dtype)
+        return may_fuse(self.call.scheduled, self.routed.x_TM.device, self.routed.dtype)
 
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
@@ -66,10 +68,27 @@ class FusedCounts(ExactCounts):
         then returns the same result again.
         """
         if self._sorted is None:
-            orders = self.orders
-            num_experts = self.call.modules.options.num_experts
-            self._sorted = fused.sort(orders.expert_TK, orders.keep_TK, num_experts)
+            modules = self.call.modules
+            keep_TK = self.orders.keep_TK
+            if keep_TK is not None:
+                keep_TK = keep_TK.repeat_interleave(modules.grid.esp.size, 1)
+            num_shards = modules.experts.num_local_experts * modules.ranks.size
+            self._sorted = fused.sort(self._shard_TK, keep_TK, num_shards)
         return self._sorted
+
+    @property
+    def _shard_TK(self) -> Tensor:
+        """The shards of each token's chosen experts, (T, K * L): K choices, L shards of an expert (ESP).
+
+        COMET's kernels send a row to each shard of its expert, as if each shard were an expert. The results
+        of the shards are sums over a part of the hidden columns, and the kernels add them like the results
+        of several experts. Without ESP, L is 1 and a shard is a whole expert.
+        """
+        modules = self.call.modules
+        expert_TK = self.orders.expert_TK
+        if not modules.grid.is_sharded:
+            return expert_TK
+        return modules.grid.shards(expert_TK, modules.experts.num_local_experts)
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Waits for the row counts, then chooses fused kernels, the pipeline engine, or both.
@@ -122,7 +141,8 @@ class FusedCounts(ExactCounts):
         if agreed.choice is not None:  # the pipeline engine computes the backward pass
             assert isinstance(by_kernels, FusedRunner)
             plan = self.orders.plan(counts, replace(agreed.choice, forward=agreed.choice.backward))
-            runner = FusedForwardRunner(by_kernels, plan, counts.recv_device)
+            grid = self.call.modules.grid
+            runner = FusedForwardRunner(by_kernels, plan, counts.recv_device, grid)
         return Decision(
             call=self.call,
             routed=self.routed,
@@ -139,15 +159,18 @@ class FusedCounts(ExactCounts):
         shared: the exchanged row counts.
         """
         modules = self.call.modules
-        expert_TK = self.orders.expert_TK
+        grid = modules.grid
+        shard_TK = self._shard_TK
         rows = self._sort_for_kernels()
+        num_bins = shared.send.shape[0]
+        counts_1PE = self.orders.count(num_bins).sum(0, keepdim=True).view(1, grid.ep.size, -1)
         return FusedRouting(
             rank=modules.ranks.rank,
-            expert_TK=expert_TK.int(),
-            position_TK=rows.position.view_as(expert_TK),
-            slot_S=rows.slot[: int(shared.send.sum())],
-            send_WE=self.orders.count(shared.send.shape[0]).sum(0).view(shared.recv.shape[1:]).int(),
-            recv_WE=shared.recv_device.sum(0).int(),
+            expert_TK=shard_TK.int(),
+            position_TK=rows.position.view_as(shard_TK),
+            slot_S=rows.slot[: int(shared.send.sum()) * grid.esp.size],
+            send_WE=grid.to_owners(counts_1PE).squeeze(0).int(),
+            recv_WE=grid.by_rank(shared.recv_device).sum(0).int(),
             num_received=int(shared.recv.sum()),
         )
 

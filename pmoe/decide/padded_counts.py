@@ -82,7 +82,7 @@ class PaddedCounts:
         call: the call.
         x_TM: (T, M), the rows of T tokens with M = d_model columns.
         """
-        if may_fuse(call.modules, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
+        if may_fuse(call.scheduled, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
             self._deferred = defer_routing(call, x_TM)
         if self._deferred is None:
             return run_gate(call, x_TM)
@@ -103,7 +103,7 @@ class PaddedCounts:
         """
         own_modules = self.call.modules
         _compare(self.call, self.routed, self._key)
-        if may_fuse(own_modules, self._device, self.routed.dtype):
+        if may_fuse(self.call.scheduled, self._device, self.routed.dtype):
             cells = replace(self._host_counts, max_tokens=self._key.num_tokens, max_rows=0)
             steps = find_steps(own_modules, inputs, cells)
             if steps is not None:

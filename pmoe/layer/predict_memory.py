@@ -88,9 +88,9 @@ def check_predictable(modules: LayerModules) -> None:
     """
     reason = modules.refusal("memory")
     if reason is None and modules.options.fused:
-        from pmoe.decide.fused_choice import fused_pair, layer_refusal
+        from pmoe.decide.fused_choice import fused_pair
 
-        if layer_refusal(modules) is None and fused_pair(modules) is not None:
+        if modules.scheduled.fused_refusal is None and fused_pair(modules) is not None:
             reason = f"kernels are fused (fused={modules.options.fused!r})"
     if reason is not None:
         raise ValueError(f"predict_memory must not be called where {reason}: its memory is not predicted")

@@ -28,6 +28,7 @@ class Feature(str, enum.Enum):
     WIRE_COMBINE = "results return in another form (wire_combine={wire_combine})"
     TO_OWN_RANK = "rows are sent to their own rank (bypass_local=False)"
     CALLBACKS = "there are callbacks"
+    HOOKS = "callbacks see rows between the gate and the end of combine"
     SHARED_EXPERT = "there is a shared expert"
     GRADIENTS = "other layers' gradients are reduced inside its backward pass"
     ROTATES = "buffers rotate through ring slots (memory_reuse={memory_reuse})"
@@ -64,23 +65,24 @@ F = Feature
 
 BY_FUSED_KERNELS = frozenset(
     {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
-    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
+    | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING, F.CALLBACKS}
 )
 """The features that both kinds of fused kernels support."""
 
 SUPPORTED: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
-    "fused": BY_FUSED_KERNELS | {F.FUSED},
+    "fused": BY_FUSED_KERNELS | {F.FUSED, F.SHARDED},
     "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
     # On one rank no row travels, so the kind of exchange does not matter.
     "one rank": frozenset(
         {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.WIRE, F.ONE_LANE}
+        | {F.CALLBACKS}
     ),
     # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
     "few rows": frozenset(
         {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
-        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS, F.LATENT}
+        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS, F.LATENT, F.CALLBACKS}
     ),
     # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
@@ -92,10 +94,10 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
         | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
-        | {F.WIRE_COMBINE, F.PRODUCTS}
+        | {F.WIRE_COMBINE, F.PRODUCTS, F.CALLBACKS}
     ),
     "one rank's counts": frozenset(
-        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS}
+        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CALLBACKS}
     ),
     # ---- predictions, and calls in a CUDA graph
     # The bytes of a budget are guaranteed, so "memory budget" supports less than "memory" below: that
@@ -108,11 +110,13 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
     ),
 }
 SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
-    {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER, F.PICKS_TOKENS}
+    {F.HIERARCHICAL, F.SEND_ONCE, F.CALLBACKS, F.HOOKS, F.SHARED_EXPERT, F.PADDED, F.OWN_ORDER}
+    | {F.PICKS_TOKENS}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.MODULE_EXPERTS, F.LATENT}
 )
 SUPPORTED["copies"] = frozenset(
-    {F.RANKS, F.HIERARCHICAL, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS}
+    {F.RANKS, F.HIERARCHICAL, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.CALLBACKS, F.HOOKS, F.SHARED_EXPERT}
+    | {F.GRADIENTS}
     | {F.ROTATES, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER}
     | {F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
     | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES, F.LATENT, F.SHARDED, F.SEND_ONCE, F.WIRE, F.ADAPTERS}
@@ -130,7 +134,8 @@ Its classes of gates and experts are in `pmoe.layer.batch_invariant`.
 """
 SUPPORTED["rounded products"] = frozenset(
     {F.RANKS, F.SHARDED, F.HIERARCHICAL, F.OWN_EXCHANGE, F.SEND_ONCE, F.WIRE, F.WIRE_COMBINE, F.TO_OWN_RANK}
-    | {F.CALLBACKS, F.SHARED_EXPERT, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.MESSAGES, F.HIDDEN_E4M3}
+    | {F.CALLBACKS, F.HOOKS, F.SHARED_EXPERT, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.MESSAGES}
+    | {F.HIDDEN_E4M3}
     | {F.PRODUCTS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.PADDED, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
     | {F.OWN_ORDER, F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE}
     | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.LATENT, F.FUSED, F.PERSISTENT, F.BUDGET}
@@ -138,7 +143,7 @@ SUPPORTED["rounded products"] = frozenset(
 """A layer with ``products``, whose experts compute with operands rounded to float8."""
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - (
     {F.GRADIENTS, F.OFFLOADS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
-    | {F.WIRE_COMBINE, F.PRODUCTS}
+    | {F.WIRE_COMBINE, F.PRODUCTS, F.CALLBACKS}
 )
 """The features that each runner, source of row counts or prediction supports, by its name.
 

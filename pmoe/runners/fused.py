@@ -31,10 +31,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pmoe.comm.grid import Grid
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit, Unit
 from pmoe.engine.plan.plan import Plan
-from pmoe.experts.base import Hidden
+from pmoe.experts.base import WHOLE, Hidden, Shard
 from pmoe.experts.stacked import split_parameters
 from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.backend import Steps
@@ -153,10 +154,27 @@ class FusedRunner(KernelsRunner):
     """A runner that computes both passes by COMET's kernels.
 
     fused_routing: the destinations of the rows of this rank's tokens, and where rows arrive from.
+    shard: which part of each expert's hidden columns this rank holds (ESP). A row is sent to each shard of
+        its expert, as if each were an expert with the same routing weight.
     """
 
     fused_routing: FusedRouting
+    shard: Shard = WHOLE
     name: ClassVar[Path] = "fused"
+
+    def shard_weights(self, weight_TK: Tensor) -> Tensor:
+        """Returns the routing weights, each repeated for every shard of its expert, (T, K * L).
+
+        weight_TK: (T, K), the routing weights of T tokens with K choices. L is the number of shards.
+        """
+        return weight_TK if self.shard.count == 1 else weight_TK.repeat_interleave(self.shard.count, 1)
+
+    def added_bias(self, b2: Tensor | None) -> Tensor | None:
+        """Returns the bias that this rank adds to its results: only the first shard of an expert adds b2.
+
+        b2: (E, M), the second bias of this rank's E experts; None without bias.
+        """
+        return None if self.shard.index else b2
 
     def _output(self, inputs: Inputs, keeps_hidden: bool, keeps_rows: bool) -> KernelsOutput:
         steps = self.steps
@@ -166,18 +184,20 @@ class FusedRunner(KernelsRunner):
         hidden_NG, active_NH = steps.dispatch_hidden(
             fused_routing,
             dense(inputs.x_TM),
-            inputs.weight_TK,
+            self.shard_weights(inputs.weight_TK),
             w1,
             b1,
             activation=activation,
             keep=keeps_hidden,
         )
         rows_NM = steps.rows(fused_routing).clone() if keeps_rows else None
-        return steps.product_combine(fused_routing, active_NH, w2, b2), [hidden_NG, rows_NM]
+        y_TM = steps.product_combine(fused_routing, active_NH, w2, self.added_bias(b2))
+        return y_TM, [hidden_NG, rows_NM]
 
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
-        x_TM, weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
+        x_TM, whole_weight_TK, w1, w2, b1, b2, hidden_NG, rows_NM = tensors
         tensors.clear()
+        weight_TK = self.shard_weights(whole_weight_TK)
         steps = self.steps
         fused_routing = self.fused_routing
         ends_E = self.fused_routing.ends_E
@@ -196,7 +216,13 @@ class FusedRunner(KernelsRunner):
         # freed. It need not wait to hide communication, which the fused kernels hide themselves.
         of_w1 = of_w2 = of_b1 = of_b2 = None
         grad_hidden_NG, active_NH, dots_PN = steps.dispatch_hidden_gradient(
-            fused_routing, dense(grad_TM), weight_TK, w2, b2, hidden_NG, activation=activation
+            fused_routing,
+            dense(grad_TM),
+            weight_TK,
+            w2,
+            self.added_bias(b2),
+            hidden_NG,
+            activation=activation,
         )
         del hidden_NG
         if needs_w2:
@@ -215,6 +241,8 @@ class FusedRunner(KernelsRunner):
         if needs_b1:
             of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
         of_x, of_weight = steps.gradient_combine(fused_routing, grad_hidden_NG, w1, dots_PN)
+        if self.shard.count > 1:  # a weight's gradient is the sum over the shards of its expert
+            of_weight = of_weight.unflatten(1, (-1, self.shard.count)).sum(2)
         return of_x, of_weight.to(weight_TK.dtype), of_w1, of_w2, of_b1, of_b2
 
 
@@ -290,12 +318,15 @@ class FusedForwardRunner:
     plan: how the engine cuts the batch into chunks in backward. After the kernels have run, tensors are
         stored for backward as if the engine had run forward in these chunks.
     recv_FWE: (F, W, E) on the device: rows that arrive in each of F bins, from each of W ranks, for each of
-        this rank's E experts. A bin is a range of tokens; each chunk joins several neighbouring bins.
+        this rank's E experts. A bin is a range of tokens; each chunk joins several neighbouring bins. Ranks
+        are in the order of `Grid.by_arrival`.
+    grid: the ranks of the layer.
     """
 
     fused: FusedRunner
     plan: Plan
     recv_FWE: Tensor
+    grid: Grid
     name: ClassVar[Path] = "fused forward"
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
@@ -316,7 +347,7 @@ class FusedForwardRunner:
         fused_routing = self.fused.fused_routing
         activation = self.fused.activation
         w1, w2, b1, b2 = split_parameters(inputs.parameters)
-        weight_TK = inputs.weight_TK
+        weight_TK = self.fused.shard_weights(inputs.weight_TK)
         keeps_hidden = plan.restore.hidden == "keep"
         hidden_NG, active_NH = steps.dispatch_hidden(
             fused_routing, dense(inputs.x_TM), weight_TK, w1, b1, activation=activation, keep=keeps_hidden
@@ -325,7 +356,11 @@ class FusedForwardRunner:
         m = len(pass_plan.pieces)
         num_rows = fused_routing.num_received
         index_N = unit_index(
-            self.recv_FWE.unflatten(0, (n, -1)).sum(1), fused_routing.rank, num_pieces=m, num_rows=num_rows
+            self.grid.by_rank(self.recv_FWE.unflatten(0, (n, -1)).sum(1)),
+            fused_routing.rank,
+            num_pieces=m,
+            num_rows=num_rows,
+            places_W=self.grid.places(self.recv_FWE.device),
         )
         received = [chunk.received.num_rows for chunk in pass_plan.chunks]
         units: dict[Unit, int] = {(i, ""): rows for i, rows in enumerate(received)}
@@ -340,10 +375,13 @@ class FusedForwardRunner:
         if pass_plan.weights is not None:
             weight_N = steps.row_weight(fused_routing).to(weight_TK.dtype)
             state.weight_received = weight_N.index_select(0, index_N[: sum(received)])
-        return steps.product_combine(fused_routing, active_NH, w2, b2), state
+        y_TM = steps.product_combine(fused_routing, active_NH, w2, self.fused.added_bias(b2))
+        return y_TM, state
 
 
-def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -> Tensor:
+def unit_index(
+    recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int, places_W: Tensor | None = None
+) -> Tensor:
     """Returns the index (N,) that sorts the rows of a fused dispatch into the order that the engine needs.
 
     N is the number of rows that reach the experts, including rows from this rank itself. The engine computes
@@ -352,14 +390,16 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
 
         fused dispatch   by expert, then source rank, then token. Source ranks begin with this rank and go up;
                          rank 0 follows the last rank
-        engine           rows from other ranks, by chunk, expert and source rank; then rows from this rank,
-                         by block, expert and token
+        engine           rows from other ranks, by chunk, expert and place of the source rank; then rows
+                         from this rank, by block, expert and token
 
     recv_nWE: (n, W, E) on the device: rows that arrive in each of n chunks, from each of W ranks, for each of
         E experts of this rank.
     rank: the number of this rank.
     num_pieces: number of blocks for rows from this rank; at most n.
     num_rows: N.
+    places_W: (W,), the place of each source rank in the engine's order (`Grid.places`). None if ranks are in
+        order of their numbers.
 
     Example: rank 0 of two ranks, one expert, two chunks, two blocks. Each rank sends this rank one row in
     each chunk. Rows a0 and a1 come from rank 0 itself, b0 and b1 from rank 1, and the number is the chunk:
@@ -376,10 +416,12 @@ def unit_index(recv_nWE: Tensor, rank: int, *, num_pieces: int, num_rows: int) -
     ascending = torch.arange(max(n, num_ranks, num_experts), device=recv_nWE.device)
     expert = along(ascending[:num_experts], 0)
     chunk = along(ascending[:n], 2)
-    source = along((ascending[:num_ranks] + rank) % num_ranks, 1)
+    source_W = (ascending[:num_ranks] + rank) % num_ranks
+    source = along(source_W, 1)
+    place = source if places_W is None else along(places_W[source_W], 1)
     # The rows from one source for one expert in one chunk are a block in both orders. Sorting the blocks by
     # the following numbers gives the engine's order.
-    place_EWn = (chunk * num_experts + expert) * num_ranks + source
+    place_EWn = (chunk * num_experts + expert) * num_ranks + place
     if num_pieces:
         piece = (chunk - (n - num_pieces)).clamp(min=0)  # `pmoe.schedule.tasks.piece_of`
         stays = n * num_experts * num_ranks + (piece * num_experts + expert) * n + chunk

@@ -20,6 +20,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.runners import fused_steps
 from pmoe.runners.fused_steps import Request
+from tests.gloo import flexible
 from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.pool import ranks
 from tests.reference import Definition, relative_error
@@ -291,14 +292,82 @@ def refused_job(rank: int, world: int) -> list[str]:
     warn.GIVEN.clear()
     with using(plain_steps), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for options in ({"mesh": mesh}, {"dispatch": "hierarchical_1d", "nodes": 1}):
+        sharded = {"mesh": mesh, "fused": "persistent"}
+        for options in (sharded, {"dispatch": "hierarchical_1d", "nodes": 1}):
             build(Case(), world, **options)(inputs(world)[0][rank]).sum().backward()
     return [str(each.message).partition(" because ")[2] for each in told]
 
 
-def test_shards_and_hierarchies_are_not_fused() -> None:
+def test_the_persistent_kernel_takes_no_shards_and_no_kernel_takes_hierarchies() -> None:
     expected = ["experts are sharded over the ranks of a node", "rows do not travel by flat all-to-alls"]
     assert ranks(2).run(refused_job) == [expected] * 2
+
+
+# ---- experts split over the ranks of a node, shared experts, and callbacks outside of the layer
+
+
+def whole_job(rank: int, world: int, case: flexible.Case) -> tuple[dict[str, Tensor], list[bool]]:
+    taking = Taking()
+    with using(taking):
+        return flexible.run(rank, world, case), taking.fused
+
+
+def check_whole(world: int, case: flexible.Case) -> None:
+    wanted = flexible.expected(world, replace(case, options={**case.options, "fused": False}))
+    for rank, (got, fused) in enumerate(ranks(world).run(whole_job, case)):
+        assert fused == [True], rank
+        assert set(got) == set(wanted[rank])
+        for name, value in wanted[rank].items():
+            if name.startswith("experts."):
+                value = flexible.part_of(name, value, case, rank, world)
+            assert got[name] is not None, (rank, name)
+            error = relative_error(got[name], value)
+            assert error < 1e-12, f"rank {rank}, {name}: {error}"
+
+
+MESHES = [(2, 1, 2, False), (4, 2, 2, False), (4, 2, 2, True), (4, 1, 4, False)]
+"""World size, "ep", "esp", and whether "esp" is the outer dimension of the mesh."""
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    "way, pair, world, ep, esp, is_reversed, kind",
+    spread(
+        [True, "forward"],
+        PAIRS,
+        MESHES,
+        [{}, {"capacity_factor": 0.6}, {"expert": "swiglu"}, {"pipeline": 4, "pipeline_backward": 2}],
+        every=5,
+    ),
+)
+@pytest.mark.parametrize("shared", [None, 5])
+def test_rows_go_to_each_shard_of_an_expert(
+    way: bool | str,
+    pair: pmoe.Restore,
+    world: int,
+    ep: int,
+    esp: int,
+    is_reversed: bool,
+    kind: dict[str, Any],
+    shared: int | None,
+) -> None:
+    options = {"fused": way, "memory_reuse": pair, **kind}
+    check_whole(world, flexible.Case(4, 2, ep, esp, is_reversed, shared=shared, options=options))
+
+
+@pytest.mark.parametrize("way", [True, "forward", "persistent"])
+@pytest.mark.parametrize("shared", [5, "module"])
+def test_a_shared_expert_is_computed_beside_the_kernels(way: bool | str, shared: int | str) -> None:
+    for world in (1, 2):
+        check_whole(world, flexible.Case(4, 2, shared=shared, options={"fused": way, "memory_reuse": "S4"}))
+
+
+@pytest.mark.slow
+def test_shards_of_a_busy_expert_and_of_experts_without_rows() -> None:
+    for way in (True, "forward"):
+        for top_k in (1, 3):
+            options = {"fused": way, "memory_reuse": "S4"}
+            check_whole(4, flexible.Case(4, top_k, 2, 2, load="one expert", options=options))
 
 
 class Uneven(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import pmoe
 from pmoe.comm.heap import close_heaps
@@ -34,14 +35,18 @@ class Case:
     tokens: tuple[int, ...]
     skewed: bool = False
     steps: int = 2
+    split: int = 1  # over how many ranks an expert is split
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def run(rank: int, case: Case, fused: bool | str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """Runs some steps of one layer, with routing that depends on the tokens."""
     torch.manual_seed(3)
-    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 2 * len(case.tokens), 2, dtype=BF16, fused=fused, **case.options)
-    layer = layer.to(dtype)
+    world = len(case.tokens)
+    mesh = init_device_mesh("cpu", (world // case.split, case.split), mesh_dim_names=("ep", "esp"))
+    layer = pmoe.MoELayer(
+        D_MODEL, D_HIDDEN * case.split, 2 * world, 2, dtype=BF16, fused=fused, mesh=mesh, **case.options
+    ).to(dtype)
     if case.skewed:
         with torch.no_grad():
             layer.gate.weight[0, 0] += 30
@@ -109,6 +114,17 @@ def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
 
 def test_four_processes(kernels: Path) -> None:
     check(kernels, Case(tokens=(5, 0, 17, 8), steps=3, options={"slack": 4.0}), True)
+
+
+@pytest.mark.parametrize("fused", [True, "forward"])
+def test_two_processes_split_their_experts(kernels: Path, fused: bool | str) -> None:
+    check(kernels, Case(tokens=(23, 9), split=2, options={"expert": "swiglu"}), fused)
+
+
+@pytest.mark.slow
+def test_four_processes_split_experts_of_two_nodes(kernels: Path) -> None:
+    options = {"memory_reuse": "S4", "slack": 4.0, "shared_expert": 40, "capacity_factor": 2.0}
+    check(kernels, Case(tokens=(5, 0, 17, 8), split=2, options=options), True)
 
 
 def absent_job(rank: int, world: int, path: Path) -> str:

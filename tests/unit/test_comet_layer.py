@@ -288,6 +288,11 @@ class OneEach(torch.nn.Module):
         return gate_of_tokens(x)
 
 
+class SeesRows(pmoe.Callback):
+    def before_combine(self, rows: Tensor, chunk: int) -> Tensor:
+        return rows
+
+
 PICKS = "mixes tokens or picks them for each expert"
 
 
@@ -296,8 +301,7 @@ PICKS = "mixes tokens or picks them for each expert"
     [
         ({"memory_reuse": "S1"}, "memory_reuse (offload/offload) offloads"),
         ({"memory_budget": "1GiB"}, "there is a memory_budget ('1GiB')"),
-        ({"shared_expert": 4}, "there is a shared expert"),
-        ({"callbacks": [pmoe.Callback()]}, "there are callbacks"),
+        ({"callbacks": [SeesRows()]}, "callbacks see rows between the gate and the end of combine"),
         ({"send_once": True}, "rows travel once (send_once=True)"),
         ({"bypass_local": False}, "rows are sent to their own rank (bypass_local=False)"),
         ({"order": "einsum"}, "the order is a EinsumOrder"),

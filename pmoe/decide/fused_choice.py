@@ -145,7 +145,7 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
 
     - an option is unsupported;
     - the gate has hooks, which must get the routing;
-    - a checkpoint may run the call twice and compare the routing of both passes.
+    - activation checkpointing may run the call twice and compare the routing of both passes.
 
     Counting rows needs the values of the routing. So this function is only for layers that exchange no row
     counts before the launch (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).

@@ -45,11 +45,12 @@ class LayerCache:
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
-    counted        with ``pipeline="solve"``: the numbers of chunks of the last call, for which the next call
-                   counts its rows. Empty before the first call
+    counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
+                   rows in parts of the batch that fit these numbers. Empty before the first call
     had_copies     whether busy experts had copies on other ranks in the last call
-    kept_copies    the weights of such copies that this rank keeps for the next calls; None for none
-    experts_state  a record of this rank's experts in the last call, which differs if they were changed since
+    kept_copies    weights of copies of busy experts that this rank keeps for the next calls; None for none
+    experts_state  a record of this rank's experts in the last call. If the experts are changed, the record of
+                   the next call is not equal to this one
     calls_alike    (calls since the experts last changed, calls between their last two changes)
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     """
@@ -72,7 +73,7 @@ class LayerCache:
         These facts are:
 
         - that ranks have different experts, and which calls with padded rows they have compared;
-        - the numbers of chunks of the last call, for which the next call would count its rows;
+        - the numbers of chunks of the last call;
         - the nodes of the ranks;
         - the copies of busy experts that this rank has kept.
         """
@@ -141,8 +142,8 @@ class LayerModules(PassModules):
         it.
 
         The layer calls the shared expert in two cases. If the shared expert has hooks or a wrapper, these
-        must run. If the other experts have hooks or a wrapper, these must see the other experts' output
-        alone, but a task of the schedule would add the shared expert's output to it. The property is not
+        must run. If the routed experts have hooks or a wrapper, these must see only the routed experts'
+        output, but a task of the schedule would add the shared expert's output to it. The property is not
         cached, because hooks may be added between calls. The property may differ between ranks, because no
         message depends on it.
         """
@@ -372,11 +373,11 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
-        """The features of the layer that a layer with default options does not have."""
+        """The layer's features: properties that a default layer lacks, such as a shared expert."""
         return features_of(self)
 
     def refusal(self, component: str) -> str | None:
-        """Returns why a part of pmoe cannot take this layer: a text about the feature that it lacks.
+        """Returns why a part of pmoe cannot take this layer: a text about a feature that the part lacks.
 
         Returns None if the part supports all features of the layer.
 

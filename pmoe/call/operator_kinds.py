@@ -31,6 +31,6 @@ KINDS: dict[str, OperatorKind] = {}
 
 "layer"            a MoELayer
 "experts"          an experts module of transformers on one rank
-"spread experts"   one whose experts are spread over ranks
+"spread experts"   an experts module of transformers, with the experts spread over ranks
 "torchtitan"       the routed experts of torchtitan
 """

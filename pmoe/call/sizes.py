@@ -142,7 +142,7 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:
-    """Returns the most copies of busy experts that a call may have; zeros without ``balance``."""
+    """Returns upper bounds of the copies of busy experts in a call; zeros without ``balance``."""
     num_ranks = modules.grid.ep.size
     per_rank = modules.options.most_copies(num_ranks) if modules.options.balance else 0
     return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks)

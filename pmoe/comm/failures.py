@@ -77,7 +77,7 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
     from torch.utils.checkpoint import _StopRecomputationError
 
     if isinstance(error, _StopRecomputationError):
-        return  # no failure: torch raises it on all ranks, to end a checkpoint's second pass early
+        return  # no failure: torch raises it on all ranks to end activation checkpointing's second pass early
     if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
     record = ranks.record
@@ -324,9 +324,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    Such an error is raised again with the stage in its text. All other errors are this rank's own and are
-    raised unchanged. Both sorts of errors are published for the peers, which may wait for this rank
-    (`leave`).
+    It is raised again with the stage in its text. All other errors are this rank's own and are raised
+    unchanged. Both sorts of errors are published, because peers may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -402,8 +401,8 @@ _first_calls = itertools.count(1)
 def enter_call(ranks: Ranks, changed: str = "") -> None:
     """Begins a call of a layer: checks the group, and waits for the peers if their calls may differ.
 
-    A layer without a name gets the name "MoELayer N", where N counts the layers of this process that got such
-    a name.
+    A layer without a name gets the name "MoELayer N". N counts the layers of this process that were named in
+    this way.
 
     ranks: the ranks of the layer.
     changed: the options that were changed since the layer's last call, in words; "" for none. If options were

@@ -203,7 +203,7 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Plain data are everything that is not a model's or optimizer's tensor. If several ranks have data under
     the same name, the lowest rank's data are taken.
 
-    of_ranks: a dict of each rank, in rank order, with the keys
+    of_ranks: one dict from each rank, in rank order, with the keys
 
         step       number of the training step
         extra      the caller's extra data; those of rank 0 are saved

@@ -291,7 +291,7 @@ class _Export:
                 yield name, value.detach()
 
     def _beside_experts(self, layer: MoELayer) -> dict[str, Tensor]:
-        """Returns a layer's tensors that are not those of its routed experts, by name, of any shape."""
+        """Returns the tensors of a layer outside of its routed experts, by name, of any shape."""
         state = layer.state_dict(keep_vars=True).items()
         return {
             name: value.detach()

@@ -153,7 +153,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
-        """The layer's options and the classes of its modules, by which a change between two calls is noticed.
+        """The layer's options and the classes of its modules. A change between two calls is found by them.
 
         After a change the ranks compare their options again.
         """
@@ -308,12 +308,12 @@ class LayerModules(PassModules):
 
     @property
     def counted_degrees(self) -> tuple[int, ...]:
-        """The numbers of chunks for which the next call counts its rows, the same on all ranks.
+        """The numbers of chunks that the row counts of the next call must fit, the same on all ranks.
 
-        Usually these are all numbers that may be chosen. Rows are counted in as many parts of the batch as
-        the least common multiple of these numbers. With ``pipeline="solve"`` this multiple would be too
-        large. So rows are counted for the numbers of the last call, and counted again if the solver then
-        takes other numbers.
+        Usually these are all numbers that may be chosen. Rows are counted in equal parts of the batch. The
+        number of parts is the least common multiple of these numbers, so that every chunk consists of whole
+        parts. With ``pipeline="solve"`` the multiple of all numbers would be too large. So the counts fit
+        only the numbers of the last call. If the solver then takes other numbers, rows are counted again.
         """
         if not self.options.solves:
             return self.options.degrees
@@ -324,8 +324,8 @@ class LayerModules(PassModules):
 
         Some layers restrict the pairs:
 
-        - Both passes have the same chunks if each chunk has memory of its own (no ring slots), if a token is
-          sent only once to a rank, or if callbacks are inside the layer.
+        - Both passes have the same chunks in three cases: each chunk has memory of its own (no ring slots), a
+          token is sent only once to a rank, or callbacks are inside the layer.
         - If experts are modules whose saved tensors are kept, each chunk of backward consists of whole chunks
           of forward, because a saved autograd graph cannot be split.
         - The least common multiple of the two numbers is limited, because rows are counted in that many parts

@@ -1,4 +1,4 @@
-"""Checks whether a layer can keep activations until backward in the forms that its restore pairs ask for.
+"""Checks whether a layer can keep activations for backward in the forms that restore pairs name.
 
 The activations are T_DI, the rows that a rank's experts received, and T_M, their hidden activation. The forms
 are: T_DI in the messages in which the rows arrived, and T_M rounded to e4m3 (a float8 format).

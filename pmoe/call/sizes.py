@@ -68,7 +68,7 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 
 
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
-    """Returns the sizes of a layer from which its memory and times are predicted.
+    """Returns the sizes of a layer that predictions of its memory and times need.
 
     modules: the modules and options of the layer.
     rows_TM: (T, ...), rows of T tokens or their projections. Only dtype and device are read from them; if it

@@ -81,7 +81,7 @@ class Exchange(abc.ABC):
     traffic: Traffic
 
     in_steps = False
-    """Whether `exchange` runs several collectives, each of which needs the result of the collective before.
+    """Whether `exchange` runs several collectives, one after the other.
 
     If so, the engine runs `exchange` in a thread of its own on the CPU, and calls `relay_counts` in each call
     of the layer.

@@ -253,7 +253,7 @@ class Slots:
         the number of ranks that share an expert.
     degrees: the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number of bins
         (equal ranges of a rank's tokens, by which rows are counted).
-    own_rank: this rank, if rows from it to itself are not sent and so are not counted; None counts all.
+    own_rank: this rank, if its rows to itself are not sent: these rows do not count. None counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
         without being sent. The experts after them are copies of other ranks' experts. Rows for copies are

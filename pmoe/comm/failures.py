@@ -49,7 +49,7 @@ LIFE is `GroupRecord.life`, RANK a global rank, and GROUP the name of a process 
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""Time after which a waiting rank reads the failure reports, and between two readings."""
+"""How long a rank waits before it reads the failure reports, and then between two readings."""
 
 failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Cleared when `enter_call` accepts a later call of this rank."""
@@ -141,9 +141,9 @@ def settle(ranks: Ranks) -> bool:
     """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
     The group may be used again if every rank left that pass by an error of its own, and all ranks had started
-    the same collectives: then no rank waits for a collective that another rank did not start. The function
-    waits at most `PATIENCE_SECONDS` until the store says after which collective each other rank left. If the
-    result is True, the function clears this rank's record of leaving.
+    the same collectives: then no rank waits for a collective that another rank did not start. The other ranks
+    write into the store after which collective they left. The function waits for this at most
+    `PATIENCE_SECONDS`. If the result is True, the function clears this rank's record of leaving.
 
     If the result is False, the caller must call `publish_leaving` again. That call publishes an empty
     `GroupRecord.left_at`, which tells the other ranks that the group cannot be used. So they stop waiting.
@@ -283,7 +283,7 @@ def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """Returns the published errors because of which a collective of the group will not end.
+    """Returns the published errors that keep a collective of the group from ending.
 
     A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
     Let G be the argument ``group``. The error of a rank of G is returned in three cases:
@@ -334,10 +334,11 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 
 
 def _order_hint(ranks: Ranks) -> str:
-    """Returns a hint that ranks may call layers in another order; "" if the layers' messages have one size.
+    """Returns a hint that ranks may call layers in different orders; "" if all messages have one size.
 
-    If two ranks are in different layers whose messages of row counts have different sizes, gloo ends the
-    process that gets the longer message. So only the ranks that live can name the cause.
+    The messages of row counts of two layers may have different sizes. If two ranks then are in different
+    layers, gloo ends the process that gets the longer message. So only the ranks that live can name the
+    cause.
 
     ranks: the ranks of the layer.
     """

@@ -66,7 +66,7 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
-"""The least gain in time for which copies are made, as a fraction.
+"""The least gain in time that copies of experts must bring, as a fraction.
 
 The time of a pass is predicted for each rank, with copies and without. Copies are made only if the slowest
 rank's time without copies is more than (1 + `LEAST_GAIN`) times the slowest rank's time with copies.
@@ -274,8 +274,8 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
     A call has one number of chunks for forward and one for backward. Rows are first counted for the two
-    numbers of the layer's last call. If the solver chooses different numbers for this call, the rows are
-    counted again and the counts are exchanged again.
+    numbers of the layer's last call: in parts of the batch that fit these numbers. If the solver chooses
+    different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
     def __init__(self, call: Call) -> None:

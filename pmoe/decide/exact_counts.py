@@ -65,8 +65,8 @@ class ExactCounts:
         nothing, because it uses the counts of the first pass.
 
         call: the call.
-        degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all numbers
-            that the options allow.
+        degrees: the numbers of chunks that the row counts must fit, the same on all ranks; None for all
+            numbers that the options allow.
         """
         self.call = call
         self.routed = route_batch(call)

@@ -1,7 +1,7 @@
 """The layer calls its experts as a module. Inside this call pmoe decides how to run, and runs.
 
-The experts are called as a module so that their hooks run, and so that a wrapper that another library puts
-around the experts is called:
+The experts are called as a module, so that their hooks run. If another library has put a wrapper around the
+experts, the wrapper is called:
 
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows

@@ -32,8 +32,8 @@ class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
     A call has one number of chunks for forward and one for backward. Rows are first counted for the two
-    numbers of the layer's last call. If the solver chooses different numbers for this call, the rows are
-    counted again and the counts are exchanged again.
+    numbers of the layer's last call: in parts of the batch that fit these numbers. If the solver chooses
+    different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
     _counts: RankCounts

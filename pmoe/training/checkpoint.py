@@ -54,8 +54,8 @@ class Loaded:
         path: folder of the checkpoint.
         step: number of the training step at which it was saved.
         extra: the ``extra`` that `save_checkpoint` got on rank 0.
-        random: True if the random generators were set to their saved states, which needs as many ranks as
-            saved them.
+        random: True if the random generators were set to their saved states. They are set only if the number
+            of ranks is the same as when they were saved.
     """
 
     path: Path

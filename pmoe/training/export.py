@@ -190,8 +190,8 @@ class _Export:
     def check(self) -> None:
         """Raises ValueError or TypeError if this rank cannot export a tensor of the model.
 
-        Reasons are experts that are not plain stacked ones, a layout that has no place for a tensor, a tensor
-        of an expert that is larger than ``max_bytes``, and two tensors with one name.
+        There are four reasons: experts are not plain stacked experts, the layout has no place for a tensor,
+        an expert's tensor is larger than ``max_bytes``, or two tensors have one name.
         """
         if self.rename is not None and not callable(self.rename):
             raise TypeError(f"rename ({self.rename!r}) must be None or a function from names to names")
@@ -471,8 +471,9 @@ def save_weights(
 ) -> None:
     """Writes all weights of a model as safetensors files with an index, for Hugging Face's libraries.
 
-    Rank 0 of the group writes, and holds at most one file's tensors at a time. The folder gets its name when
-    all files are complete. So if the export fails or is interrupted, there is no such folder.
+    Rank 0 of the group writes, and holds at most one file's tensors at a time. It writes to a temporary
+    folder, which gets the name ``folder`` when all files are complete. So if the export fails or is
+    interrupted, there is no folder of this name.
 
     Args:
         folder: the folder, which must not exist. Files such as config.json are not written.

@@ -49,10 +49,10 @@ class GradientRange:
 
 
 class GradientBuffers:
-    """Flat memory of all gradients, of which any range can be all-reduced.
+    """The memory of all gradients, laid out so that any range of it can be all-reduced.
 
-    There is one buffer for each (dtype, device). In a buffer, gradients lie in the order in which backward
-    makes them. The buffers follow one another.
+    There is one flat buffer for each (dtype, device). In a buffer, gradients lie in the order in which
+    backward makes them. The buffers follow one another.
 
     parameters: parameters of any shape.
     order: indices of all parameters in the order in which backward makes their gradients.
@@ -266,7 +266,7 @@ def backward_degrees(layer: MoELayer, most_bytes: float | None = None) -> tuple[
     """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
     Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. The
-    seconds follow from the costs by which ``pipeline="solve"`` chooses (`pmoe.choose.solve.step_costs`), also
+    seconds are computed from the costs that ``pipeline="solve"`` uses (`pmoe.choose.solve.step_costs`), even
     if experts are a user's modules.
 
     The prediction is for the dtype and the restore pair (how backward gets the rows and the hidden

@@ -265,7 +265,7 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """Base class of the object with which a `GradientReducer` follows one backward pass of the model.
+    """Base class of the objects that follow one backward pass of a model for a `GradientReducer`.
 
     Hooks on parameters call `gradient_is_ready`. The backward passes of MoE layers call the other methods,
     through `CarriedGradients`. In this class the methods do nothing.

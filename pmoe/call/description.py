@@ -1,6 +1,6 @@
 """Texts that describe the options of a layer.
 
-Ranks compare the texts, and results of trials are stored by them.
+Ranks compare the texts. Results of trials are stored under the texts.
 """
 
 from __future__ import annotations

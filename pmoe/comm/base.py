@@ -14,7 +14,7 @@ from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
 
 RowCounts = Sequence[int]
-"""Numbers of rows, one for each rank: the rows that go to it, or come from it.
+"""Numbers of rows, one for each rank: how many rows go to the rank, or how many come from it.
 
 A rank that passes on rows for others also has a list of the numbers of these rows (`Exchange.relay_counts`).
 """

@@ -387,7 +387,7 @@ def cuts(n: int, bins: int) -> tuple[int, ...]:
 
 
 def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> float:
-    """Returns the slack of the ring slots of a layer whose busy experts may have copies on other ranks.
+    """Returns the slack of ring slots in a layer where busy experts may have copies on other ranks.
 
     Under even routing, 1 / W of a chunk's rows stay on their rank, so a ring slot needs room only for the
     other (W - 1) / W. Without copies, slots have room for all rows, so 1 / W of a slot is a reserve for
@@ -444,7 +444,7 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
 
 
 def max_bins(num_experts: int) -> int:
-    """Returns the bound up to which the function `num_bins` doubles the number of bins.
+    """Returns a bound for `num_bins`, which doubles the number of bins only up to this bound.
 
     The bound is min(MAX_BINS, MAX_COUNTS // num_experts).
 
@@ -524,7 +524,7 @@ class EarlyMessages:
     heading: the heading of the messages.
     fault: the fault of the messages: an int64 scalar on the device, or `Fault.NONE`.
     counts_FE: the row counts of the messages.
-    memory: the memory of `Messages`.
+    memory: the device memory that has the messages (`Messages`).
     """
 
     heading: Heading

@@ -656,7 +656,7 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
     The price is the number of rows that a rank could compute in the time that sending a copy's weights takes.
-    The results are the same on all ranks:
+    All ranks get the same results, which depend on the options:
 
     - With ``memory_budget`` there are only as many copies as the budget has room for.
     - If ``balance`` is a number of copies, the price is 0, so copies are made even if they save little.

@@ -68,7 +68,7 @@ def stacked(modules: LayerModules) -> StackedExperts:
     """Returns the layer's experts with the type `StackedExperts`, which type checkers need to know.
 
     In `StackedExperts` one tensor holds a weight, such as the first matrix, of all experts of this rank.
-    Fused kernels can compute only such experts. The callers have checked that the layer has such experts.
+    Fused kernels can compute no other experts. The callers have checked that the layer's experts are stacked.
     """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts

@@ -281,9 +281,9 @@ def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
 def compares_always(device: torch.device) -> bool:
     """Returns whether ranks compare every call of a layer with ``pad_to_capacity``: True on the CPU.
 
-    In such a layer every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
-    The ranks compare that number and report faults. On CUDA each comparison would make the host wait for the
-    device. So the result is False on CUDA, and ranks compare only the first call with each `PaddedCallKey`:
-    number of tokens, dtype, and whether gradients are needed.
+    In a layer with ``pad_to_capacity`` every rank sends a fixed number of rows, so all ranks must have the
+    same number of tokens. The ranks compare that number and report faults. On CUDA each comparison would make
+    the host wait for the device. So the result is False on CUDA, and ranks compare only the first call with
+    each `PaddedCallKey`: number of tokens, dtype, and whether gradients are needed.
     """
     return device.type != "cuda"

@@ -54,8 +54,8 @@ class SolverCounts(ExactCounts):
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
         """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
-        If the call's rows were counted for other numbers of chunks, they are counted again, which is
-        collective. The layer remembers both numbers, and its next call counts rows for them.
+        If the present counts do not fit these numbers of chunks, the rows are counted again, which is
+        collective. The layer remembers both numbers, and the counts of its next call will fit them.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """

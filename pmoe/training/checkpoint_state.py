@@ -330,9 +330,9 @@ def _in_boxes(tensor: Tensor) -> Tensor:
     (picture in `in_boxes`). They are recognised by their DTensor placement `_StridedShard`. Any other tensor,
     of any shape, is returned unchanged.
 
-    FSDP2 uses the same placement for something else. It splits what an inner mesh dimension has split before,
-    for example transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs no
-    description.
+    FSDP2 uses the same placement for something else: for tensors that an inner mesh dimension has split
+    already, such as transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs
+    no description.
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -443,7 +443,7 @@ class _Export:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def meet(self, stops: bool = False) -> None:
-        """Exchanges with the other ranks whether any of them stops the export early. A collective.
+        """Finds out, together with all ranks, whether any rank stops the export early. A collective.
 
         Raises RuntimeError if another rank stops and this rank does not.
 

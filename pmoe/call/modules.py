@@ -153,7 +153,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
-        """The layer's options and the classes of its modules. A change between two calls is found by them.
+        """The layer's options and the classes of its modules, compared between calls to notice changes.
 
         After a change the ranks compare their options again.
         """
@@ -311,8 +311,8 @@ class LayerModules(PassModules):
         """The numbers of chunks that the row counts of the next call must fit, the same on all ranks.
 
         Usually these are all numbers that may be chosen. Rows are counted in equal parts of the batch. The
-        number of parts is the least common multiple of these numbers, so that every chunk consists of whole
-        parts. With ``pipeline="solve"`` the multiple of all numbers would be too large. So the counts fit
+        number of parts is a common multiple of these numbers, so that every chunk consists of whole parts.
+        With ``pipeline="solve"`` the common multiple of all numbers would be too large. So the counts fit
         only the numbers of the last call. If the solver then takes other numbers, rows are counted again.
         """
         if not self.options.solves:

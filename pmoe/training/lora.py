@@ -239,7 +239,7 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
 
 
 def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
-    """Returns one module with all adapters of a model. It has the adapters' own parameters, not copies.
+    """Returns one module with the adapters of a model's layers. Parameters are shared, not copied.
 
     Pass the module's ``parameters()`` to an optimizer. If `pmoe.save_checkpoint` and `pmoe.load_checkpoint`
     get the module in place of the model, they save and load only the adapters. Parameters have the same names

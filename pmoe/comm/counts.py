@@ -122,9 +122,9 @@ class RankCounts:
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. Each rank
                          then has more than its E_local experts in the counts: the copies come last
         copied_experts   number of this rank's experts that have copies on other ranks
-        messages         None unless kernels wrote the messages of row counts; then the messages of all ranks,
-                         on the rows' device, and recv_device has the bins of the exchange, also after
-                         `joined`
+        messages         if kernels wrote the messages of row counts: the messages of all ranks, on the rows'
+                         device. recv_device then has the bins of the exchange, also after `joined`. None if
+                         no kernels wrote them
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
                          other ranks, X for each bin (`Exchange.relay_counts`); None if it passes on none
 
@@ -253,7 +253,8 @@ class Slots:
         the number of ranks that share an expert.
     degrees: the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number of bins
         (equal ranges of a rank's tokens, by which rows are counted).
-    own_rank: this rank, if its rows to itself are not sent: these rows do not count. None counts all rows.
+    own_rank: this rank's number, if its rows to itself are not sent. These rows then do not count. None
+        counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
         without being sent. The experts after them are copies of other ranks' experts. Rows for copies are

@@ -20,7 +20,7 @@ from pmoe.comm.ranks import Ranks
 
 @dataclass(frozen=True)
 class Grid:
-    """The W = P * L ranks of a layer, and the two smaller process groups to which this rank belongs.
+    """The W = P * L ranks of a layer, and the two process groups of this rank within them.
 
     all: the W ranks. They exchange row counts.
     ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.

@@ -350,7 +350,7 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns row counts, to which it adds the loads of all experts and the largest values of ``marks``.
+        """Returns row counts together with the loads of all experts and the largest values of ``marks``.
 
         Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
         over ranks is the load of each expert.
@@ -856,7 +856,7 @@ class CountsExchange:
         return messages
 
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
-        """Computes the numbers that the host needs by kernels, and copies them to the host. A collective.
+        """Computes, by kernels, the numbers that the host needs, and copies them to the host. A collective.
 
         Returns the same two values as `_to_host`: (F, W, X) on the device, the X counts that this rank
         received from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on

@@ -94,7 +94,7 @@ class AttachedLosses:
 
 
 def _warn_before_step(unused: list[int], *_: Any) -> None:
-    """Warns of losses that were not differentiated, as a hook before a step of any optimizer."""
+    """Warns of losses that were not differentiated. A hook that runs before each optimizer step."""
     _warn(unused)
 
 

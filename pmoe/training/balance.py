@@ -103,7 +103,7 @@ class _LayerSums:
     num_sequences: int = 0
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
-        """Adds the sums of one call. An argument means the same as the attribute with its name."""
+        """Adds the sums of one call. Each argument means the same as the attribute of its name."""
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
         if sequences is not None:

@@ -186,7 +186,7 @@ def load_checkpoint(
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Returns one optimizer, several, or None as a list of optimizers.
+    """Returns the argument ``optimizer`` (one optimizer, several, or None) as a list.
 
     Raises TypeError for anything that is not an optimizer.
     """
@@ -232,11 +232,11 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors by their names in the checkpoint, to read saved values into.
+    """Returns the optimizers' state tensors by their names in the checkpoint.
 
-    torch.distributed.checkpoint (DCP) reads the values later. An optimizer that made no step yet has no
-    state, so its state is created first. If the checkpoint does not fit, the optimizers get back the state
-    that they had before. Collective.
+    torch.distributed.checkpoint (DCP) reads the saved values into these tensors later. An optimizer that made
+    no step yet has no state, so its state is created first. If the checkpoint does not fit, the optimizers
+    get back the state that they had before. Collective.
 
     ranks: the ranks that hold the model together.
     path: folder of the checkpoint, for the message.

@@ -45,7 +45,7 @@ Classes are compared by name, so that torch's FSDP is not imported needlessly.
 """
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module that lists the parameters and buffers that DistributedDataParallel ignores."""
+"""The attribute of a module from which DistributedDataParallel reads which tensors to ignore."""
 
 
 def parallelize(

@@ -246,7 +246,8 @@ def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_mem
     assert 1 <= len(first["ranges"]) <= first["searches"] <= 27 and first["answers"] <= 27
     for got in (first, second):
         assert len(set(got["choosers"])) == 1
-        assert max(got["tensors"]) - min(got["tensors"]) <= 20, got["tensors"]
+        # Tensors of earlier tests in this process may disappear meanwhile.
+        assert got["tensors"][-1] - min(got["tensors"]) <= 20, got["tensors"]
         assert got["kept"][-1] <= 1.02 * got["kept"][-2], got["kept"]  # it has stopped to grow
         assert got["kept"][-1] <= 1.50 * got["kept"][0] and got["in_use"] == 0, got["kept"]
         assert max(got["rooms"]) <= 27 * 5 * 4  # entries, numbers of chunks, restore pairs

@@ -16,8 +16,9 @@ class Call:
 
     layer                 the layer that was called
     modules               the layer's modules and options
-    scheduled             ``modules``, but without the shared expert if that is called as a module instead of
-                          being computed by a task of the schedule (`LayerModules.calls_shared_expert`)
+    scheduled             ``modules``, but without the shared expert if the layer calls it as a module.
+                          Otherwise a task of the schedule computes the shared expert
+                          (`LayerModules.calls_shared_expert`)
     x                     (..., M), the input, M = d_model. It is not checked yet: a rank reports a wrong
                           input to the other ranks together with its row counts
     token_ids             (...) int64, the ids by which some gates route tokens; or None
@@ -29,7 +30,7 @@ class Call:
                           (`LayerModules.asks_for_gradients`)
     checks_values         whether values are checked. False while torch.distributed.pipelining runs the layer
                           on memory that was never written (`pmoe.call.shape_run`)
-    may_run_again         whether an activation checkpoint may be around the call
+    may_run_again         whether activation checkpointing may run the call a second time
                           (`pmoe.checkpointing.replay.may_run_again`)
     replay                computes each decision of the call, such as the routing. In the second pass of
                           activation checkpointing it returns the decisions of the first pass

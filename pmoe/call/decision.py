@@ -80,7 +80,8 @@ class AgreedChoice:
         choice   the numbers of chunks of both passes and the restore pair (how backward gets the experts'
                  input and hidden activation); None if neither pass is cut into chunks
         steps    the operators of the fused kernels; None if fused kernels compute neither pass
-        copies   the copies of busy experts, with those that this rank hosts and sends; None for no copies
+        copies   the copies of busy experts on all ranks, and which of them this rank hosts and sends; None
+                 for no copies
 
     The second pass of activation checkpointing takes this record and the routing from the first pass. All
     other decisions follow from these two without communication.
@@ -103,8 +104,8 @@ class CountsSource(Protocol):
     Both methods have these arguments:
 
         modules  the modules that the schedule computes, with the experts that were really called. These
-                 experts may differ from those of ``call.modules``, because a wrapper may hold several
-                 `Experts` and call any of them
+                 experts may differ from those of ``call.modules``: a tool such as PEFT may wrap the layer's
+                 experts in a module that holds several `Experts` and calls any of them
         inputs   the rows and parameters of the call
     """
 

@@ -1,6 +1,6 @@
 """Texts that describe the options of a layer.
 
-Ranks compare the texts, and results of trials are stored by them.
+Ranks compare the texts. Results of trials are stored under the texts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[s
 
     modules: the modules and options of the layer.
     of_users: whether to include settings of modules that pmoe does not define. The texts that ranks compare
-        leave them out, because ranks may differ in such settings.
+        leave these settings out, because ranks may differ in them.
     """
     option_texts = {field.name: getattr(modules.options, field.name) for field in fields(modules.options)}
     others = {
@@ -53,8 +53,8 @@ def _described(module: object, of_users: bool) -> str:
     The text holds no addresses and nothing random, so equal modules have equal texts in all processes.
 
     module: the module.
-    of_users: whether to include attributes and dtypes of classes outside pmoe. If not, the text for such a
-        class is only its name.
+    of_users: whether to include attributes and dtypes of classes outside pmoe. If not, the text for one of
+        these classes is only its name.
 
     Example: "TopKGate(normalize=True, top_k=2, weight=torch.float32, z_loss_weight=0.0)"
     """

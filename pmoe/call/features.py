@@ -43,7 +43,7 @@ def refusal_of(modules: LayerModules, component: str) -> str | None:
 
 
 def features_of(modules: LayerModules) -> frozenset[Feature]:
-    """Returns the features of a layer that a layer with default options does not have."""
+    """Returns a layer's features: properties that a default layer lacks, such as a shared expert."""
     options = modules.options
     gate = modules.gate
     switches = modules.options.switches

@@ -27,8 +27,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 INSIDE = ("base_layer", "original_module", "_orig_mod", "_checkpoint_wrapped_module", "module")
 """The attributes in which wrappers keep the module that they replace.
 
-The first two are those of PEFT's wrappers, then those of torch.compile and checkpoint_wrapper. "module" is
-the attribute of most others.
+The first two are those of PEFT's wrappers, the next two those of torch.compile and of checkpoint_wrapper.
+"module" is the attribute of most other wrappers.
 """
 
 

@@ -45,11 +45,12 @@ class LayerCache:
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
-    counted        with ``pipeline="solve"``: the numbers of chunks of the last call, for which the next call
-                   counts its rows. Empty before the first call
+    counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
+                   rows in parts of the batch that fit these numbers. Empty before the first call
     had_copies     whether busy experts had copies on other ranks in the last call
-    kept_copies    the weights of such copies that this rank keeps for the next calls; None for none
-    experts_state  a record of this rank's experts in the last call, which differs if they were changed since
+    kept_copies    weights of copies of busy experts that this rank keeps for the next calls; None for none
+    experts_state  a record of this rank's experts in the last call. If the experts are changed, the record of
+                   the next call is not equal to this one
     calls_alike    (calls since the experts last changed, calls between their last two changes)
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     """
@@ -72,7 +73,7 @@ class LayerCache:
         These facts are:
 
         - that ranks have different experts, and which calls with padded rows they have compared;
-        - the numbers of chunks of the last call, for which the next call would count its rows;
+        - the numbers of chunks of the last call;
         - the nodes of the ranks;
         - the copies of busy experts that this rank has kept.
         """
@@ -143,9 +144,9 @@ class LayerModules(PassModules):
         The layer calls the shared expert in three cases:
 
         - The shared expert has hooks or a wrapper, which must run.
-        - The other experts have hooks or a wrapper. These must see the other experts' output alone, but a
+        - The routed experts have hooks or a wrapper. These must see only the routed experts' output, but a
           task of the schedule would add the shared expert's output to it.
-        - The options ask for fused kernels, which compute the other experts and have no tasks. With
+        - The options ask for fused kernels, which compute the routed experts and have no tasks. With
           fused="auto" the shared expert stays a task, because many calls then run in chunks.
 
         The property is not cached, because hooks may be added between calls. Ranks may differ in hooks,
@@ -161,7 +162,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
-        """The layer's options and the classes of its modules, by which a change between two calls is noticed.
+        """The layer's options and the classes of its modules, compared between calls to notice changes.
 
         After a change the ranks compare their options again.
         """
@@ -316,12 +317,12 @@ class LayerModules(PassModules):
 
     @property
     def counted_degrees(self) -> tuple[int, ...]:
-        """The numbers of chunks for which the next call counts its rows, the same on all ranks.
+        """The numbers of chunks that the row counts of the next call must fit, the same on all ranks.
 
-        Usually these are all numbers that may be chosen. Rows are counted in as many parts of the batch as
-        the least common multiple of these numbers. With ``pipeline="solve"`` this multiple would be too
-        large. So rows are counted for the numbers of the last call, and counted again if the solver then
-        takes other numbers.
+        Usually these are all numbers that may be chosen. Rows are counted in equal parts of the batch. The
+        number of parts is a common multiple of these numbers, so that every chunk consists of whole parts.
+        With ``pipeline="solve"`` the common multiple of all numbers would be too large. So the counts fit
+        only the numbers of the last call. If the solver then takes other numbers, rows are counted again.
         """
         if not self.options.solves:
             return self.options.degrees
@@ -332,8 +333,8 @@ class LayerModules(PassModules):
 
         Some layers restrict the pairs:
 
-        - Both passes have the same chunks if each chunk has memory of its own (no ring slots), if a token is
-          sent only once to a rank, or if callbacks are inside the layer.
+        - Both passes have the same chunks in three cases: each chunk has memory of its own (no ring slots), a
+          token is sent only once to a rank, or callbacks are inside the layer.
         - If experts are modules whose saved tensors are kept, each chunk of backward consists of whole chunks
           of forward, because a saved autograd graph cannot be split.
         - The least common multiple of the two numbers is limited, because rows are counted in that many parts
@@ -381,11 +382,11 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def features(self) -> frozenset[Feature]:
-        """The features of the layer that a layer with default options does not have."""
+        """The layer's features: properties that a default layer lacks, such as a shared expert."""
         return features_of(self)
 
     def refusal(self, component: str) -> str | None:
-        """Returns why a part of pmoe cannot take this layer: a text about the feature that it lacks.
+        """Returns why a part of pmoe cannot take this layer: a text about a feature that the part lacks.
 
         Returns None if the part supports all features of the layer.
 

@@ -1,6 +1,7 @@
-"""Checks which layers can keep T_DI in its messages, or T_M in e4m3, until backward.
+"""Checks whether a layer can keep activations for backward in the forms that restore pairs name.
 
-T_DI are the rows that a rank's experts received, T_M is their hidden activation.
+The activations are T_DI, the rows that a rank's experts received, and T_M, their hidden activation. The forms
+are: T_DI in the messages in which the rows arrived, and T_M rounded to e4m3 (a float8 format).
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ def possible_pairs(modules: LayerModules, pairs: Sequence[Restore]) -> tuple[Res
     """Returns those of the restore pairs ``pairs`` that a layer can have.
 
     On one rank no messages arrive, so no message can be kept: "message" becomes "communicate", which on one
-    rank copies rows from T_I again. If a layer cannot keep T_M in e4m3, the result has no pairs with "e4m3".
-    If all pairs have "e4m3", they are returned unchanged: `check_narrow` raises for such a layer.
+    rank copies rows from T_I again.
+
+    If the layer cannot keep T_M in e4m3, the pairs with "e4m3" are left out. But if no pair would be left,
+    all pairs are returned, and `check_narrow` raises the error for them.
 
     modules: the layer's modules and options.
     pairs: the pairs that the options allow.
@@ -33,7 +36,10 @@ def possible_pairs(modules: LayerModules, pairs: Sequence[Restore]) -> tuple[Res
 
 
 def check_narrow(modules: LayerModules, pair: Restore) -> None:
-    """Raises ValueError if a layer cannot keep T_DI in the messages in which it came, or T_M in e4m3.
+    """Raises ValueError if a restore pair asks for something that the layer cannot do.
+
+    The layer may be unable to keep the messages in which T_DI arrived, because it sends rows as they are
+    (wire=None), or to keep T_M in e4m3.
 
     modules: the layer's modules and options.
     pair: the restore pair that was asked for.

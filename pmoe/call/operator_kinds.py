@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class OperatorKind:
-    """Two functions with which modules of one kind run as an operator.
+    """The two functions of an operator that runs modules of one kind.
 
     run: function (module, inputs) that runs the module. Returns its results.
     shapes: function (module, inputs) that returns empty tensors like these results. The inputs have shapes
@@ -31,6 +31,6 @@ KINDS: dict[str, OperatorKind] = {}
 
 "layer"            a MoELayer
 "experts"          an experts module of transformers on one rank
-"spread experts"   one whose experts are spread over ranks
+"spread experts"   an experts module of transformers, with the experts spread over ranks
 "torchtitan"       the routed experts of torchtitan
 """

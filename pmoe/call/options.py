@@ -51,8 +51,8 @@ class Switches:
     bypass_local: whether rows whose expert is on this rank stay there. False sends them by the all-to-all,
         like all other rows.
     sequential: whether every task waits for the task before it: the baseline of overlap measurements.
-    one_lane: whether collectives inside a node and between nodes wait for each other: the baseline that FSMoE
-        is measured against.
+    one_lane: whether collectives inside a node and between nodes wait for each other: the baseline with which
+        FSMoE is compared.
 
     All ranks must set the same switches. Raises TypeError for a value that is not True or False.
 
@@ -163,7 +163,7 @@ class LayerOptions:
 
     @functools.cached_property
     def wires(self) -> Wires:
-        """The number formats in which rows and results are sent, from the three options of wires."""
+        """The number formats of messages: ``wire``, ``wire_backward`` and ``wire_combine`` in one record."""
         return Wires(rows=self.wire, gradients=self.wire_backward, results=self.wire_combine)
 
     @functools.cached_property
@@ -193,9 +193,9 @@ class LayerOptions:
         This is so with three options:
 
             fused              the ranks also agree on whether fused kernels can compute the call
-            balance            counts are exchanged once more if busy experts get copies on other ranks
-            pipeline="solve"   counts are exchanged once more if the solver takes numbers of chunks for which
-                               the first exchange did not count
+            balance            counts are exchanged again if busy experts get copies on other ranks
+            pipeline="solve"   counts are exchanged again if the solver takes numbers of chunks that the
+                               counts of the first exchange do not fit
         """
         return bool(self.fused or self.solves or self.balance)
 

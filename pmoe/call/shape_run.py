@@ -29,8 +29,8 @@ def is_shape_run() -> bool:
     if STAGE not in sys.modules:
         return False
     if torch._C._current_graph_task_id() != -1:
-        # This is the second pass of a checkpoint. It may run in a thread without the caller's frames, so the
-        # search below would miss them. The values were checked in the first pass, or they were unwritten.
+        # The second pass of activation checkpointing. It may run in a thread without the caller's frames, so
+        # the search below would miss them. The values were checked in the first pass, or they were unwritten.
         return True
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -68,7 +68,7 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 
 
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
-    """Returns the sizes of a layer from which its memory and times are predicted.
+    """Returns the sizes of a layer that predictions of its memory and times need.
 
     modules: the modules and options of the layer.
     rows_TM: (T, ...), rows of T tokens or their projections. Only dtype and device are read from them; if it
@@ -142,7 +142,7 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:
-    """Returns the most copies of busy experts that a call may have; zeros without ``balance``."""
+    """Returns upper bounds of the copies of busy experts in a call; zeros without ``balance``."""
     num_ranks = modules.grid.ep.size
     per_rank = modules.options.most_copies(num_ranks) if modules.options.balance else 0
     return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks)

@@ -14,9 +14,9 @@ from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
 
 RowCounts = Sequence[int]
-"""Numbers of rows, one for each rank: the rows that go to it, or come from it.
+"""Numbers of rows, one for each rank: how many rows go to the rank, or how many come from it.
 
-A rank that passes on rows for others has a list of such numbers, too (`Exchange.relay_counts`).
+A rank that passes on rows for others also has a list of the numbers of these rows (`Exchange.relay_counts`).
 """
 
 
@@ -81,7 +81,7 @@ class Exchange(abc.ABC):
     traffic: Traffic
 
     in_steps = False
-    """Whether `exchange` runs several collectives, each of which needs the result of the collective before.
+    """Whether `exchange` runs several collectives, one after the other.
 
     If so, the engine runs `exchange` in a thread of its own on the CPU, and calls `relay_counts` in each call
     of the layer.
@@ -102,8 +102,8 @@ class Exchange(abc.ABC):
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
-        Only an exchange that consists of several collectives overrides this method. Such an exchange sends
-        rows by way of other ranks, which must know how many rows to expect.
+        Only an exchange that consists of several collectives overrides this method. It sends rows by way of
+        other ranks, which must know how many rows to expect.
 
         Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
         numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds

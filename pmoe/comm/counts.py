@@ -122,8 +122,9 @@ class RankCounts:
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. Each rank
                          then has more than its E_local experts in the counts: the copies come last
         copied_experts   number of this rank's experts that have copies on other ranks
-        messages         the messages of all ranks on the rows' device, if kernels exchanged them; else None.
-                         recv_device then has the bins of the exchange, also after `joined`
+        messages         if kernels wrote the messages of row counts: the messages of all ranks, on the rows'
+                         device. recv_device then has the bins of the exchange, also after `joined`. None if
+                         no kernels wrote them
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
                          other ranks, X for each bin (`Exchange.relay_counts`); None if it passes on none
 
@@ -132,11 +133,13 @@ class RankCounts:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: how often n chunks must be cut finer (`cuts`) until no chunk brings any
-                         rank more rows than a ring slot, a buffer of fixed size, holds (`slot_rows`), or
-                         until each chunk is a bin. Empty if no number of chunks has to be cut finer
+        depth            depth[n]: how often n chunks must be cut finer (`cuts`) to fit. They fit if no chunk
+                         brings any rank more rows than a ring slot, a buffer of fixed size, has room for
+                         (`slot_rows`). A chunk of a single bin is not cut. Empty if no number of chunks has
+                         to be cut finer
         host_shortage    whether any rank lacks host memory for the rows that it receives
-        relays_copies    whether an expert has several copies, whose ranks pass its weights on to each other
+        relays_copies    whether any expert has several copies. The ranks with these copies then pass the
+                         expert's weights on to each other
         max_rows         largest number of rows that any rank receives, rows from itself included; None if
                          not asked for, or if some rank does not have exactly one row for each choice of its
                          tokens
@@ -189,8 +192,8 @@ class RankCounts:
 
         rank: this rank's number, which is also the index of its own rows in the counts.
         num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The
-            experts after them are copies of other ranks' experts, whose rows are always sent. None if there
-            are no copies.
+            experts after them are copies of other ranks' experts. Rows for copies are always sent, so their
+            counts stay. None if there are no copies.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -230,8 +233,8 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
     num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The experts
-        after them are copies of other ranks' experts, whose rows are always sent. None if there are no
-        copies.
+        after them are copies of other ranks' experts. Rows for copies are always sent, so their counts stay.
+        None if there are no copies.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -250,11 +253,12 @@ class Slots:
         the number of ranks that share an expert.
     degrees: the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number of bins
         (equal ranges of a rank's tokens, by which rows are counted).
-    own_rank: this rank, if rows from it to itself are not sent and so are not counted; None counts all.
+    own_rank: this rank's number, if its rows to itself are not sent. These rows then do not count. None
+        counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
-    num_staying: number of this rank's own experts, which come first. Only rows for these are not sent to the
-        rank itself. The experts after them are copies of other ranks' experts, whose rows are always sent.
-        None if there are no copies.
+    num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
+        without being sent. The experts after them are copies of other ranks' experts. Rows for copies are
+        always sent. None if there are no copies.
     limits_own: whether the rows of a chunk that stay on this rank must fit into a slot, too.
     """
 
@@ -312,11 +316,12 @@ class Loads:
     of its own experts when the row counts have arrived. In a max-reduction each rank passes these loads, and
     0 for the experts of other ranks. So all ranks get all loads.
 
-    own_place: the index of the ranks that own this rank's experts: this rank, or its index in `Grid.ep` if
-        each expert is split over ranks. All ranks that share an expert pass the same loads.
+    own_place: where this rank's experts stand among the E experts: its expert i has the number own_place *
+        E_local + i, if each rank has E_local experts. own_place is this rank's number in `Grid.ep`. If each
+        expert is split over several ranks, these ranks have the same own_place and pass the same loads.
     num_experts: E, the experts of all ranks.
-    marks: non-negative numbers of this rank, of which all ranks get the maximum. All ranks must have the same
-        number of marks.
+    marks: non-negative numbers. All ranks have the same number of marks, and get the maximum of each mark
+        over all ranks.
 
     Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> max of (5, 3, 0, 0) and (0, 0, 0, 7).
     """
@@ -345,7 +350,7 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns row counts, to which it adds the loads of all experts and the largest values of ``marks``.
+        """Returns row counts together with the loads of all experts and the largest values of ``marks``.
 
         Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
         over ranks is the load of each expert.
@@ -383,7 +388,7 @@ def cuts(n: int, bins: int) -> tuple[int, ...]:
 
 
 def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> float:
-    """Returns the slack of the ring slots of a layer whose busy experts may have copies on other ranks.
+    """Returns the slack of ring slots in a layer where busy experts may have copies on other ranks.
 
     Under even routing, 1 / W of a chunk's rows stay on their rank, so a ring slot needs room only for the
     other (W - 1) / W. Without copies, slots have room for all rows, so 1 / W of a slot is a reserve for
@@ -395,7 +400,7 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
 
     slack: the option ``slack``.
     num_ranks: W, the ranks among which rows are sent.
-    bypass_local: whether rows stay on their rank at all.
+    bypass_local: whether rows stay on their rank if their expert is there.
     """
     return slack * (num_ranks - 1) / num_ranks if bypass_local else slack
 
@@ -421,14 +426,14 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
 
     Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
     finer chunks. k is the smallest number for which F >= lcm(degrees) * num_ranks: then even a batch that
-    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). If
-    slots are smaller than an even chunk, F is larger by as much. k is smaller if F would otherwise exceed
-    `max_bins`, because the message of row counts must stay small.
+    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). If a
+    slot has room for fewer rows than a chunk has under even routing, F is larger by the same factor. k is
+    smaller if F would otherwise exceed `max_bins`, because the message of row counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
     num_experts: number of experts of all ranks.
-    slack: the rows of a slot over those of a chunk under even routing. Above 1 it counts as 1.
+    slack: the rows of a slot divided by the rows of a chunk under even routing. Above 1 it counts as 1.
 
     Example: degrees (4, 2) on 3 ranks -> 16, and with slack 0.6 -> 32.
     """
@@ -440,7 +445,7 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
 
 
 def max_bins(num_experts: int) -> int:
-    """Returns the bound up to which the function `num_bins` doubles the number of bins.
+    """Returns a bound for `num_bins`, which doubles the number of bins only up to this bound.
 
     The bound is min(MAX_BINS, MAX_COUNTS // num_experts).
 
@@ -477,7 +482,7 @@ LIFE = 8
 LAYER = 8
 """Factors by which a number in a header is multiplied to leave its lowest three bits free.
 
-In the mode, these bits are flags; beside the layer's number, they are the number of the dtype.
+In the mode these bits are flags. In the number that has the layer's number they are the number of the dtype.
 """
 
 
@@ -520,7 +525,7 @@ class EarlyMessages:
     heading: the heading of the messages.
     fault: the fault of the messages: an int64 scalar on the device, or `Fault.NONE`.
     counts_FE: the row counts of the messages.
-    memory: the memory of `Messages`.
+    memory: the device memory that has the messages (`Messages`).
     """
 
     heading: Heading
@@ -592,8 +597,8 @@ class CountsExchange:
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
             False on some rank, `RankCounts.max_rows` is None on all ranks.
         loads: asks for the loads of all experts. It must be None on all ranks or on none.
-        early: messages that have been written before. They are sent if they are those that the other
-            arguments ask for.
+        early: messages that the routing kernels have written already. They are sent if they are the same
+            messages that would be written from the other arguments. Else new messages are written.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None
@@ -822,12 +827,11 @@ class CountsExchange:
     # ---- by kernels, on a GPU
 
     def _packed(self, head: Heading, fault: Tensor | Fault, early: EarlyMessages | None) -> Messages | None:
-        """Returns this rank's messages: those of the routing kernels if they fit, else those of a launch.
+        """Returns this rank's messages: those that the routing kernels wrote, or newly written ones.
 
-        Returns None, and launches nothing, if the kernels cannot write these counts.
-
-        The kernels can write the counts if experts are not sharded, each row is sent for one expert, no rank
-        passes on rows of other ranks, and the loads of experts are not asked for.
+        New messages are written by a kernel. Returns None, and launches nothing, if the kernel cannot write
+        them. It can write them if four conditions hold: experts are not sharded, each row is sent for one
+        expert, no rank passes on rows of other ranks, and the loads of experts are not asked for.
 
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
@@ -852,7 +856,7 @@ class CountsExchange:
         return messages
 
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
-        """Computes the numbers that the host needs by kernels, and copies them to the host. A collective.
+        """Computes, by kernels, the numbers that the host needs, and copies them to the host. A collective.
 
         Returns the same two values as `_to_host`: (F, W, X) on the device, the X counts that this rank
         received from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on

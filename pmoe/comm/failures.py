@@ -49,7 +49,7 @@ LIFE is `GroupRecord.life`, RANK a global rank, and GROUP the name of a process 
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""Time after which a waiting rank reads the failure reports, and between two readings."""
+"""How long a rank waits before it reads the failure reports, and then between two readings."""
 
 failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Cleared when `enter_call` accepts a later call of this rank."""
@@ -77,7 +77,7 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
     from torch.utils.checkpoint import _StopRecomputationError
 
     if isinstance(error, _StopRecomputationError):
-        return  # no failure: torch raises it on all ranks, to end a checkpoint's second pass early
+        return  # no failure: torch raises it on all ranks to end activation checkpointing's second pass early
     if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
     record = ranks.record
@@ -141,9 +141,9 @@ def settle(ranks: Ranks) -> bool:
     """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
     The group may be used again if every rank left that pass by an error of its own, and all ranks had started
-    the same collectives: then no rank waits for a collective that another rank did not start. The function
-    waits at most `PATIENCE_SECONDS` until the store says after which collective each other rank left. If the
-    result is True, the function clears this rank's record of leaving.
+    the same collectives: then no rank waits for a collective that another rank did not start. The other ranks
+    write into the store after which collective they left. The function waits for this at most
+    `PATIENCE_SECONDS`. If the result is True, the function clears this rank's record of leaving.
 
     If the result is False, the caller must call `publish_leaving` again. That call publishes an empty
     `GroupRecord.left_at`, which tells the other ranks that the group cannot be used. So they stop waiting.
@@ -283,7 +283,7 @@ def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
-    """Returns the published errors because of which a collective of the group will not end.
+    """Returns the published errors that keep a collective of the group from ending.
 
     A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
     Let G be the argument ``group``. The error of a rank of G is returned in three cases:
@@ -324,9 +324,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    Such an error is raised again with the stage in its text. All other errors are this rank's own and are
-    raised unchanged. Both sorts of errors are published for the peers, which may wait for this rank
-    (`leave`).
+    It is raised again with the stage in its text. All other errors are this rank's own and are raised
+    unchanged. Both sorts of errors are published, because peers may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -335,10 +334,11 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 
 
 def _order_hint(ranks: Ranks) -> str:
-    """Returns a hint that ranks may call layers in another order; "" if the layers' messages have one size.
+    """Returns a hint that ranks may call layers in different orders; "" if all messages have one size.
 
-    If two ranks are in different layers whose messages of row counts have different sizes, gloo ends the
-    process that gets the longer message. So only the ranks that live can name the cause.
+    The messages of row counts of two layers may have different sizes. If two ranks then are in different
+    layers, gloo ends the process that gets the longer message. So only the ranks that live can name the
+    cause.
 
     ranks: the ranks of the layer.
     """
@@ -402,8 +402,8 @@ _first_calls = itertools.count(1)
 def enter_call(ranks: Ranks, changed: str = "") -> None:
     """Begins a call of a layer: checks the group, and waits for the peers if their calls may differ.
 
-    A layer without a name gets the name "MoELayer N", where N counts the layers of this process that got such
-    a name.
+    A layer without a name gets the name "MoELayer N". N counts the layers of this process that were named in
+    this way.
 
     ranks: the ranks of the layer.
     changed: the options that were changed since the layer's last call, in words; "" for none. If options were

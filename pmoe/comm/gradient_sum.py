@@ -1,4 +1,7 @@
-"""Sums gradients over ranks, in place: of copies of an expert, or of parameters that all experts share."""
+"""Sums gradients over ranks, in place.
+
+The gradients are those of copies of an expert, or of parameters that all experts share.
+"""
 
 from __future__ import annotations
 

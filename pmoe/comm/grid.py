@@ -20,7 +20,7 @@ from pmoe.comm.ranks import Ranks
 
 @dataclass(frozen=True)
 class Grid:
-    """The W = P * L ranks of a layer, and the two process groups of which this rank is a member.
+    """The W = P * L ranks of a layer, and the two process groups of this rank within them.
 
     all: the W ranks. They exchange row counts.
     ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
@@ -71,14 +71,14 @@ class Grid:
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
         """Repeats counts of rows so that all ranks that share an expert have the expert's counts.
 
-        Rows are dispatched among P ranks. Each expert of such a rank is split over L ranks, and all L ranks
-        must know how many rows the expert gets. This method only copies entries of a tensor: nothing is sent.
+        Rows are dispatched among P ranks. Each expert is split over L ranks, and all L ranks must know how
+        many rows the expert gets. This method only copies entries of a tensor: nothing is sent.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
-        Returns (F, W, X) for the W = P * L ranks of the layer (`all`): the entry of each rank is that of
-        the one of the P ranks whose experts it shares.
+        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). Each rank gets the entry of the rank
+        among the P ranks that has a part of the same experts.
         """
         if not self.is_sharded:
             return counts_FPX

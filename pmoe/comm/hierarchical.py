@@ -90,14 +90,14 @@ class HierarchicalExchange(Dispatch, Combine):
     ) -> None:
         """Exchanges rows in several collectives. `exchange` calls this method if it needs several.
 
-        It does if there are several nodes and some node has several ranks. The arguments are those of
-        `exchange`:
+        Several are needed if there are several nodes and some node has several ranks. The arguments are
+        those of `exchange`:
 
         rows, out: contiguous (N,) or (N, M): N rows of M columns, in blocks for each rank and from each rank,
             in order of rank.
         send_rows, recv_rows: the number of rows for each rank, and from each rank.
-        relayed: X numbers. `relay` returned X numbers for each bin (a part of a chunk); these are their sums
-            over the bins of the chunk that is exchanged.
+        relayed: X numbers for the chunk that is exchanged. `relay` returned X numbers for each bin, a part of
+            a chunk. ``relayed`` has the sums of these numbers over the bins of the chunk.
         """
 
     def exchange(

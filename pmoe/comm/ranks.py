@@ -20,7 +20,7 @@ class Ranks:
     group: the process group. None takes the default group if torch.distributed is initialised, else the
         object is a single rank.
     size, rank: the number of ranks in the group, and this rank's number in it.
-    layer: the name, in errors, of the layer that owns this object; "" before the layer's first call.
+    layer: the name that errors give the layer that owns this object; "" before the layer's first call.
     takes_default: whether the group is the default group. If that is destroyed, a new default group may
         replace it.
     by_default: whether the user passed no group or mesh. A layer of one rank may then be an oversight, so its

@@ -2,7 +2,8 @@
 
 NCCL refuses a job in which two ranks have the same host and GPU. NCCL identifies a host by a text, which the
 variable NCCL_HOSTID can set. If each rank has a different text, NCCL takes each rank for a machine of its
-own, and ranks send rows through sockets. Such a job is slow: it can test results, but not measure times.
+own, and ranks send rows through sockets. A job of this kind is slow: it can test results, but not measure
+times.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ OFFICIAL_SINCE = (2, 30)
 """The first version of NCCL that allows several ranks on one GPU, by a variable of its own."""
 
 REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-"""Parts of NCCL's error messages for such a job: of versions up to 2.29, and from 2.30 on."""
+"""Parts of NCCL's errors for several ranks on one GPU: of versions up to 2.29, and from 2.30 on."""
 
 
 def shared_gpu_environment(rank: int, version: tuple[int, ...]) -> dict[str, str]:

@@ -83,8 +83,8 @@ Nodes = int | Sequence[Hashable] | None
 class Topology:
     """The nodes of a group's ranks. Ranks are numbered as in the group, nodes by their first rank.
 
-    members: the ranks of each node. A rank's index among them is its place in the node. Places follow the
-        global ranks, because torch orders the ranks of a new process group by them.
+    members: the ranks of each node. A rank's index among them is its place in the node. The ranks are in the
+        order of their global ranks, because torch orders the ranks of a new process group in this way.
     global_ranks: the global rank of each rank of the group.
     origin: the argument or variable from which the topology was made, with its value, for errors.
 
@@ -234,8 +234,8 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
       of groups that the process already belongs to. If this number differed between processes, the names
       would differ, and the processes would hang (pytorch issue 173608).
 
-    The groups exist until torch.distributed is shut down. They are not made a second time, because a second
-    group with the same name would find the keys of the first group in the store.
+    The groups exist until torch.distributed is shut down. Later calls for the same topology return the same
+    groups. New groups could get the names of old ones, and would then find the old groups' keys in the store.
 
     Raises ValueError on every rank of ``group``, before any group is made, if ``group`` has only some of the
     processes and its members belong to different numbers of groups.

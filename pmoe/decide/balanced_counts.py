@@ -9,19 +9,20 @@ rows: the rank that owns the expert, and the ranks with a copy. One call takes t
        number of rows that all ranks together routed to each expert.
     3. Each rank plans the copies (`pmoe.planner.copies`). All ranks make the same plan, because all have the
        same loads.
-    4. The rows of an expert with copies are divided among its hosts. For this, experts and copies get common
-       indices.
-    5. The ranks exchange row counts once more: how many rows each expert and each copy gets.
+    4. The rows of an expert with copies are divided among its hosts. For this, experts and copies are
+       numbered together.
+    5. The ranks exchange row counts a second time: how many rows each expert and each copy gets.
 
 If no copy would save enough time, steps 4 and 5 are left out.
 
-A rank has memory for a fixed number of copies; each is a place for a copy. The common indices count rank 0's
-experts, then rank 0's places for copies, then rank 1's experts and places, and so on. Example: 2 ranks have 2
-experts each, and each rank has one place for a copy. Rank 1 has a copy of expert 0. Rank 0's place is empty:
+All ranks have the same number of places for copies: as many as the rank that hosts most copies needs. The
+numbering begins with rank 0's experts and places; then come rank 1's experts and places, and so on. Example:
+2 ranks have 2 experts each, and each rank has one place. Rank 1 has a copy of expert 0. Rank 0's place is
+empty:
 
     expert or copy   0    1    -    2    3    copy of 0
     rank             0    0    0    1    1    1
-    common index     0    1    2    3    4    5
+    number           0    1    2    3    4    5
 
 Letters: T tokens, K choices, E experts of all ranks, W ranks.
 """
@@ -65,16 +66,16 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
-"""The least gain in time for which copies are made, as a fraction.
+"""The least gain in time that copies of experts must bring, as a fraction.
 
-The time of a pass is predicted for each rank, and the slowest rank counts. Copies are made only if its time
-without copies is more than (1 + `LEAST_GAIN`) times its time with copies.
+The time of a pass is predicted for each rank, with copies and without. Copies are made only if the slowest
+rank's time without copies is more than (1 + `LEAST_GAIN`) times the slowest rank's time with copies.
 """
 
 TRAINED_MARKS = 8
-"""The number of marks that say which tensors of experts are trained, the same on every rank.
+"""The number of marks of a rank (`trained_marks`). A mark says whether a tensor of the experts is trained.
 
-They are enough for two weights with biases and adapters.
+Eight marks are enough for two weights with biases and adapters. Every rank has the same number of marks.
 """
 
 
@@ -83,13 +84,15 @@ class BalancedCounts(ExactCounts):
 
     A copy is the weights of a busy expert on another rank, which computes a part of the expert's rows.
 
-    copies      the copies of all ranks in this call, with those that this rank sends and hosts; None if there
-                are none, or before `agree`
+    copies      the copies of all ranks in this call, and which of them this rank sends and hosts; None if
+                there are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
                 copies
     is_planned  whether it is decided already which experts get copies in this call
-    may_stay    whether this call may use copies of an earlier call, and later calls its copies
-    state       a record of this rank's experts; it differs in a later call if weights of experts were changed
+    may_stay    whether copies may stay from call to call: this call may use copies of an earlier call, and
+                later calls may use copies of this call
+    state       a record of this rank's experts. If their weights are changed, the record of a later call is
+                not equal to this one
     """
 
     orders: SortedSlots
@@ -110,8 +113,9 @@ class BalancedCounts(ExactCounts):
         self.copies = None
         self.rows_E = None
         self.is_planned = False
-        # A checkpoint without pmoe's contexts expects its second pass to make the same plan as its first. So
-        # its plans depend on the loads alone, and not on copies of other calls.
+        # Activation checkpointing runs a call twice. Without pmoe's contexts the second pass must come to the
+        # same plan of copies as the first. So the plan depends on the loads only, not on copies of other
+        # calls.
         self.may_stay = not (call.may_run_again and torch.is_grad_enabled())
         self.state = None
         super().__init__(call, degrees)
@@ -119,14 +123,15 @@ class BalancedCounts(ExactCounts):
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
 
-        The load of an expert is its number of rows from all ranks. The first exchange also tells every rank
-        whether each of these statements is true on at least one rank:
+        The load of an expert is its number of rows from all ranks. The first exchange also answers these
+        questions. The answer is yes on every rank if it is yes on any rank:
 
-        - The experts of the rank have changed since the last call.
-        - The rank has kept no copies of experts from an earlier call that this call could use.
-        - A gradient of the experts' first tensor is needed; one statement for each tensor (`trained_marks`).
+        - Have the rank's experts changed since the last call?
+        - Has the rank no copies from an earlier call that this call could use?
+        - Is a gradient of tensor i of the experts needed? There is one question for each i (`trained_marks`).
 
-        It also compares experts that are a user's modules among the ranks (`architecture_marks`).
+        If the experts are a user's modules, the exchange also shows whether all ranks have the same kind of
+        experts (`architecture_marks`).
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -164,7 +169,7 @@ class BalancedCounts(ExactCounts):
     def sort_early(self) -> None:
         """Sorts the rows while counts are exchanged, unless the call will probably have copies of experts.
 
-        Copies change the order of the rows. They are probable in this call if the last call had copies.
+        Copies change the order of the rows. This call will probably have copies if the last call had any.
         """
         if not self.call.modules.cache.had_copies or self.copies is not None:
             super().sort_early()
@@ -173,11 +178,11 @@ class BalancedCounts(ExactCounts):
         """Waits for the loads of experts, plans copies, and chooses n for both passes and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and the hidden activation. If there are copies, row counts are exchanged once
-        more, for the experts and the copies. All ranks choose the same n and restore pair.
+        the experts received, and the hidden activation. If there are copies, row counts are exchanged a
+        second time, for the experts and the copies. All ranks choose the same n and restore pair.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -226,8 +231,8 @@ class BalancedCounts(ExactCounts):
         """Divides the rows of experts with copies among the ranks that compute these experts.
 
         A copy is the weights of a busy expert on another rank. Each row gets the index of the expert or copy
-        that computes the row. Experts and copies have common indices: they count the experts of rank 0, the
-        copies of rank 0, the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these
+        that computes the row. Experts and copies are numbered together: first the experts of rank 0, then the
+        copies of rank 0, then the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these
         indices.
 
         modules: the modules that the schedule computes, without the copies.
@@ -249,7 +254,7 @@ class BalancedCounts(ExactCounts):
         """
         counts = agreed.counts
         assert counts is not None and agreed.choice is not None
-        if agreed.copies is not None and self.copies is None:  # the second pass of a checkpoint
+        if agreed.copies is not None and self.copies is None:  # second pass of activation checkpointing
             self.use_copies(modules, agreed.copies)
         self.orders.modules = replace(modules, copies=agreed.copies)
         decision = in_chunks(
@@ -269,8 +274,8 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
     A call has one number of chunks for forward and one for backward. Rows are first counted for the two
-    numbers of the layer's last call. If the solver chooses different numbers for this call, the rows are
-    counted again and the counts are exchanged again.
+    numbers of the layer's last call: in parts of the batch that fit these numbers. If the solver chooses
+    different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
     def __init__(self, call: Call) -> None:
@@ -285,14 +290,14 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
 
 
 def trained_marks(modules: LayerModules) -> list[int]:
-    """Returns 1 for each tensor of the experts whose gradient this rank needs, else 0.
+    """Returns a list of marks: mark i is 1 if this rank needs a gradient of tensor i of the experts, else 0.
 
-    The tensors are those with which experts compute (`Experts.operands`). The result has `TRAINED_MARKS`
-    numbers. The last number is 1 if a gradient is needed for any tensor from that position on. If experts are
-    a user's modules, number i is 1 if a gradient is needed for parameter i of any expert.
+    The tensors are those with which experts compute (`Experts.operands`). The list has `TRAINED_MARKS` marks.
+    The last mark stands for all tensors from its position on: it is 1 if any of them needs a gradient. If
+    experts are a user's modules, mark i is 1 if parameter i of any expert needs a gradient.
 
-    There is no parameter to ask if a tensor is computed from other parameters, or if a wrapper has taken the
-    place of the experts. Such a tensor gets 1 if any parameter of the experts needs a gradient.
+    A tensor may be computed from other parameters, or a tool may have wrapped the experts. No single
+    parameter then belongs to the tensor, and its mark is 1 if any parameter of the experts needs a gradient.
 
     modules: the modules of the layer.
     """
@@ -323,11 +328,15 @@ LARGEST_DIGEST = 2**48
 def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
     """Returns three numbers by which ranks notice that experts cannot be copied, or differ between ranks.
 
-    They are for experts that are a user's modules (`pmoe.experts.architecture`); others have zeros:
+    The numbers are for experts that are a user's modules (`pmoe.experts.architecture`):
 
     - 1 if this rank's experts cannot be copied, else 0;
-    - the digest of their architecture, and `LARGEST_DIGEST` minus the digest. Ranks get the maximum of each,
-      so that they know the largest and the smallest digest of all ranks.
+    - the digest of the experts' architecture;
+    - `LARGEST_DIGEST` minus this digest.
+
+    All three are 0 for experts of other kinds. The ranks exchange the maximum of each number. So every rank
+    learns the largest and the smallest digest of all ranks. If these are equal, all ranks have the same
+    architecture.
 
     modules: the modules of the layer.
     """
@@ -341,10 +350,10 @@ def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
 
 
 def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
-    """Returns whether experts that are a user's modules can be copied in a call, the same on all ranks.
+    """Returns whether experts can be copied in this call. All ranks get the same answer.
 
-    Hooks or dropout that a user has put in after the layer was built keep them from being copied. A warning
-    then says so, once. Collective if experts differ between ranks.
+    Experts that are a user's modules cannot be copied if they have hooks or dropout, which a user may have
+    added after the layer was built. pmoe then warns once. Collective if experts differ between ranks.
 
     modules: the modules of the layer.
     marks: the maxima of `architecture_marks` over all ranks.
@@ -466,7 +475,8 @@ def planned_copies(
     if may_copy:
         limits = limits_of(modules, routed, counts, trained_share(copied, trained))
     cache = modules.cache
-    # The first pass of a reentrant checkpoint, without gradients in training, is not counted.
+    # Reentrant activation checkpointing first runs a call without gradients in training. That pass is not
+    # counted.
     is_counted = counts.needs_grad or not modules.ranks.any_trains
     since, before = cache.calls_alike
     cache.calls_alike = (is_counted, since) if has_changed else (since + is_counted, before)
@@ -510,10 +520,7 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies of experts and they save a large enough fraction of the time.
-
-    The least fraction is `LEAST_GAIN`.
-    """
+    """Returns whether a plan has copies of experts that save enough time (`LEAST_GAIN`)."""
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 
@@ -533,12 +540,12 @@ def with_pairs(
 ) -> CopyPlan:
     """Returns a plan with additional copies that compute no rows.
 
-    Copies that were kept from an earlier call are not moved in memory, even if a new plan does not need some
-    of them. So the plan must list all of them, the needless ones with 0 rows.
+    Copies that were kept from an earlier call stay where they are in memory, even if a new plan does not need
+    some of them. So the plan must list all kept copies. A copy that is not needed gets 0 rows.
 
     plan: the plan without the additional copies.
     loads: (E,) rows of each of E experts, from all ranks together.
-    owners: (E,) rank of each expert's parameters.
+    owners: (E,) the rank that owns each expert.
     pairs: the copies that the plan must have, as pairs (expert, rank).
     """
     hosts = dict(plan.hosts)
@@ -548,7 +555,9 @@ def with_pairs(
 
 
 class SlotsOfHosts(SortedSlots):
-    """The routing of a call with copies: each (token, choice) slot has the index of an expert or of a copy.
+    """The routing of a call in which busy experts have copies on other ranks.
+
+    Each (token, choice) slot has the index of the expert or copy that computes its row.
 
     The routing kernels may have sorted the rows already. Their order is not used, because they sort by
     experts only, without copies.
@@ -573,14 +582,18 @@ class SlotsOfHosts(SortedSlots):
 
 
 class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
-    """The routing of a call with copies in which a token is sent only once to each rank (``send_once``)."""
+    """The routing of a call in which busy experts have copies and a token goes to each rank only once.
+
+    The class is for layers with ``send_once``: even if a rank has several of a token's experts, it gets the
+    token once.
+    """
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
-    """Sets how backward gets the weights of copies: kept since forward, or sent again by owners.
+    """Returns the copies, and notes in them how backward gets their weights: kept, or sent again.
 
-    The weights are sent again if the restore pair sends the experts' input rows again. Copies that are kept
-    for later calls are never sent again.
+    The owners send the weights again if the restore pair sends the experts' input rows again. Otherwise the
+    weights are kept since forward. Copies that are kept for later calls are never sent again.
 
     copies: the copies of a call.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
@@ -595,9 +608,9 @@ def indices_of_rows(
 ) -> Tensor:
     """Returns (T, K), the index of the expert or copy that computes the row of each (token, choice) slot.
 
-    Experts and copies have common indices (`HostedCopies`). The hosts of an expert are the ranks that compute
-    its rows. This rank's rows for one expert are numbered in the order of the slots. The number of a row
-    decides which host gets it (`pmoe.planner.copies.row_cuts`).
+    Experts and copies are numbered together (`HostedCopies`). The hosts of an expert are the ranks that
+    compute its rows. This rank's rows for one expert are numbered in the order of the slots. The number of a
+    row decides which host gets it (`pmoe.planner.copies.row_cuts`).
 
     copies: the copies of the call.
     expert_TK: (T, K) int64 or int32, the K experts that the gate chose for each of T tokens.
@@ -643,7 +656,7 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
     The price is the number of rows that a rank could compute in the time that sending a copy's weights takes.
-    The results are the same on all ranks:
+    All ranks get the same results, which depend on the options:
 
     - With ``memory_budget`` there are only as many copies as the budget has room for.
     - If ``balance`` is a number of copies, the price is 0, so copies are made even if they save little.
@@ -654,7 +667,8 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their shape, dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
-    learned: the fraction of the numbers in the experts' weights of which at least one rank needs gradients.
+    learned: the fraction of the experts' weights that are trained: at least one rank needs their gradients.
+        The fraction is of the numbers in the weights, not of the tensors.
     """
     options = modules.options
     if routed.x_TM.is_cuda:

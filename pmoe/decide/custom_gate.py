@@ -1,4 +1,4 @@
-"""Checks a gate that is a user's module, when the layer is built, and its `Routing` in each call.
+"""Checks a user's gate when the layer is built, and the `Routing` that it returns in each call.
 
 Shapes and dtypes are checked on the host, and a wrong one raises at once. Values are checked on the device,
 because reading them on the host would make the host wait for the device. If a value is wrong, the device

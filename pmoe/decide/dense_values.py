@@ -37,8 +37,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
     If a tensor is large, only a sample of `MOST_VALUES` of its values is read. The values are copied to the
     host, so the host waits for a GPU. Some tensors have no readable values: tensors on the meta device,
-    uninitialised parameters, and tensor subclasses that store values in their own format. Only the name,
-    shape and dtype of such a tensor enter the digest.
+    uninitialised parameters, and tensor subclasses that store values in their own format. The digest has
+    only the names, shapes and dtypes of these tensors.
     """
     if not tensors:
         return ""

@@ -33,14 +33,15 @@ from pmoe.runners.pipeline import PipelineRunner
 class ExactCounts:
     """Gets a call's row counts by an exchange among all ranks.
 
-    The call then runs in chunks (micro-batches) on the pipeline engine. The class implements `CountsSource`.
+    The call then runs in chunks (micro-batches) on the pipeline engine. A subclass may choose fused kernels
+    instead (`FusedCounts`). The class implements `CountsSource`.
 
     call     the call
     routed   the call's tokens with their routing
-    orders   sorts the (token, choice) slots of the call by chunk and expert, for each number of chunks
+    orders   sorts the (token, choice) slots of the call by chunk and expert, for any number of chunks
     fuses    whether fused kernels may compute the call in place of the engine (`kernels_may_take_it`)
-    loads    if set, the exchange also collects the number of rows that all ranks together routed to each
-             expert; a layer that copies busy experts needs these numbers. Else None
+    loads    asks the exchange for the load of each expert: the number of rows that all ranks together routed
+             to it. A layer that copies busy experts needs the loads. None asks for nothing
     """
 
     loads: Loads | None = None
@@ -60,12 +61,12 @@ class ExactCounts:
     ) -> None:
         """Routes the call, starts the exchange of its row counts, and sorts its rows if n is already known.
 
-        n is the number of chunks. The second pass of an activation checkpoint exchanges nothing, because it
-        uses the counts of the first pass.
+        n is the number of chunks. Activation checkpointing runs a call twice. The second pass exchanges
+        nothing, because it uses the counts of the first pass.
 
         call: the call.
-        degrees: the numbers of chunks for which rows are counted, the same on all ranks; None for all numbers
-            that the options allow.
+        degrees: the numbers of chunks that the row counts must fit, the same on all ranks; None for all
+            numbers that the options allow.
         """
         self.call = call
         self.routed = route_batch(call)
@@ -75,8 +76,8 @@ class ExactCounts:
         orders_type = DeduplicatedSlots if modules.options.send_once else SortedSlots
         self.fuses = False
         self._exchange = None
-        # A checkpoint expects its two passes to save the same tensors, but only the first pass has an
-        # exchange. So the exchange is hidden from the checkpoint.
+        # Activation checkpointing runs a call twice, and expects both passes to save the same tensors. Only
+        # the first pass has an exchange. So the exchange is hidden from checkpointing.
         with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
             self.orders = orders_type(
                 call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
@@ -103,8 +104,8 @@ class ExactCounts:
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts the exchange of row counts and returns it. Collective.
 
-        Rows are counted in bins: parts of the batch that are smaller than chunks. The number n
-        of chunks is chosen later. Each chunk then consists of several neighbouring bins, or of one.
+        Rows are counted in bins: equal parts of the batch. The number n of chunks is chosen later. Each chunk
+        then consists of one bin, or of several neighbouring bins.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -167,8 +168,8 @@ class ExactCounts:
         the experts received, and the hidden activation. All ranks choose the same. A small call on the CPU
         without gradients needs no n and no restore pair (`are_few`), so its result has only the counts.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
         """
         self.orders.modules = modules
@@ -187,7 +188,8 @@ class ExactCounts:
         """
         modules = self.call.modules
         is_small = num_tokens * modules.options.top_k <= FEW_ROWS
-        # In training, a reentrant checkpoint runs first without gradients, and must round as its second pass.
+        # In training, reentrant activation checkpointing first runs a call without gradients. This pass must
+        # round as the second pass does, so it must not take the path for few rows.
         ranks = modules.ranks
         trains = ranks.any_trains if ranks.size > 1 else self.call.layer.training
         on_cpu = self.routed.x_TM.device.type == "cpu"
@@ -196,8 +198,8 @@ class ExactCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
         """
@@ -227,8 +229,8 @@ def in_chunks(
     counts: the row counts.
     choice: the number of chunks of each pass, and the restore pair.
     max_tokens: the largest number of tokens of any rank.
-    kept_device_E: (E,) on the device, how many of this rank's rows for each of the E experts of all ranks are
-        not padding. For statistics after the call; None if there is no padding.
+    kept_device_E: (E,) on the device. For each of the E experts of all ranks, the number of this rank's rows
+        that are not padding. Statistics after the call read it. None if there is no padding.
     """
     call = source.call
     plan = orders.plan(counts, choice)
@@ -247,8 +249,8 @@ def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts
     """Returns the decision to run a small call without chunks or a plan of buffers.
 
     source: has the call, and its tokens with their routing.
-    modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-        have the wrapper's experts.
+    modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+        ``modules`` has the copy.
     inputs: the rows and parameters of the call.
     counts: the row counts.
     """
@@ -268,12 +270,12 @@ class LoadedExchange:
     """An exchange of row counts in which a rank can also report that its experts were loaded.
 
     Each rank must hold different experts. If a state dict was loaded on any rank, all ranks compare their
-    experts before the call goes on. The exchange has one number from each rank for faults. A rank that has
-    loaded a state dict sends `Fault.LOADED` as this number:
+    experts before the call goes on. In the exchange each rank sends one number, which says whether it has a
+    fault. A rank that has loaded a state dict sends `Fault.LOADED` as this number:
 
         first exchange    if any rank reports Fault.LOADED, all ranks discard the counts
         check_loaded      all ranks compare their experts
-        second exchange   sends the counts once more, with the true fault of each rank
+        second exchange   sends the counts a second time, with the true fault of each rank
 
     If no rank has loaded experts, only the first exchange takes place.
 

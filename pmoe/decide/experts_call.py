@@ -1,7 +1,7 @@
 """The layer calls its experts as a module. Inside this call pmoe decides how to run, and runs.
 
-The experts are called as a module so that their hooks run, and so that a wrapper that another library puts
-around the experts is called:
+The experts are called as a module, so that their hooks run. If another library has put a wrapper around the
+experts, the wrapper is called:
 
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
@@ -107,11 +107,11 @@ class ExpertsCall:
         return self.decision, y_TM
 
     def _check_second_run(self) -> None:
-        """Raises RuntimeError if a reentrant checkpoint around the experts alone runs the experts again.
+        """Raises RuntimeError if a reentrant activation checkpoint around only the experts runs them again.
 
-        A checkpoint with ``use_reentrant=True`` runs first without gradients, then with gradients. It returns
-        gradients only for its own arguments. The routing weights are not an argument of the experts module,
-        so their gradient would be lost.
+        ``torch.utils.checkpoint`` with ``use_reentrant=True`` first runs a module without gradients, then
+        with gradients. It returns gradients only for the module's arguments. The routing weights are not an
+        argument of the experts module, so their gradient would be lost.
         """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
@@ -126,8 +126,8 @@ class ExpertsCall:
             them.
         x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts; M is d_model.
 
-        Returns (T, M), the results of the tokens. A checkpoint around the experts may run this method a
-        second time. The second run repeats the decision of the first.
+        Returns (T, M), the results of the tokens. Activation checkpointing of the experts may run this method
+        a second time. The second run repeats the decision of the first.
         """
         call = self.call
         routed = self.routed
@@ -137,7 +137,7 @@ class ExpertsCall:
         self._stage = ""
         if self.decision is None:
             decision = self.decision = self.decide(experts, inputs)
-        else:  # a checkpoint around the experts alone is running them again
+        else:  # activation checkpointing of only the experts runs them again
             self._check_second_run()
             decision = replace(self.decision, routed=routed, inputs=inputs)
         y_TM = run(decision)
@@ -149,10 +149,11 @@ class ExpertsCall:
 
         The restore pair says how backward gets the experts' input and hidden activation. The runner is the
         object that computes both passes. All ranks agree on everything that changes the order of collectives.
-        The second pass of an activation checkpoint uses what the ranks agreed on in the first pass.
+        Activation checkpointing runs a call twice. The second pass uses what the ranks agreed on in the first
+        pass.
 
-        A checkpoint raises an error if its two passes save different tensors. Time measurements and
-        comparisons between ranks happen in one pass only. So the checkpoint's hooks are switched off while
+        Checkpointing raises an error if the two passes save different tensors. Time measurements and
+        comparisons between ranks happen in one pass only. So checkpointing's hooks are switched off while
         this method runs.
 
         experts: the experts to compute. A tool such as PEFT may wrap the layer's own experts and call a copy
@@ -315,10 +316,10 @@ def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
 
 
 def shared_output(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns (T, M), the shared expert's output for T tokens, each multiplied by its factor.
+    """Returns (T, M), the shared expert's output for T tokens, multiplied by a factor for each token.
 
-    The shared expert is called as a module here, so that its hooks run. A factor is the sigmoid of the shared
-    expert's gate, or 1 without a gate.
+    The shared expert is called as a module here, so that its hooks run. The factor of a token is the sigmoid
+    of the shared expert's gate, or 1 without a gate.
 
     modules: the modules of the layer.
     x_TM: (T, M), the rows, with M = d_model columns.

@@ -56,7 +56,7 @@ def stacked(modules: LayerModules) -> StackedExperts:
     """Returns the layer's experts with the type `StackedExperts`, which type checkers need to know.
 
     In `StackedExperts` one tensor holds a weight, such as the first matrix, of all experts of this rank.
-    Fused kernels can compute only such experts. The callers have checked that the layer has such experts.
+    Fused kernels can compute no other experts. The callers have checked that the layer's experts are stacked.
     """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts
@@ -133,7 +133,7 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
 
     - an option is unsupported;
     - the gate has hooks, which must get the routing;
-    - a checkpoint may run the call twice and compare the routing of both passes.
+    - activation checkpointing may run the call twice and compare the routing of both passes.
 
     Counting rows needs the values of the routing. So this function is only for layers that exchange no row
     counts before the launch (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).

@@ -53,8 +53,8 @@ class FusedCounts(ExactCounts):
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
 
-        Nothing is sorted if the persistent kernel may compute the call, because it sorts the rows itself, nor
-        in the second pass of an activation checkpoint, because it has no exchange of counts.
+        Nothing is sorted in two cases. If the persistent kernel may compute the call, it sorts the rows
+        itself. In the second pass of activation checkpointing there is no exchange of counts.
         """
         if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
@@ -96,8 +96,8 @@ class FusedCounts(ExactCounts):
         If both are chosen, the fused kernels compute the forward pass, and the pipeline engine computes the
         backward pass. All ranks make the same choice.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -122,8 +122,8 @@ class FusedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, which says what computes each pass.
         """

@@ -99,7 +99,7 @@ class OneRankCounts:
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Returns the choice of kernels that the constructor got: there is no other rank to agree with.
+        """Returns the choice of kernels that the constructor got, because there is no other rank to ask.
 
         modules, inputs: not used.
         """

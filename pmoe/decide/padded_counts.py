@@ -13,7 +13,8 @@ hold the call. All ranks must have the same number of tokens. The ranks compare 
 
     on the CPU    in every call
     on CUDA       in the first call with each combination of number of tokens, dtype, and whether gradients
-                  are needed (`PaddedCallKey`), and when a checkpoint routes the same tokens a second time
+                  are needed (`PaddedCallKey`), and when activation checkpointing routes the same tokens a
+                  second time
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ class PaddedCounts:
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Checks that all ranks have equal calls; chooses the persistent kernel, or n and the restore pair.
+        """Compares the ranks' calls. Then chooses the persistent kernel, or n and the restore pair.
 
-        n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and their hidden activation.
+        All ranks must have the same number of tokens. n is the number of chunks. The restore pair says how
+        backward gets two activations back: the rows that the experts received, and their hidden activation.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
 
         Raises ValueError on every rank if the ranks have different numbers of tokens.
@@ -123,8 +124,8 @@ class PaddedCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run in chunks of padded rows, or by the persistent kernel.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`.
         """
@@ -220,8 +221,8 @@ class PaddedCounts:
         This method is called only if the persistent kernel will not be launched. If that kernel was to
         compute the routing (`defer_routing`), the routing has no values yet, and this method computes them.
 
-        modules: the layer's modules. If a wrapper calls other experts in place of the layer's, the modules
-            have the wrapper's experts.
+        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
+            ``modules`` has the copy.
         """
         if self._padded_rows is None:
             if self._deferred is not None:
@@ -234,11 +235,12 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
-    """Checks that all ranks have the same number of tokens and need of gradients, and exchanges faults.
+    """Compares the ranks' calls of a layer with ``pad_to_capacity``, and exchanges faults.
 
-    The check is for layers with ``pad_to_capacity``. On the CPU ranks compare every call. On CUDA the host
-    would wait for the exchange, so ranks compare only two sorts of calls: the first call with the values of
-    ``key``, and a call in which a checkpoint routes the same tokens a second time.
+    All ranks must have the same number of tokens, and gradients must be needed on all ranks or on none. On
+    the CPU ranks compare every call. On CUDA the host would wait for the exchange, so ranks compare only two
+    sorts of calls: the first call with the values of ``key``, and a call in which activation checkpointing
+    routes the same tokens a second time.
 
     call: the call.
     routed: the call's tokens with their routing, and the fault of this rank.
@@ -279,9 +281,9 @@ def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
 def compares_always(device: torch.device) -> bool:
     """Returns whether ranks compare every call of a layer with ``pad_to_capacity``: True on the CPU.
 
-    In such a layer every rank sends a fixed number of rows, so all ranks must have the same number of tokens.
-    The ranks compare that number and report faults. On CUDA each comparison would make the host wait for the
-    device. So the result is False on CUDA, and ranks compare only the first call with each `PaddedCallKey`:
-    number of tokens, dtype, and whether gradients are needed.
+    In a layer with ``pad_to_capacity`` every rank sends a fixed number of rows, so all ranks must have the
+    same number of tokens. The ranks compare that number and report faults. On CUDA each comparison would make
+    the host wait for the device. So the result is False on CUDA, and ranks compare only the first call with
+    each `PaddedCallKey`: number of tokens, dtype, and whether gradients are needed.
     """
     return device.type != "cuda"

@@ -31,12 +31,13 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
     """Checks the input of a call and routes its tokens to experts.
 
     call: the call.
-    ask: returns the checked routing of the tokens; its second argument has their rows, (T, M) for T tokens
-        and M = d_model columns. If ``ask`` is None, `run_gate` calls the gate.
+    ask: a function (call, x_TM) that returns the checked routing. x_TM has the rows of the tokens: (T, M) for
+        T tokens and M = d_model columns. None takes `run_gate`, which calls the gate.
 
     On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
     with the error, and takes part in the exchange of row counts. The exchange reports the fault, and all
-    ranks raise. In the second pass of a checkpoint there is no exchange, so the rank raises at once.
+    ranks raise. Activation checkpointing runs a call twice. The second pass has no exchange, so in it the
+    rank raises at once.
     """
     modules = call.modules
     try:
@@ -113,12 +114,14 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
-    Three checks run on the device, so that the host does not wait. A check that fails gives the number of a
-    `Fault`, which the ranks exchange later. If several checks fail, the last one in this list is reported:
+    Three checks run on the device, so that the host does not wait. If a check fails, the result has the
+    number of a `Fault`, which the ranks exchange later. If several checks fail, the result has the fault of
+    the last one. A check fails if
 
     - values that a user's gate returned are outside their range (`clamped_with_fault`);
     - logits are not finite, unless ``check_finite`` is False;
-    - a checkpoint runs these tokens a second time, and the routing differs from the first pass.
+    - activation checkpointing routes these tokens a second time, and the result is not that of the first
+      time.
     """
     modules = call.modules
     options = call.modules.options
@@ -197,12 +200,12 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     - They sort the (token, choice) slots, if the options fix the number of chunks.
     - They write this rank's messages of row counts, if row counts are exchanged.
 
-    If there are too many bins for the kernels, the kernels count all tokens as one bin. The order in which
-    they sort the slots is then not used, and they write no messages.
+    If there are too many bins for the kernels, the kernels count all tokens as one bin. They then write no
+    messages, and the order in which they sort the slots is not used.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
-    checks: whether the fault of the result says that logits are not finite.
+    checks: whether the kernels check that all logits are finite. If some are not, the result has a fault.
     """
     modules = call.modules
     gate = modules.gate
@@ -333,8 +336,8 @@ def is_fetched(modules: LayerModules) -> bool:
     """Returns whether the experts' parameters may be on the meta device until the experts are called.
 
     With offloading, a library such as accelerate loads the parameters in a hook when the experts are called.
-    So the caller must not compare the device of the parameters with that of the input. The result is True if
-    the experts have any hook or a replaced forward method.
+    So the result is True if the experts have any hook or a replaced forward method. The caller must then not
+    compare the device of the parameters with that of the input.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 
@@ -392,8 +395,8 @@ def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
 
     - Autocast is on: autocast's dtype.
     - FSDP2 shards the experts with mixed precision: the dtype to which FSDP2 casts the experts.
-    - FSDP's mixed precision has cast x and the gate to 16 bits, and the experts are in float32, because FSDP
-      does not manage them: the dtype of x.
+    - FSDP's mixed precision has cast x and the gate to 16 bits. FSDP does not manage the experts, so they are
+      in float32: the dtype of x.
     - Otherwise: None.
 
     modules: the modules and options of the layer.

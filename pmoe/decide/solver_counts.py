@@ -8,7 +8,7 @@ chunks, rows are counted again and the counts are exchanged again:
     last call                                  3 chunks in forward, 4 in backward
     this call                                  counts in 12 bins or a multiple of 12, exchanged
     if the solver takes 3 and 4 chunks again   the counts are used
-    if the solver takes 5 and 5 chunks         counts in 5 bins or a multiple of 5, exchanged once more
+    if the solver takes 5 and 5 chunks         counts in 5 bins or a multiple of 5, exchanged a second time
 
 All ranks take the same steps, because the solver's answer follows from numbers that all ranks have.
 """
@@ -32,8 +32,8 @@ class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
     A call has one number of chunks for forward and one for backward. Rows are first counted for the two
-    numbers of the layer's last call. If the solver chooses different numbers for this call, the rows are
-    counted again and the counts are exchanged again.
+    numbers of the layer's last call: in parts of the batch that fit these numbers. If the solver chooses
+    different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
     _counts: RankCounts
@@ -54,8 +54,8 @@ class SolverCounts(ExactCounts):
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
         """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
-        If the call's rows were counted for other numbers of chunks, they are counted again, which is
-        collective. The layer remembers both numbers, and its next call counts rows for them.
+        If the present counts do not fit these numbers of chunks, the rows are counted again, which is
+        collective. The layer remembers both numbers, and the counts of its next call will fit them.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """
@@ -67,9 +67,9 @@ class SolverCounts(ExactCounts):
     def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
         """Returns row counts for some numbers of chunks, and the sorted (token, choice) slots of the call.
 
-        Rows are counted in bins, equal parts of the batch. For each n in ``degrees``, whole bins can be
-        joined to n chunks. The plan of the call is made from the slots. The method is collective if rows must
-        be counted again.
+        Rows are counted in bins, equal parts of the batch. The bins fit all numbers in ``degrees``: whole
+        bins can be joined to n chunks for each n. The plan of the call is made from the slots. The method is
+        collective if rows must be counted again.
 
         degrees: the numbers of chunks n. They follow from the largest number of tokens of any rank, so they
             are the same on all ranks.

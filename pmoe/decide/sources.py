@@ -15,11 +15,11 @@ def counts_source(call: Call) -> CountsSource:
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
-        BalancedCounts  the layer has balance: ranks exchange counts, and once more if any expert gets a copy
-                        on another rank
+        BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
+                        rank, they exchange counts a second time
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
-        SolverCounts    the layer has pipeline="solve": ranks exchange counts, and once more if the solver
-                        takes other numbers of chunks than those for which rows were counted
+        SolverCounts    the layer has pipeline="solve": ranks exchange counts. If the solver then takes
+                        numbers of chunks that these counts do not fit, they exchange counts a second time
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
     modules = call.modules

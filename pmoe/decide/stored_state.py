@@ -139,8 +139,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 class Writer:
     """A function of another library that saves a checkpoint by writing the state dict of a single rank.
 
-    The checkpoint would have only the experts of that rank. So pmoe raises an error if such a function calls
-    ``state_dict()``.
+    The checkpoint would have only the experts of that rank. So pmoe raises an error if one of these functions
+    calls ``state_dict()``.
 
     name: the name of the function in error messages.
     on_all_ranks: True if the function calls ``state_dict()`` on every rank, False if only on the rank that

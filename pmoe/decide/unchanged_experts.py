@@ -30,7 +30,7 @@ ExpertsState = tuple[object, ...]
 
 
 def state_of(modules: LayerModules) -> ExpertsState | None:
-    """Returns a record of this rank's experts, by which later calls notice that the experts were changed.
+    """Returns a record of this rank's experts. Later calls compare it to find out about changes.
 
     The record has the address of each parameter, torch's count of the parameter's in-place changes, and the
     setting of the experts, such as the adapter in use. If experts are a user's modules, it also has their

@@ -40,7 +40,7 @@ class _Record:
 
 
 class _Attached(torch.autograd.Function):
-    """Returns a copy of a tensor of any shape, so that backward also differentiates a scalar loss.
+    """Returns a copy of a tensor of any shape. Its backward pass also differentiates a scalar loss.
 
     In backward the tensor gets the gradient of the copy, and the loss gets the gradient 1.
     """
@@ -60,8 +60,8 @@ class _Attached(torch.autograd.Function):
 class AttachedLosses:
     """Attaches losses to tensors, and warns if a loss was never differentiated.
 
-    Only the rank with such a loss warns. It raises no error, because the other ranks may be waiting for it in
-    a collective.
+    Only the rank that did not differentiate its loss warns. It raises no error, because the other ranks may
+    be waiting for it in a collective.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class AttachedLosses:
         """
         self.warn_of_unused()
         if self._handle is None:
-            # The hook must not keep this object and its model alive: it knows the list alone.
+            # The hook must not keep this object and its model alive, so it refers to the list only.
             hook = functools.partial(_warn_before_step, self._unused)
             self._handle = register_optimizer_step_pre_hook(hook)
         attached: Tensor = _Attached.apply(y, loss, _Record(self._unused))  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class AttachedLosses:
 
 
 def _warn_before_step(unused: list[int], *_: Any) -> None:
-    """Warns of losses that were not differentiated, as a hook before a step of any optimizer."""
+    """Warns of losses that were not differentiated. A hook that runs before each optimizer step."""
     _warn(unused)
 
 

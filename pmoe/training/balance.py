@@ -69,7 +69,7 @@ class StepTotals:
     num_tokens: number of tokens that each layer gets in the step.
     num_sequences: number of sequences of the step. Losses over sequences need it.
     counts: a dict {name of a layer: (E,) int64, how many choices fell on each of E experts}. Losses over the
-        batch need it. None if the numbers are not known.
+        batch need it. None if the counts are not known.
 
     Raises ValueError or TypeError if a number is no integer of at least 0, or counts are not a dict.
     """
@@ -87,7 +87,7 @@ class StepTotals:
 class _LayerSums:
     """Sums over the calls of one layer since the last loss. Gradients flow through share, sequences and z.
 
-    share: (E,), each expert's share in a token's scores, summed over tokens, for E experts. None before the
+    share: (E,) for E experts: the expert's share in a token's scores, summed over all tokens. None before the
         first call.
     sequences: scalar, the sum of the losses of sequences; None unless the loss is over sequences.
     z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
@@ -103,7 +103,7 @@ class _LayerSums:
     num_sequences: int = 0
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
-        """Adds the sums of one call. An argument means the same as the attribute with its name."""
+        """Adds the sums of one call. Each argument means the same as the attribute of its name."""
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
         if sequences is not None:
@@ -305,7 +305,7 @@ class BalanceLoss:
         return parts * (self._ranks.size if self.averaged else 1)
 
     def attach(self, y: Tensor, factor: float, totals: StepTotals | None) -> Tensor:
-        """Returns ``y`` with the same values, whose backward pass also differentiates factor * `loss`.
+        """Returns a tensor with the values of ``y``. Its backward pass also differentiates factor * `loss`.
 
         It is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to the
         task's loss, because another rank computes the task's loss. Call this method once, at the end of the
@@ -314,11 +314,13 @@ class BalanceLoss:
             y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
 
         The factor has the number of micro-batches, because torch's schedules divide gradients by it
-        (``scale_grads=True``). Give each stage a `BalanceLoss` of its own layers, whose ``group`` is that of
-        the ranks that share the stage. Call it outside of activation checkpoints with use_reentrant=True.
+        (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own layers. Its ``group`` must
+        be the ranks that share the stage. Call `attach` outside of activation checkpoints with
+        use_reentrant=True.
 
-        Two kinds of calls return ``y`` and take no loss: calls without gradients, which `totals` can then sum
-        over the whole schedule, and the run in which torch finds the shapes of a stage.
+        Two kinds of calls attach no loss and return ``y`` itself: calls without gradients, and the run in
+        which torch finds the shapes of a stage. After calls without gradients, `totals` can sum their numbers
+        over the whole schedule.
 
         Use the result in place of ``y``. If it is dropped, the loss has no gradients, and the next call of
         this method, `loss`, `totals` or an optimizer's step issues a warning.
@@ -372,7 +374,7 @@ class BalanceLoss:
     def state_dict(self) -> dict[str, Any]:
         """Returns the window of steps, to be saved in a checkpoint; {} unless the loss is over a window.
 
-        It has for each step a dict {name of a layer: (E,) int64, how many choices chose each expert}.
+        It has for each step a dict {name of a layer: (E,) int64, how many choices fell on each expert}.
         """
         return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
 

@@ -54,8 +54,8 @@ class Loaded:
         path: folder of the checkpoint.
         step: number of the training step at which it was saved.
         extra: the ``extra`` that `save_checkpoint` got on rank 0.
-        random: True if the random generators were set to their saved states, which needs as many ranks as
-            saved them.
+        random: True if the random generators were set to their saved states. They are set only if the number
+            of ranks is the same as when they were saved.
     """
 
     path: Path
@@ -186,7 +186,7 @@ def load_checkpoint(
 
 
 def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
-    """Returns one optimizer, several, or None as a list of optimizers.
+    """Returns the argument ``optimizer`` (one optimizer, several, or None) as a list.
 
     Raises TypeError for anything that is not an optimizer.
     """
@@ -203,7 +203,7 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Plain data are everything that is not a model's or optimizer's tensor. If several ranks have data under
     the same name, the lowest rank's data are taken.
 
-    of_ranks: a dict of each rank, in rank order, with the keys
+    of_ranks: one dict from each rank, in rank order, with the keys
 
         step       number of the training step
         extra      the caller's extra data; those of rank 0 are saved
@@ -232,11 +232,11 @@ def _states_to_fill(
     plain: states.Plain,
     metadata: Metadata,
 ) -> dict[str, Tensor]:
-    """Returns the optimizers' state tensors by their names in the checkpoint, to read saved values into.
+    """Returns the optimizers' state tensors by their names in the checkpoint.
 
-    torch.distributed.checkpoint (DCP) reads the values later. An optimizer that made no step yet has no
-    state, so its state is created first. If the checkpoint does not fit, the optimizers get back the state
-    that they had before. Collective.
+    torch.distributed.checkpoint (DCP) reads the saved values into these tensors later. An optimizer that made
+    no step yet has no state, so its state is created first. If the checkpoint does not fit, the optimizers
+    get back the state that they had before. Collective.
 
     ranks: the ranks that hold the model together.
     path: folder of the checkpoint, for the message.

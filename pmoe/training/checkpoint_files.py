@@ -51,7 +51,7 @@ RECORDS = frozenset(
 Other classes are refused, because unpickling them could run any program.
 """
 PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-"""(module, name) of PosixPath in that list. Python 3.13 alone names the second module, which others lack."""
+"""(module, name) of PosixPath in that list. Only Python 3.13 has the second module, and uses its name."""
 
 
 class CheckpointError(ValueError):
@@ -157,7 +157,7 @@ def find(folder: Path, step: int | None) -> str:
     folder: folder of all checkpoints of the run.
     step: number of a training step; None takes the latest checkpoint.
 
-    Raises CheckpointError if there is no such checkpoint.
+    Raises CheckpointError if there is no checkpoint of this step, or no checkpoint at all.
     """
     if step is None:
         return _last(folder / POINTER)

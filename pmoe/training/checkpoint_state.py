@@ -97,7 +97,7 @@ class Names:
 
         parameter: a parameter of any shape.
 
-        Raises ValueError if the model has no such parameter.
+        Raises ValueError if it is not a parameter of the model.
         """
         if parameter not in self._by_parameter:
             shape = tuple(parameter.shape)
@@ -303,10 +303,11 @@ def problems_of(
 
 
 def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Describes split w1 and b1 of gated experts to torch.distributed.checkpoint as two blocks each.
+    """Describes this rank's part of a split w1 or b1 to torch.distributed.checkpoint as two blocks.
 
-    Gated experts are, for example, SwiGLU experts. Returns all tensors by name: those w1 and b1 as objects
-    that describe the blocks ("boxes"), the others unchanged. Shapes may be any.
+    The function is for gated experts, such as SwiGLU experts, that are split over ranks. It returns all
+    tensors by name, of any shape. A split w1 or b1 is returned as an object that describes its two blocks
+    ("boxes"); all other tensors are returned unchanged.
 
     In the w1 and b1 of gated experts, the rows of the gate projection come first, then those of the up
     projection. If an expert's hidden columns are split over ranks (mesh dimension "esp"), each half is split.
@@ -325,13 +326,13 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _in_boxes(tensor: Tensor) -> Tensor:
     """Describes a tensor to torch.distributed.checkpoint as two blocks if each of its two halves is split.
 
-    Such tensors are the w1 and b1 of gated experts whose hidden columns are split over ranks (picture in
-    `in_boxes`). They are recognised by their DTensor placement `_StridedShard`. Any other tensor, of any
-    shape, is returned unchanged.
+    Only w1 and b1 have split halves: those of gated experts whose hidden columns are split over ranks
+    (picture in `in_boxes`). They are recognised by their DTensor placement `_StridedShard`. Any other tensor,
+    of any shape, is returned unchanged.
 
-    FSDP2 uses the same placement for something else. It splits what an inner mesh dimension has split before,
-    for example transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs no
-    description.
+    FSDP2 uses the same placement for something else: for tensors that an inner mesh dimension has split
+    already, such as transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs
+    no description.
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -45,7 +45,7 @@ Classes are compared by name, so that torch's FSDP is not imported needlessly.
 """
 
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"
-"""Attribute of a module that lists the parameters and buffers that DistributedDataParallel ignores."""
+"""The attribute of a module from which DistributedDataParallel reads which tensors to ignore."""
 
 
 def parallelize(
@@ -198,17 +198,18 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Returns parameter groups for any optimizer of torch, also with foreach=True and fused=True.
 
-    These two options compute all tensors of a group in one operation. Such an operation cannot mix plain
-    tensors with DTensors, nor DTensors of different meshes, so these get groups of their own.
+    With one of these two options, one operation computes all tensors of a group. It cannot mix plain tensors
+    with DTensors, nor DTensors of different meshes. So plain tensors, and the DTensors of each mesh, get
+    groups of their own.
 
     Args:
         parameters: a model, its parameters (of any shape), or groups as optimizers accept them. A group is
             split, and its parts keep all its options. Groups and parameters keep their order; plain tensors
             come first in a group that is split.
         lr, weight_decay: options for the parameters of a model. If either is not None, parameters are also
-            grouped by kind. The number of dimensions alone does not show the kind: the biases of all experts
-            are one tensor of two dimensions. Each group then has these options, "kind", and "stacked" (True
-            if dimension 0 counts experts):
+            grouped by kind. The number of dimensions does not show the kind: the biases of all experts are
+            one tensor of two dimensions. Each group then has the two options and two further entries:
+            "stacked" is True if dimension 0 counts experts, and "kind" is one of:
 
             - "matrices": weights of two or more dimensions; stacked: experts' w1 and w2, a matrix for each
               expert;
@@ -218,8 +219,8 @@ def parameter_groups(
 
             Biases, and vectors of gates, get weight_decay 0.
 
-    Raises TypeError if ``parameters`` is none of these, or if it is not a model although lr or weight_decay
-    is not None.
+    Raises TypeError if ``parameters`` is none of these. Also raises TypeError if lr or weight_decay is passed
+    and ``parameters`` is not a model.
     """
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
@@ -290,8 +291,8 @@ def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
     """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
     mesh: the argument of `parallelize`.
-    may_replicate: whether the mesh may have two dimensions beside "ep" and "esp", instead of one. Ranks that
-        differ only in these dimensions hold the same experts.
+    may_replicate: True if the mesh may have two dimensions beside "ep" and "esp", False if at most one. Ranks
+        that differ only in these dimensions hold the same experts.
 
     Raises ValueError if the mesh has no "ep", has too many further dimensions, or lacks this rank.
     """
@@ -330,7 +331,7 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
 def _check_wrappers(model: nn.Module) -> None:
     """Raises ValueError if a data-parallel wrapper manages parameters that `parallelize` would replace.
 
-    Such wrappers are DistributedDataParallel and FSDP2. They must be put around the model afterwards.
+    The wrappers are DistributedDataParallel and FSDP2. They must be put around the model afterwards.
     """
     for name, module in model.named_modules():
         if WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):
@@ -385,8 +386,8 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
 
     experts: this rank's experts.
     mesh: the ranks over which experts, and the hidden columns of sharded experts, are spread.
-    names: the names of the parameters that are replaced. Other names than those in `Experts.hidden_dims` and
-        `Experts.replicated_dims` (parameters that all experts share) are ignored.
+    names: the names of the parameters that are replaced. Only names in `Experts.hidden_dims` and
+        `Experts.replicated_dims` (parameters that all experts share) count; other names are ignored.
     """
     dims = {**(experts.hidden_dims() or {}), **experts.replicated_dims}
     for name, hidden_dim in dims.items():

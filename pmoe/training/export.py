@@ -190,8 +190,8 @@ class _Export:
     def check(self) -> None:
         """Raises ValueError or TypeError if this rank cannot export a tensor of the model.
 
-        Reasons are experts that are not plain stacked ones, a layout that has no place for a tensor, a tensor
-        of an expert that is larger than ``max_bytes``, and two tensors with one name.
+        There are four reasons: experts are not plain stacked experts, the layout has no place for a tensor,
+        an expert's tensor is larger than ``max_bytes``, or two tensors have one name.
         """
         if self.rename is not None and not callable(self.rename):
             raise TypeError(f"rename ({self.rename!r}) must be None or a function from names to names")
@@ -291,7 +291,7 @@ class _Export:
                 yield name, value.detach()
 
     def _beside_experts(self, layer: MoELayer) -> dict[str, Tensor]:
-        """Returns a layer's tensors that are not those of its routed experts, by name, of any shape."""
+        """Returns the tensors of a layer outside of its routed experts, by name, of any shape."""
         state = layer.state_dict(keep_vars=True).items()
         return {
             name: value.detach()
@@ -443,7 +443,7 @@ class _Export:
         return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
     def meet(self, stops: bool = False) -> None:
-        """Exchanges with the other ranks whether any of them stops the export early. A collective.
+        """Finds out, together with all ranks, whether any rank stops the export early. A collective.
 
         Raises RuntimeError if another rank stops and this rank does not.
 
@@ -471,8 +471,9 @@ def save_weights(
 ) -> None:
     """Writes all weights of a model as safetensors files with an index, for Hugging Face's libraries.
 
-    Rank 0 of the group writes, and holds at most one file's tensors at a time. The folder gets its name when
-    all files are complete. So if the export fails or is interrupted, there is no such folder.
+    Rank 0 of the group writes, and holds at most one file's tensors at a time. It writes to a temporary
+    folder, which gets the name ``folder`` when all files are complete. So if the export fails or is
+    interrupted, there is no folder of this name.
 
     Args:
         folder: the folder, which must not exist. Files such as config.json are not written.

@@ -1,4 +1,4 @@
-"""The mean of experts' gradients over all ranks, by which the backward pass reduces them."""
+"""Reduces experts' gradients in the backward pass: replaces them by their mean over all ranks."""
 
 from __future__ import annotations
 

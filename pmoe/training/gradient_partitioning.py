@@ -49,10 +49,10 @@ class GradientRange:
 
 
 class GradientBuffers:
-    """Flat memory of all gradients, of which any range can be all-reduced.
+    """The memory of all gradients, laid out so that any range of it can be all-reduced.
 
-    There is one buffer for each (dtype, device). In a buffer, gradients lie in the order in which backward
-    makes them. The buffers follow one another.
+    There is one flat buffer for each (dtype, device). In a buffer, gradients lie in the order in which
+    backward makes them. The buffers follow one another.
 
     parameters: parameters of any shape.
     order: indices of all parameters in the order in which backward makes their gradients.
@@ -233,11 +233,11 @@ def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
 
 
 def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.device) -> float | None:
-    """Returns how many bytes measuring costs may allocate, the same on every rank.
+    """Returns how many bytes may be allocated while costs are measured, the same on every rank.
 
-    The number is `MEASURING_SHARE` times the smallest peak of a layer in its last step. The peak is predicted
-    from the row counts of that step, on the rank that needs most. None means that there is no limit: there is
-    no layer, or the memory of a layer is not predicted.
+    Every layer has a peak of memory in its last step. It is predicted from the row counts of that step, on
+    the rank that needs most. The result is `MEASURING_SHARE` times the smallest of these peaks. None means
+    that there is no limit: there is no layer, or the memory of a layer cannot be predicted.
 
     layers: MoE layers that have been called.
     ranks: the ranks over which gradients are reduced.
@@ -253,7 +253,7 @@ def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.devi
 
 
 def _last_peak(layer: MoELayer) -> float:
-    """Returns the predicted peak of a layer's last step on this rank, in bytes."""
+    """Returns the predicted peak of memory of a layer's last step on this rank, in bytes."""
     modules = layer.layer_modules
     ran = layer.ran
     assert ran is not None
@@ -266,7 +266,7 @@ def backward_degrees(layer: MoELayer, most_bytes: float | None = None) -> tuple[
     """Returns the predicted seconds of a layer's backward pass for each pipeline degree (number of chunks).
 
     Each entry has the seconds with and without an all-reduce of gradients that runs at the same time. The
-    seconds follow from the costs by which ``pipeline="solve"`` chooses (`pmoe.choose.solve.step_costs`), also
+    seconds are computed from the costs that ``pipeline="solve"`` uses (`pmoe.choose.solve.step_costs`), even
     if experts are a user's modules.
 
     The prediction is for the dtype and the restore pair (how backward gets the rows and the hidden

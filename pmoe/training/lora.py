@@ -199,8 +199,9 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
 
     Collective: every rank must call it.
 
-    Raises ValueError if the model has other layers, if a layer has an adapter of this name, or if the adapter
-    was changed since it was merged, because its old values are then in the weights.
+    Raises ValueError in three cases: the model does not have the layers whose adapters were merged; a layer
+    has another adapter with the name of the merged one; the merged adapter was changed since `merge_lora`, so
+    that the weights have its old values.
     """
     check_kind(MergedLora, "what pmoe.merge_lora returned", merged=merged)
     layers = all_moe_layers(model)
@@ -238,11 +239,11 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
 
 
 def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
-    """Returns the adapters of a model as one module, whose parameters are those of the model.
+    """Returns one module with the adapters of a model's layers. Parameters are shared, not copied.
 
-    Pass its ``parameters()`` to an optimizer. `pmoe.save_checkpoint` and `pmoe.load_checkpoint` take it in
-    place of the model, and then save and load the adapters alone. Parameters have the same names as in the
-    model.
+    Pass the module's ``parameters()`` to an optimizer. If `pmoe.save_checkpoint` and `pmoe.load_checkpoint`
+    get the module in place of the model, they save and load only the adapters. Parameters have the same names
+    as in the model.
 
     name: the name of the adapter; None takes the active one, which the layers apply in their calls.
 

@@ -6,15 +6,22 @@
 The layout of the model's experts says what a matrix is called and how it is stored. Names begin with
 "base_model.model." and the name of the layer in the model:
 
-    layout             matrix    name                                     shape
-    a tensor for       A of w1   experts.3.gate_proj.lora_A.weight        (R, I)
-    each expert        B of w1   experts.3.gate_proj.lora_B.weight        (H, R), rows of the gate projection
-                                 experts.3.up_proj.lora_B.weight          (H, R), rows of the up projection
-    a tensor for all   A of w1   experts.base_layer.lora_A.weight         (E R, I), expert after expert
-    ("...-stacked")    B of w1   experts.base_layer.lora_B.weight         (O, R E), column r E + e of expert e
-                       A of w2   experts.lora_A.weight                    (E R, I)
+    each expert has its own tensors:
 
-PEFT nests one module for each stacked weight, so w1 is in "base_layer" if w2 is adapted too.
+        A of w1   experts.3.gate_proj.lora_A.weight   (R, I)
+                  experts.3.up_proj.lora_A.weight     (R, I), the same values
+        B of w1   experts.3.gate_proj.lora_B.weight   (H, R), rows of the gate projection
+                  experts.3.up_proj.lora_B.weight     (H, R), rows of the up projection
+
+    one tensor has a weight of all experts (layouts "...-stacked" and "gpt-oss"), w1 and w2 are adapted:
+
+        A of w1   experts.base_layer.lora_A.weight    (E R, I), expert after expert
+        B of w1   experts.base_layer.lora_B.weight    (O, R E), column r E + e is column r of expert e's B
+        A of w2   experts.lora_A.weight               (E R, I), expert after expert
+
+If one tensor has a weight of all experts, PEFT puts a module around the experts for each adapted weight. The
+module of w2 is around the module of w1, which is its "base_layer". If only one of the weights is adapted,
+there is only one module, and no "base_layer" in the names.
 
 Letters: E experts of all ranks, R rank of the adapter, I input and O output features of a weight, H hidden
 columns. A is (E, R, I) and B is (E, O, R) in pmoe.

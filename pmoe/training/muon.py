@@ -34,7 +34,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """a, b and c of a Newton-Schulz step X -> a X + (b A + c A A) X with A = X X^T, as in `torch.optim.Muon`."""
 
 EPS = 1e-7
-"""Smallest number by which a matrix is divided, if its norm is smaller."""
+"""A matrix is divided by its norm, or by this number if the norm is smaller."""
 
 AdjustName = Literal["original", "match_rms_adamw"]
 """Values of `ExpertMuon`'s argument adjust_lr_fn."""
@@ -180,8 +180,9 @@ def _ratio(name: AdjustName, rows: int, columns: int) -> float:
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
     """Returns the parameter groups of `ExpertMuon`, for a model's experts.
 
-    One group has the parameters with one matrix for each expert, the other those with two halves (w1 of gated
-    experts). The entry "halves" of a group is 1 or 2.
+    One group has the parameters with one matrix for each expert. The other group has the parameters with two
+    matrices for each expert, one above the other (w1 of gated experts). The entry "halves" of a group is 1
+    or 2.
 
     Raises ValueError or TypeError if Muon cannot train the experts of a layer.
     """

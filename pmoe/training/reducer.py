@@ -9,7 +9,7 @@ Gradients are sent at two kinds of moments in the backward pass, when the link b
 step sends everything after backward. At its end all ranks agree on the partition
 (`pmoe.training.gradient_partitioning`), which is used from the second step on.
 
-If the layers are in a graph of ``torch.compile(model, backend="pmoe")``, there are no such moments. The
+If the layers are in a graph of ``torch.compile(model, backend="pmoe")``, these moments do not exist. The
 graph's plan then says when each gradient is complete (`pmoe.graph.reductions`). Gradients are sent in ranges
 of fixed size, each as soon as it is complete.
 """
@@ -226,7 +226,7 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
     These are the parameters that require gradients and do not belong to an expert.
 
-    Raises ValueError if there is no such parameter, or if one of them is a DTensor.
+    Raises ValueError if there is none, or if one of them is a DTensor.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():
@@ -265,7 +265,7 @@ def _check_partition(partition: Partition, num_layers: int) -> None:
 
 
 class BackwardStep:
-    """Base class of the object with which a `GradientReducer` follows one backward pass of the model.
+    """Base class of the objects that follow one backward pass of a model for a `GradientReducer`.
 
     Hooks on parameters call `gradient_is_ready`. The backward passes of MoE layers call the other methods,
     through `CarriedGradients`. In this class the methods do nothing.

@@ -124,7 +124,7 @@ class Gate(nn.Module, abc.ABC):
     """
 
     partition: PartitionName = "tokens"
-    """Whether a batch may be routed in parts: how the gate routes a token may depend on the other tokens.
+    """Whether a batch may be routed in parts: "tokens" if so, "none" if the gate needs the whole batch.
 
     "tokens": the routing of a token does not depend on other tokens, so parts give the same routing as the
         whole batch. (The number of rows that each expert already has, for the capacity, is passed from part
@@ -140,7 +140,7 @@ class Gate(nn.Module, abc.ABC):
     """Whether forward takes the tokens' ids, (T,) int64, as second argument."""
 
     decides_capacity = False
-    """Whether the gate itself applies the capacity factor, which its constructor then takes.
+    """Whether the gate applies the capacity itself. Its constructor then takes a capacity_factor.
 
     The layer drops nothing after such a gate.
     """

@@ -190,8 +190,9 @@ def _check_function(activation: Callable[[Tensor], Tensor], w1: Tensor, hidden: 
     """Raises ValueError unless a user's activation function maps a row of G columns to a row of H columns.
 
     activation: the function. It is called with a row of zeros, (1, G).
-    w1: (E_local, G, M), the first weights of E_local experts. The row has their dtype, device and G.
-    hidden: H.
+    w1: (E_local, G, M), the first weights of E_local experts. The row has their dtype and device, and G
+        columns.
+    hidden: H, the number of columns that the function must return.
     """
     name = getattr(activation, "__name__", type(activation).__name__)
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:

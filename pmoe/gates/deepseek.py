@@ -1,4 +1,4 @@
-"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores and a bias that balances load.
+"""The gate of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): sigmoid scores, and biases that balance the load.
 
 The bias of each expert is updated from the number of choices that fell on it, not by a gradient.
 

@@ -1,4 +1,4 @@
-"""A gate for models that have a router of their own, whose routing is passed to the layer at each call."""
+"""A gate for models that have a router of their own. The model passes the routing at each call."""
 
 from __future__ import annotations
 

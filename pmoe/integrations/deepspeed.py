@@ -57,7 +57,7 @@ __all__ = ["Marker", "group", "initialize", "mark"]
 
 
 def group(ep_size: int) -> dist.ProcessGroup:
-    """Returns DeepSpeed's group of ranks over which experts are spread: ``MoELayer(group=group(ep_size))``.
+    """Returns DeepSpeed's group of ranks over which experts are spread, for MoELayer's argument ``group``.
 
     Collective, after ``deepspeed.init_distributed``. A second call returns the same group.
 
@@ -141,7 +141,7 @@ def mark(model: nn.Module) -> None:
 
 
 class Marker(MoE):  # type: ignore[misc]
-    """A module by which DeepSpeed recognises a layer with experts, and reads their number, names and group.
+    """A module by which DeepSpeed recognises a layer with experts. It has their number, names and group.
 
     It has no parameters and is never called.
 

@@ -58,8 +58,8 @@ class ExpertUsage:
                 loss_of(model(x)).backward()
             wandb.log(pmoe.stats(model, all_ranks=True, usage=usage).scalars(), step=step)
 
-    Nothing is communicated before `pmoe.stats` is called. Second passes of activation checkpoints do not
-    count. Calls inside a graph of ``torch.compile(backend="pmoe")`` do not count either; for these,
+    Nothing is communicated before `pmoe.stats` is called. The second forward pass of activation checkpointing
+    does not count. Calls inside a graph of ``torch.compile(backend="pmoe")`` do not count either; for these,
     `pmoe.stats` shows only the last call.
 
     Args:

@@ -1,4 +1,4 @@
-"""`StatsWriter`: logs a training run to a folder, as CSV files and, if asked, as TensorBoard event files.
+"""`StatsWriter`: logs a training run to a folder, as CSV files and optionally TensorBoard event files.
 
 It logs numbers of the training script, such as losses, and `pmoe.stats` of the model's MoE layers:
 
@@ -106,7 +106,7 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
 
 
 class StatsWriter:
-    """Logs a training run to ``run_dir``: scalars of every step, and at some steps statistics of MoE layers.
+    """Logs a training run to ``run_dir``: scalars of every step, and statistics of MoE layers at some steps.
 
     Every rank must construct a writer and call `step` after each training step. Rank 0 of ``group`` writes
     the files.

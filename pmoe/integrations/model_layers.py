@@ -1,4 +1,4 @@
-"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of the model."""
+"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of it."""
 
 from __future__ import annotations
 

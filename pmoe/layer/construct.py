@@ -1,4 +1,4 @@
-"""Construction of a layer: makes its gate, experts and ranks from MoELayer's arguments, and checks them.
+"""Makes a layer's gate, experts and ranks from MoELayer's arguments, and checks the arguments.
 
 Functions import the code for rare arguments, such as a user's own expert modules, only if they need it. This
 keeps `import pmoe` fast.

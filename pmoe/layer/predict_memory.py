@@ -135,7 +135,7 @@ def _choices(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
-    """Lists the settings for which memory is predicted: numbers of chunks of both passes, and a restore pair.
+    """Lists the settings for which memory is predicted: chunks of both passes, and a restore pair.
 
     A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). An argument
     that is not None fixes its value in all settings. Values that are not fixed appear in every combination

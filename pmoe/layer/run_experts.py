@@ -1,4 +1,4 @@
-"""`run_experts`: runs experts whose weights and routing belong to the caller, by pmoe's dispatch and kernels.
+"""`run_experts`: runs a caller's experts, with the caller's routing, by pmoe's dispatch and kernels.
 
 It is the entry point for frameworks that have a router and expert weights of their own. pmoe keeps a
 `MoELayer` for each module that owns experts, in a table outside of the module. So a model's state_dict,
@@ -358,8 +358,8 @@ def run_few_rows(
     stacks: the experts' weights, for which `has_few_rows` has returned True.
     """
     entry = _layers.get(owner)
-    # In training, a reentrant checkpoint runs first without gradients. Both of its passes need the layer,
-    # which compares their routing.
+    # In training, reentrant activation checkpointing runs forward first without gradients. Both forward
+    # passes need the layer, which compares their routing.
     if entry is None or entry.made_for[1] is not None or owner.training:
         return None
     y = few_rows_output(x, index, weights, stacks)

@@ -77,7 +77,7 @@ def format_share(value: float) -> str:
 def median(values: Iterable[float]) -> float | None:
     """Returns the median of the finite values, or None if no value is finite.
 
-    Of two middle values it is the lower one, so that the result is one of the values.
+    If there are two middle values, the result is the lower one, so that it is always one of the values.
     """
     finite = [value for value in values if math.isfinite(value)]
     return median_low(finite) if finite else None

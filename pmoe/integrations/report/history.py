@@ -1,4 +1,4 @@
-"""The data of a training run arranged for the report: statistics by layer, losses, and summary numbers.
+"""The data of a training run, arranged for the report: statistics by layer, losses, main numbers.
 
 A log line is a line of layers.csv, read as a `Row`: the statistics of one layer at one step. It is not one of
 the rows that experts compute, which are copies of tokens.
@@ -186,7 +186,7 @@ def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
 
 
 def _how(row: Row) -> tuple[str, ...]:
-    """Returns the settings of a layer at a step: path, n of forward, n of backward, restore pair, as texts.
+    """Returns a layer's settings at a step as texts: path, n of forward, n of backward, restore pair.
 
     Path is the code that ran, n the number of chunks. The restore pair says how backward got the dispatched
     rows (T_DI) and the hidden activation (T_M): kept, offloaded, sent or computed again.

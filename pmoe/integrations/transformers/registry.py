@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _find(module: str, name: str) -> Any:
-    """Returns an attribute of a module; None if this release of transformers lacks the module or attribute.
+    """Returns an attribute of a module; None if the release of transformers lacks one of the two.
 
     module, name: the names of the module and of the attribute.
     """

@@ -1,4 +1,4 @@
-"""`SpreadCheckpoints`: transformers' Trainer saves and resumes models whose experts are spread over ranks.
+"""`SpreadCheckpoints`: transformers' Trainer saves and resumes models with experts on several ranks.
 
 The Trainer by itself refuses to resume such models, because it writes optimizer states by `torch.save` on one
 rank. Here each checkpoint folder of the Trainer has one more folder, which `pmoe.save_checkpoint` writes:

@@ -60,7 +60,7 @@ class _GateInTiles(TopKRouter):
         The first call for tokens of this width, dtype and device finds R by a test: a token's routing in a
         tile of R tokens must not depend on the other tokens of the tile.
 
-        x_TM: (T, M), T tokens with M = d_model columns, of which only dtype, columns and device are read.
+        x_TM: (T, M), T tokens with M = d_model columns. Only their dtype, columns and device are read.
         """
         weight = self.weight
         options = (self.top_k, self.normalize)

@@ -55,7 +55,7 @@ class DeepSeekGate(TopKRouter):
     passes between two updates are counted twice.
 
     `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites
-    ``load`` on all ranks with that of rank 0.
+    ``load`` on all ranks by rank 0's ``load``.
 
     Raises ValueError for top_k above the number of experts in top_groups groups, num_groups that does not
     divide num_experts, top_groups above num_groups, a routed_scaling that is not positive, or a negative

@@ -98,7 +98,7 @@ class ForcedGate(OverridingGate):
         first t tokens together have floor(t * K * share) busy choices. Busy choices go round the busy experts
         in turn, and the other choices go round the other experts. So the experts of a token are distinct.
 
-        expert_TK: (T, K) int64, the inner gate's choices, of which only the shape is read.
+        expert_TK: (T, K) int64, the inner gate's choices. Only their shape is read.
 
         Raises ValueError if a token would need the same expert twice.
         """

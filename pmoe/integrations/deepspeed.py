@@ -1,8 +1,9 @@
 """pmoe's layers under DeepSpeed's ZeRO stages 0, 1 and 2, with DeepSpeed's groups and checkpoints.
 
-DeepSpeed averages most gradients over all ranks, and those of experts over the copies of an expert. It
-recognises experts by the attributes `allreduce = False` and `group_name` of their parameters, in models that
-contain its own class `MoE`. So `initialize` puts a module of that class, without parameters, into each layer:
+DeepSpeed averages most gradients over all ranks, but an expert's gradients only over the ranks with this
+expert. It recognises experts by the attributes `allreduce = False` and `group_name` of their parameters, in
+models that contain its own class `MoE`. So `initialize` puts a module of that class, without parameters, into
+each layer:
 
     layer                 MoELayer, built with group=deepspeed.group(ep_size)
       gate, experts       as without DeepSpeed; experts get group_name = "ep_size_N"

@@ -39,7 +39,7 @@ class LayerUsage:
     max_vio_sum: the sum over these calls of MaxVio = rows of the busiest expert / mean rows of an expert - 1
         (arXiv 2408.15664, Eq. 4).
     rank_imbalance: number of rows that the experts of the busiest rank get / mean of this number over ranks.
-        None if the load is that of one rank.
+        None if this record is for one rank.
     """
 
     tokens_per_expert: tuple[int, ...]

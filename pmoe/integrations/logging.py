@@ -106,7 +106,7 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
 
 
 class StatsWriter:
-    """Logs a training run to ``run_dir``: scalars of every step, and statistics of MoE layers at some steps.
+    """Logs a training run to ``run_dir``: scalars of each step, and MoE layers' statistics at some steps.
 
     Every rank must construct a writer and call `step` after each training step. Rank 0 of ``group`` writes
     the files.
@@ -115,7 +115,7 @@ class StatsWriter:
     - Scalars are the values of rank 0. Reduce them yourself if the values of other ranks matter.
     - A scalar that is a tensor is read only at steps with statistics, so that other steps do not wait for the
       device.
-    - If a training step calls a layer several times, the statistics of a layer are those of the last call.
+    - If a training step calls a layer several times, the layer's statistics describe the last of these calls.
       The scalars "moe/..." (`Stats.scalars`) count all calls in training mode since the last `step`.
 
     If the folder already has data, the run is continued. If it continues from an earlier step, the new lines

@@ -9,9 +9,9 @@ from torch import nn
 from pmoe.layer import MoELayer, run_experts
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = [run_experts.layers]
-"""Functions from a model to those of its MoE layers, by name, that are not submodules of it.
+"""Functions that take a model, and return its MoE layers that are kept outside of it, by name.
 
-transformers' experts modules, for example, are run by layers outside of the model.
+transformers' experts modules, for example, are run by layers that are not submodules of the model.
 """
 
 

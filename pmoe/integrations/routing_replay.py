@@ -164,7 +164,7 @@ class _Replay:
         return at
 
     def _again(self, routing: Routing) -> int | None:
-        """Returns the index of the recorded call to replay in the second pass of an activation checkpoint.
+        """Returns the index of the recorded call to replay in the second pass of activation checkpointing.
 
         Second passes come in any order. So the first pass that belongs to a second pass is found by its
         scores, which are equal bit for bit. The host waits for the device.

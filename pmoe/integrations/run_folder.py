@@ -278,7 +278,7 @@ def _sessions_from(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     content: the JSON object in the file.
 
-    Raises ValueError if the content is not that of a run.json, or has another format number.
+    Raises ValueError if the content is not the content of a run.json, or has another format number.
     """
     sessions = content.get("sessions")
     if not isinstance(sessions, list) or not all(map(_is_session, sessions)):

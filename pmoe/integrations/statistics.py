@@ -54,7 +54,7 @@ class LayerStats:
     Attributes:
         name: name of the layer in ``named_modules``.
         tokens_per_expert: (E,) for each of all E experts, the number of rows routed to it and not dropped.
-            Counts the rows of this rank's tokens, or those of all ranks.
+            Counts the rows of this rank's tokens, or the rows of all ranks' tokens.
         num_slots: number of rows before any were dropped: tokens * top_k. None for gates in which experts
             choose or mix tokens (expert choice, SoftMoE).
         drop_rate: number of dropped rows / num_slots, from 0 to 1. None if num_slots is None.

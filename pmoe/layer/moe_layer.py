@@ -53,8 +53,8 @@ class MoELayer(OldAttributes, nn.Module):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
-    times its routing weight. With W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
-    While the rows (copies of tokens) of one micro-batch are sent, experts compute those of another.
+    times its routing weight. With W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1. While
+    the rows (copies of tokens) of one micro-batch are sent, experts compute the rows of another.
 
     Args:
         d_model: M, the columns of input and output.
@@ -401,8 +401,8 @@ class MoELayer(OldAttributes, nn.Module):
     ) -> Tensor:
         """Computes `forward` for an input that is a plain `torch.Tensor` with values.
 
-        `forward` converts tensor subclasses before it calls this method. It does not call this method for
-        inputs without values (on the meta device, or fake), of which it computes only shapes.
+        `forward` converts tensor subclasses before it calls this method. For inputs without values (meta or
+        fake tensors) it computes only shapes, and does not call this method.
 
         x: (..., d_model), the tokens.
         token_ids, mask: (...), one value for each token, or None.

@@ -1,4 +1,4 @@
-"""Changes a built layer's parameters: spreads experts over ranks, and draws new random values."""
+"""Changes a built layer: checks that its experts can be spread, and draws new random values."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ OPTIONS = (
 )
 """Arguments of `MoELayer` that decide how experts are run.
 
-Arguments that decide what is computed, such as the activation, are those of `run_experts` itself.
+Arguments that decide what is computed, such as the activation, are arguments of `run_experts` itself.
 """
 
 KINDS: dict[str, type[BorrowedExperts]] = {

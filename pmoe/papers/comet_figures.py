@@ -202,7 +202,7 @@ ASSUMPTIONS = assumptions("comet")
 
 They were written before the first simulation. Before that, an estimate by hand gave n_c = 23 communicating
 blocks for tensor parallelism over 8 ranks, with blocks of 27 GB/s, about half the assumed rate. After the
-first simulation the order of sums, and that of tiles that are not full, was changed to the order in
+first simulation, the order of sums and the order of tiles that are not full were changed: they are now as in
 cuda/comet.
 """
 

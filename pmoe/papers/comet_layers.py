@@ -192,7 +192,7 @@ def figure14_left() -> list[dict[str, Any]]:
     The layer is Mixtral's, with 8192 tokens on 8 expert-parallel ranks. Two fields are not seconds:
 
         1000 std        1000 times the standard deviation of the experts' shares of the rows
-        over CUTLASS    the seconds of CUTLASS divided by those of COMET
+        over CUTLASS    the seconds of CUTLASS divided by the seconds of COMET
     """
     rows = [_row({"1000 std": round(1000 * std)}, skewed_layer(MIXTRAL, 8192, std), H800) for std in STDS]
     return [{**row, "over CUTLASS": row["CUTLASS_seconds"] / row["COMET_seconds"]} for row in rows]

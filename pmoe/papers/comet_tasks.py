@@ -21,7 +21,7 @@ rank receives level 1, 2, ... in order. A tile starts when its pieces have arriv
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
     link                  . . S1 S1 S2 S2 ...
 
-    L    a tile of which all rows are from this rank (level 0)
+    L    a tile whose rows are all from this rank (level 0)
     C1   a tile that is complete when rows of level 1 have arrived
     S1   pieces of rows for rank - 1, where they are rows of level 1
 
@@ -185,9 +185,9 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 # ---- tasks of blocks and links
 
 BAND = 16
-"""Number of row tiles (128 rows each) whose columns are computed before those of later row tiles.
+"""Number of row tiles (128 rows each) that form a band.
 
-Such row tiles form a band. The order keeps the band's rows in the cache.
+All columns of a band are computed before the next band. This order keeps the band's rows in the cache.
 """
 PIECE_ROWS = 16
 """Rows of a piece. One signal tells the receiver that all rows of a piece have arrived."""
@@ -255,8 +255,8 @@ class Launch:
         kind: key of the timeline's legend.
         part: in COMET's layer 0 (dispatch and first product) how many ranks away the source rank is; in layer
             1 (second product and combine) the index of the chunk of columns.
-        seconds: seconds of the task, such as those of a signal; 0 if it only stands for the end of all
-            ``waits``.
+        seconds: seconds of the task, for example the time of a signal; 0 if the task only stands for the end
+            of all ``waits``.
         waits: names of tasks.
         """
         return self.add(name, name, kind, part, seconds, waits)
@@ -276,8 +276,8 @@ class Launch:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
         The block reads its own rank's memory. Bytes for another rank then pass the link, one write after
-        another. The block starts when all its earlier writes except the last one have passed the link. So few
-        bytes wait for the link.
+        another. The block starts when all its earlier writes except the last one have passed the link. So
+        only few bytes wait for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 

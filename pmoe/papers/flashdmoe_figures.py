@@ -226,7 +226,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
-"""Rows of the drawing, by name, except that of the processors.
+"""Rows of the drawing, by name, except the row of the processors.
 
 A row is (first letters of the names of its tasks' lanes, number of these lanes).
 """

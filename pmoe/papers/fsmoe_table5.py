@@ -110,7 +110,7 @@ class LayerConfiguration:
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
     def gradient_bytes(self, testbed: Testbed) -> int:
-        """Returns the bytes of one GPU's gradients that nodes all-reduce: those of attention and the gate."""
+        """Returns the bytes of gradients that a GPU all-reduces between nodes: attention's and the gate's."""
         return ELEMENT_SIZE * (4 * self.M * self.M // testbed.gpus + testbed.nodes * self.M)
 
 
@@ -212,7 +212,8 @@ def table2() -> list[dict[str, Any]]:
     """Returns the measured and the modelled seconds of each operation in Table 2.
 
     The measured seconds are the paper's. The modelled seconds follow from ASSUMPTIONS. Both are for one pass
-    of one layer. There is one row for each model, direction and operation, those of attention included.
+    of one layer. There is one row for each model, direction and operation, also for the operations of
+    attention.
     """
     return [
         {

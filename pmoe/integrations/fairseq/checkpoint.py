@@ -26,7 +26,7 @@ from pmoe.comm.ranks import Ranks
 
 
 def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Returns a model's state dict in which the experts are those of all ranks, for a checkpoint.
+    """Returns a model's state dict with the experts of all ranks, for a checkpoint.
 
     state: the model's ``state_dict()``, with this rank's experts.
 
@@ -59,7 +59,7 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Returns an optimiser's state dict in which the experts are those of all ranks, for a checkpoint.
+    """Returns an optimiser's state dict with the experts of all ranks, for a checkpoint.
 
     state: the optimiser's ``state_dict()``, with this rank's experts.
     ranks: the ranks that together hold all experts.

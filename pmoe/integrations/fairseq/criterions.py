@@ -36,7 +36,7 @@ AUX_WEIGHT = 0.01
 class WithAuxiliaryLoss:
     """A mixin that adds the load-balance loss of experts to a criterion of fairseq.
 
-    It must come first among the base classes, because its methods call those of the criterion by super().
+    It must come first among the base classes, because its methods call the criterion's methods by super().
 
     moe_aux_weight: the weight of the load-balance loss.
     """

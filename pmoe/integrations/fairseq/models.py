@@ -232,7 +232,7 @@ MoELanguageModelConfig: type = dataclasses.make_dataclass(
 class ExpertParallelModel:
     """A mixin for models with experts. A rank loads its own experts from a file with all experts.
 
-    moe_layers: the transformer layers with experts, those of the encoder first.
+    moe_layers: the transformer layers with experts: the encoder's, then the decoder's.
     """
 
     moe_layers: list[nn.Module]

@@ -305,7 +305,7 @@ With 2, ratios from 1/4 to 4 have different colours. Ratios beyond have the colo
 SHADES = ((0, "#236ec8eb"), (0.5, "#236ec800"), (0.5, "#d6452800"), (1, "#d64528f0"))
 """Colours for the logarithm of a ratio, from low to high. The ratio 1, an even share, is transparent."""
 NOTHING, UNKNOWN = "#9637c8", "#80808060"
-"""NOTHING is the colour of the ratio 0, UNKNOWN that of a ratio that is not known."""
+"""NOTHING is the colour of the ratio 0, UNKNOWN the colour of a ratio that is not known."""
 
 
 def shades(ratios: Any) -> Any:

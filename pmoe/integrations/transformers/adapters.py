@@ -190,8 +190,8 @@ def _check_same(adapters: set[str]) -> None:
 def _share(parameter: nn.Parameter, groups: Sequence[Any], num_batches: int) -> None:
     """Gives a parameter the first rank's value, and reduces its gradients from now on. Collective.
 
-    parameter: a parameter of any shape. With tensor parallelism it may be a DTensor, of which each rank has a
-        part.
+    parameter: a parameter of any shape. With tensor parallelism it may be a DTensor, which is split over
+        ranks.
     groups: process groups. Gradients are summed over the first group, then over the next, and so on. The
         ranks of a group hold the same part of the parameter.
     num_batches: the number by which the sum is divided.

@@ -7,7 +7,7 @@ it:
     MixtralForCausalLM
       MixtralModel         pre-hook `begin`: stores the mask (B, L)     hook `end`: deletes it
         layers.0
-          mlp.experts      rows (B * S, M): those of tokens are computed, the others are zeros
+          mlp.experts      rows (B * S, M): tokens are computed, padding gets zeros
 
 Gradient checkpointing recomputes a decoder layer in backward. The mask is deleted by then, and the model may
 have run other batches. So each function of the model that does gradient checkpointing (a checkpoint function)
@@ -68,7 +68,7 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
     including cached ones; 0 is padding. Nothing is skipped
 
     - if the mask is None, has four dimensions, or has another length than cached and new positions together,
-    - if the experts get other rows than those of the call's tokens,
+    - if the experts do not get one row for each position of the call's sequences,
     - if the model uses another experts implementation than "pmoe", or runs in a CUDA graph.
 
     Returns a handle; its ``remove()`` ends the skipping. Call `skip_padding` before torch.compile, and on all
@@ -283,7 +283,7 @@ def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 def _seen(cache: Any) -> Any:
     """Returns how many positions a key-value cache holds: an int, or a tensor for some caches.
 
-    Returns None if the cache does not know, for example that of a model without attention layers.
+    Returns None if the cache does not know this number, as for a model without attention layers.
     """
     try:
         return cache.get_seq_length()
@@ -291,7 +291,7 @@ def _seen(cache: Any) -> Any:
         return None
 
 
-# ---- the second pass of a checkpoint
+# ---- the second pass of gradient checkpointing
 
 
 class Carrying:

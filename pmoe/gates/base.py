@@ -200,8 +200,8 @@ class Gate(nn.Module, abc.ABC):
 
         The weights follow from the scores of that call. `pmoe.replay_routing`, which replaces the choices of
         a call by recorded ones, needs this method. Gradients flow from the weights to the scores, so also to
-        experts that the gate would not have chosen. For the gate's own choices the result has the bits of
-        ``routing.weight``.
+        experts that the gate would not have chosen. For the gate's own choices the result equals
+        ``routing.weight`` bit by bit.
 
         routing: what `forward` returned, with the scores in ``logits``.
         expert_TK: (T, K) int64, K experts for each of T tokens.

@@ -25,8 +25,8 @@ class ReplayGate(OverridingGate):
         next_call: the index in ``calls`` of the call whose choices come next. It may be set, for example to 0
             before each measurement.
 
-    Raises ValueError if ``calls`` is empty. A call raises it if its number of tokens, or of experts of each
-    token, differs from that of the recorded call.
+    Raises ValueError if ``calls`` is empty. A call raises it if the recorded call has another number of
+    tokens, or another number of experts for each token.
     """
 
     calls: list[Tensor]

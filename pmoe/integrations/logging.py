@@ -70,9 +70,9 @@ class Board:
     def show(self, scalars: Sequence[files.Row], step: int, statistics: Stats | None) -> None:
         """Writes the scalars of one or more steps, and the layers' statistics of the newest step.
 
-        Does nothing without scalars. The first call also makes TensorBoard hide what an earlier run wrote for
-        the step of the first scalar and later steps, because a continued run writes these steps a second
-        time.
+        Does nothing without scalars. A continued run writes some steps a second time. So the first call also
+        makes TensorBoard hide the values that an earlier run wrote for the step of the first scalar and for
+        later steps.
 
         scalars: rows with the attributes step, name and value.
         step: the step of the statistics.

@@ -73,8 +73,8 @@ def record_routing(
     dict stays empty, and `read_routing` returns the trace. On CUDA the host then waits for the device in each
     call.
 
-    Nothing is communicated. Choices are recorded before a capacity drops any. The recomputation of an
-    activation checkpoint is not recorded, and neither is the run in which a pipeline stage finds its shapes.
+    Nothing is communicated. Choices are recorded before a capacity drops any. Not recorded are the second
+    forward pass of activation checkpointing, and a run in which a pipeline stage only finds its shapes.
 
     Args:
         model: a model with MoE layers, or a single layer.

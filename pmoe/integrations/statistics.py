@@ -255,9 +255,9 @@ def stats(
         group: the ranks to sum over, if all_ranks is True; None is the default group.
         journal: the journal of a block ``with pmoe.recording() as journal`` around the step. Without it, no
             seconds are reported.
-        usage: row counts of all calls since this function last read them. Each layer's counts are returned in
-            `LayerStats.usage`, and the object's counts are reset to 0. If all_ranks is True, pass an object
-            on every rank or on none.
+        usage: an `ExpertUsage`, which counts the rows of all calls. The counts of each layer are returned in
+            `LayerStats.usage`, and then reset to 0. If all_ranks is True, pass an object on every rank or on
+            none.
 
     On CUDA this function waits for row counts that are still on the device (after a call by the kernels for a
     single rank). With all_ranks it also waits for the result of the all-reduce, and for the experts' values

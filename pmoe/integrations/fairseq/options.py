@@ -30,7 +30,7 @@ FOLLOWS = {
     "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",
     "activation": "--activation-fn",
 }
-"""Arguments of MoELayer that default to an option of fairseq, by name: the text that names this option."""
+"""Arguments of MoELayer whose default comes from an option of fairseq, each with the option's name."""
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ def line_chart(
 ) -> str:
     """Returns a chart as HTML: values over steps, with one line for each name.
 
-    There are at most as many lines as the theme has colours; further ones are left out. A line goes through
+    There are at most as many lines as the theme has colours; further lines are left out. A line goes through
     the averages of neighbouring points, and a band around it shows their smallest and largest values. Values
     that are not finite are left out and marked at the top of the chart. If a few values are so large that the
     others could not be told apart, the axis ends below them, and the note gives the largest value.

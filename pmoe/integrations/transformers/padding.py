@@ -67,7 +67,8 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
     The mask is the one that the innermost model with the experts gets: (B, L) for B sequences and L positions
     including cached ones; 0 is padding. Nothing is skipped
 
-    - if the mask is None, has four dimensions, or has another length than cached and new positions together,
+    - if the mask is None or has four dimensions, or if its length is not the number of cached and new
+      positions together,
     - if the experts do not get one row for each position of the call's sequences,
     - if the model uses another experts implementation than "pmoe", or runs in a CUDA graph.
 

@@ -25,7 +25,7 @@ from pmoe.kernels.route import top_indices
 
 
 class _GateInTiles(TopKRouter):
-    """A gate that always routes R tokens (a tile) at a time, so that a token's routing never changes."""
+    """A gate that routes R tokens (a tile) at a time: a token's routing has the same bits in every batch."""
 
     def forward(self, x_TM: Tensor) -> Routing:
         with without_autocast(x_TM.device.type):

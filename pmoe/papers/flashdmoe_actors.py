@@ -238,7 +238,7 @@ def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
 def pair_run(
     arriving: Arriving, returning: Returning, blocks: tuple[int, int], late: float = 0.0
 ) -> tuple[float, float]:
-    """Returns the simulated seconds of COMET's two fused kernels, if one other rank is late.
+    """Returns the simulated seconds of COMET's first and second fused kernel, if one other rank is late.
 
     arriving: work of one rank in COMET's layer 0 (dispatch and first product).
     returning: work of one rank in COMET's layer 1 (second product and combine).

@@ -311,8 +311,8 @@ NOTHING, UNKNOWN = "#9637c8", "#80808060"
 def shades(ratios: Any) -> Any:
     """Returns the colours of ratios in a heat map.
 
-    ratios: array of any shape (...): rows of an expert / mean rows of an expert. 0 means no rows, NaN not
-        known.
+    ratios: array of any shape (...): rows of an expert / mean rows of an expert. 0 means that the expert has
+        no rows, NaN that its rows are not known.
 
     The result has shape (..., 4): red, green, blue and opacity, from 0 to 1. Blue means less than an even
     share and red more, on a logarithmic scale. An even share is transparent, so that it looks right on a

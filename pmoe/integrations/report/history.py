@@ -43,7 +43,7 @@ class History:
 
     @property
     def shortened(self) -> tuple[str, str] | None:
-        """The names, on the page and in the model, of the first layer whose name was shortened; else None."""
+        """Names of the first layer with a shortened name, (on the page, in the model); None if there is none."""
         names = ((name, row.layer) for name, row in self.latest.items())
         return next(((name, full) for name, full in names if full and name != full), None)
 
@@ -115,7 +115,7 @@ class History:
 
         Only steps with recorded times are in the result.
 
-        name: "communication" for all communication; "exposed" for that without computation at the same time.
+        name: "communication" for all communication; "exposed" for communication while nothing is computed.
         """
         seconds = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
@@ -129,7 +129,7 @@ class History:
 
         Returns None if no step has recorded times.
 
-        name: "communication" for all communication; "exposed" for that without computation at the same time.
+        name: "communication" for all communication; "exposed" for communication while nothing is computed.
         """
         return median(self.seconds_by_step(name).values)
 

@@ -1,7 +1,7 @@
 """Registers pmoe in the registries that the installed release of transformers has.
 
-Every release has a registry of experts implementations, which run all experts on one rank. Newer releases
-also have a registry of expert-parallel implementations, which spread experts over ranks.
+Every supported release has a registry of experts implementations, which run all experts on one rank. Newer
+releases also have a registry of expert-parallel implementations, which spread experts over ranks.
 """
 
 from __future__ import annotations

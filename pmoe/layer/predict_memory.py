@@ -113,7 +113,7 @@ def check_budget(modules: LayerModules) -> None:
 
 
 def unknown(modules: LayerModules) -> tuple[str, ...]:
-    """Returns notes about a user's own modules in a layer, whose memory is not fully predicted.
+    """Returns notes about the user's own modules in a layer: their memory is not fully predicted.
 
     modules: the layer's modules and options.
 

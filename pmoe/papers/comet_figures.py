@@ -68,7 +68,9 @@ def fused_run(
 def best_division(
     layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
 ) -> tuple[Division, float]:
-    """Finds by simulation the fastest division of a kernel's thread blocks. Returns it and the seconds.
+    """Finds by simulation the fastest division of a kernel's thread blocks.
+
+    Returns the division, and the kernel's seconds with this division.
 
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns
     after which sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in

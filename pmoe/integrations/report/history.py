@@ -43,7 +43,7 @@ class History:
 
     @property
     def shortened(self) -> tuple[str, str] | None:
-        """Names of the first layer with a shortened name, (on the page, in the model); None if there is none."""
+        """The short and the full name of the first layer whose name was shortened; None if there is none."""
         names = ((name, row.layer) for name, row in self.latest.items())
         return next(((name, full) for name, full in names if full and name != full), None)
 

@@ -18,7 +18,7 @@ MOST = 2**31 - 1
 
 
 def check_number(**values: object) -> None:
-    """Raises TypeError unless each value is a number that torch takes: an int below 2**63, or a float.
+    """Raises TypeError unless each value is a number that torch accepts: an int below 2**63, or a float.
 
     Numbers of other libraries, such as numpy's, are accepted. A bool is not a number.
     """
@@ -29,7 +29,7 @@ def check_number(**values: object) -> None:
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """Returns whether a value is an integer, also one of another library such as numpy. A bool is not."""
+    """Returns whether a value is an integer, also an integer of numpy or another library. A bool is not."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

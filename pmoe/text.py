@@ -50,7 +50,7 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Returns text that suggests the known word that is most like a mistyped one; "" if none is like it.
+    """Returns a text that suggests a known word for a mistyped one; "" if no known word is similar.
 
     Example: "memroy" -> ": did you mean memory?".
     """

@@ -1,4 +1,4 @@
-"""Messages that pmoe prints unasked: warnings, each once in a process, and a log of its choices."""
+"""Messages that pmoe prints by itself: warnings, each once in a process, and a log of its choices."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ GIVEN: set[str] = set()
 def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_reason: bool = False) -> None:
     """Issues a warning, unless this process has issued one with the same text up to the first colon.
 
-    for_each_reason: compare the whole text instead. The text after the colon is then a reason, and each
-        reason is worth a warning.
+    for_each_reason: True compares the whole text, so that the same warning with another reason after the
+        colon is issued, too.
     """
     start = message if for_each_reason else message.partition(":")[0]
     if start not in GIVEN:
@@ -68,7 +68,7 @@ def warn_of_untested_release(package: str, version: str) -> None:
 
 
 def warn_of_old_name(old: str, new: str) -> None:
-    """Warns that a module has a new name. The module with the old name calls it when it is imported.
+    """Warns that a module has a new name. The module with the old name calls this function on import.
 
     old, new: dotted names of the module.
     """

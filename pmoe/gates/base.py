@@ -69,7 +69,7 @@ PartitionName = Literal["tokens", "none"]
 
 
 class KeptType:
-    """A descriptor for a buffer of a gate that must keep its dtype when the module is cast.
+    """A descriptor for a gate's buffer. The buffer keeps its dtype when the module is cast.
 
     It is meant for values that would lose too much in a narrower dtype, such as a sum of many small steps:
 
@@ -107,7 +107,7 @@ class KeptType:
 
 
 def _kept(gate: nn.Module) -> list[str]:
-    """Returns the names of a gate's buffers with `KeptType`: casts such as ``.half()`` do not change them."""
+    """Returns the names of a gate's buffers with `KeptType`. Casts such as ``.half()`` do not change them."""
     names = [
         name for kind in type(gate).__mro__ for name, value in vars(kind).items() if type(value) is KeptType
     ]
@@ -124,7 +124,7 @@ class Gate(nn.Module, abc.ABC):
     """
 
     partition: PartitionName = "tokens"
-    """Whether a batch may be routed in parts: how the gate routes a token may depend on the other tokens.
+    """Whether a batch may be routed in parts: "tokens" if so, "none" if the gate needs the whole batch.
 
     "tokens": the routing of a token does not depend on other tokens, so parts give the same routing as the
         whole batch. (The number of rows that each expert already has, for the capacity, is passed from part
@@ -140,7 +140,7 @@ class Gate(nn.Module, abc.ABC):
     """Whether forward takes the tokens' ids, (T,) int64, as second argument."""
 
     decides_capacity = False
-    """Whether the gate itself applies the capacity factor, which its constructor then takes.
+    """Whether the gate applies the capacity itself. Its constructor then takes a capacity_factor.
 
     The layer drops nothing after such a gate.
     """
@@ -188,7 +188,7 @@ class Gate(nn.Module, abc.ABC):
         super()._save_to_state_dict(*args, **options)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Returns S, the number of lines (rows of its tensors) that a `Routing` of these tokens has.
+        """Returns S, the number of lines of the `Routing` that the gate returns for num_tokens tokens.
 
         Memory predictions call this method, but only if the gate's `picks_tokens` is True. The routings of
         other gates have one line for each token.
@@ -196,12 +196,12 @@ class Gate(nn.Module, abc.ABC):
         return num_tokens
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights, (T, K), that the gate gives to the experts in expert_TK in a past call.
+        """Returns the weights, (T, K), that the gate gives the experts in expert_TK in an earlier call.
 
         The weights follow from the scores of that call. `pmoe.replay_routing`, which replaces the choices of
         a call by recorded ones, needs this method. Gradients flow from the weights to the scores, so also to
-        experts that the gate would not have chosen. For the gate's own choices the result has the bits of
-        ``routing.weight``.
+        experts that the gate would not have chosen. For the gate's own choices the result equals
+        ``routing.weight`` bit by bit.
 
         routing: what `forward` returned, with the scores in ``logits``.
         expert_TK: (T, K) int64, K experts for each of T tokens.
@@ -211,11 +211,11 @@ class Gate(nn.Module, abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no weights_of")
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns what a balance loss is computed from: the experts' shares, and the choices.
+        """Returns the two inputs of a balance loss: the experts' shares of the scores, and the choices.
 
         The shares, (T, E), are the scores of each of T tokens for E experts, scaled to a sum of 1, with a
-        gradient. The choices, (T, K) int64, are the K experts of each token that count as load.
-        `pmoe.BalanceLoss` needs this method.
+        gradient. The choices, (T, K) int64, are K experts of each token. The loss counts them as the experts'
+        load. `pmoe.BalanceLoss` needs this method.
 
         routing: what `forward` returned, with the scores in ``logits``.
 

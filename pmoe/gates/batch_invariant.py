@@ -1,8 +1,8 @@
 """Gates whose routing of a token has the same bits in every batch.
 
-A gate's operations run on tiles of R tokens (`pmoe.kernels.fixed_tiles`), forward and backward: the logits,
-the choices and the weights. Only the auxiliary loss is computed from all tokens, because it depends on the
-batch by definition.
+A gate always computes R tokens at a time, which are called a tile (`pmoe.kernels.fixed_tiles`). In forward
+and backward it computes the logits, the choices and the weights in tiles. Only the auxiliary loss is computed
+from all tokens at once, because it depends on the batch by definition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pmoe.kernels.route import top_indices
 
 
 class _GateInTiles(TopKRouter):
-    """A gate that routes tiles of a fixed number of tokens, so that results repeat bit by bit."""
+    """A gate that routes R tokens (a tile) at a time: a token's routing has the same bits in every batch."""
 
     def forward(self, x_TM: Tensor) -> Routing:
         with without_autocast(x_TM.device.type):
@@ -60,7 +60,7 @@ class _GateInTiles(TopKRouter):
         The first call for tokens of this width, dtype and device finds R by a test: a token's routing in a
         tile of R tokens must not depend on the other tokens of the tile.
 
-        x_TM: (T, M), T tokens with M = d_model columns, of which only dtype, columns and device are read.
+        x_TM: (T, M), T tokens with M = d_model columns. Only their dtype, columns and device are read.
         """
         weight = self.weight
         options = (self.top_k, self.normalize)
@@ -79,7 +79,9 @@ class _GateInTiles(TopKRouter):
         return logits_RE, expert_RK, self.weights_of(routing, expert_RK)
 
     def _results(self, tile_RM: Tensor) -> list[Tensor]:
-        """Returns all results of a tile and the gradient of its rows, for the test of the size of tiles.
+        """Runs the gate on one tile, forward and backward. Returns its results and the rows' gradient.
+
+        `tile_rows` compares these tensors to test a size of tiles.
 
         tile_RM: (R, M), R tokens with M = d_model columns.
         """

@@ -33,7 +33,7 @@ def within_capacity(expert_TK: Tensor, capacity: int, used_E: Tensor) -> tuple[T
     batch were routed at once (Lancet, section 2.3).
 
     Returns two tensors: which choices are kept, bool in the shape of expert_TK; and used_E plus the number of
-    this part's choices of each expert.
+    choices in this part that fell on each expert.
     """
     flat = expert_TK.reshape(-1)
     order = flat.argsort(stable=True)

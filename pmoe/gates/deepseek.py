@@ -1,4 +1,4 @@
-"""The gate of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): sigmoid scores and a bias that balances load.
+"""The gate of DeepSeek-V3 (arXiv 2412.19437, 2.1.2): sigmoid scores, and biases that balance the load.
 
 The bias of each expert is updated from the number of choices that fell on it, not by a gradient.
 
@@ -55,7 +55,7 @@ class DeepSeekGate(TopKRouter):
     passes between two updates are counted twice.
 
     `torch.nn.parallel.DistributedDataParallel` must have broadcast_buffers=False. Otherwise it overwrites
-    ``load`` on all ranks with that of rank 0.
+    ``load`` on all ranks by rank 0's ``load``.
 
     Raises ValueError for top_k above the number of experts in top_groups groups, num_groups that does not
     divide num_experts, top_groups above num_groups, a routed_scaling that is not positive, or a negative
@@ -139,7 +139,7 @@ class DeepSeekGate(TopKRouter):
         return self._weights(routing.logits, expert_TK)
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns a token's sigmoids divided by their sum, (T, E), and its best experts, (T, K).
+        """Returns the sigmoids of each token, divided by their sum, (T, E), and its best experts, (T, K).
 
         There are T tokens with K choices each, and E experts. As in l_aux, the best experts are those that
         would be chosen without bias and groups.
@@ -205,7 +205,8 @@ def sequence_balance_loss(share_TE: Tensor, expert_TK: Tensor, sequence_length: 
     share_TE[:, e] over the sequence. The loss is 1 if all experts are chosen equally often. Without tokens it
     is 0, and still has a gradient (of zeros).
 
-    share_TE: (T, E), the scores of T tokens, each token's divided by their sum.
+    share_TE: (T, E), the scores of T tokens. The scores of each token are divided by their sum over the
+        experts, so they add up to 1.
     expert_TK: (T, K) int64, the K choices of each token.
     sequence_length: number of tokens of a sequence; None means that all tokens are one sequence.
     """
@@ -224,9 +225,10 @@ def sequence_losses(share_TE: Tensor, expert_TK: Tensor, sequence_T: Tensor, len
     f_e is the share of a sequence's choices that fell on expert e, and P_e the mean of share_TE[:, e] over
     the sequence.
 
-    share_TE: (T, E), the scores of T tokens for E experts, each token's divided by their sum.
+    share_TE: (T, E), the scores of T tokens for E experts. The scores of each token are divided by their sum
+        over the experts, so they add up to 1.
     expert_TK: (T, K) int64, the K choices of each token.
-    sequence_T: (T,) int64, the number of each token's sequence, from 0 to B - 1.
+    sequence_T: (T,) int64, the index of the sequence that each token belongs to, from 0 to B - 1.
     lengths_B: (B,) int64, the number of tokens of each sequence, at least 1.
     """
     num_experts = share_TE.shape[1]

@@ -42,7 +42,7 @@ class DrawnGate(Gate):
 
         `distinct` turns the K random numbers of a token into K distinct experts. All weights are 1 / K.
 
-        x_TM: (T, M), the T tokens with M = d_model columns, of which only dtype and device are read.
+        x_TM: (T, M), the T tokens with M = d_model columns. Only their dtype and device are read.
         draw_TK: (T, K) int64, K independent random numbers for each token.
         """
         weight_TK = at_least_float32(x_TM.new_full(draw_TK.shape, 1.0)) / self.top_k

@@ -1,7 +1,6 @@
 """Expert choice (arXiv 2202.09368, section 3.2): each expert takes the tokens with its highest scores.
 
-Letters: T tokens of a rank, E experts, K = top_k, the mean number of experts of a token, C tokens of each
-expert, S = E * C rows.
+Letters: T tokens of a rank, E experts, K = top_k, C tokens that each expert takes, S = E * C rows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ExpertChoiceGate(Gate):
     weight: parameter (E, M). M = d_model.
 
     Args:
-        top_k: the mean number of experts of a token (c in the paper).
+        top_k: the mean number of experts of a token if capacity_factor is 1 (c in the paper).
         capacity_factor: determines C; None means 1.
         normalize_over: "experts": scores are a softmax over the experts, for each token. Each expert takes
             the tokens with its largest scores, and these scores are the weights (2202.09368, Eq. 2-3).
@@ -121,8 +120,8 @@ def best_tokens(score_TE: Tensor, rows: int) -> Tensor:
     rows: number of tokens that each expert takes.
 
     Let s be an expert's rows-th largest score. The expert takes all tokens with scores above s, then the
-    first tokens with the score s. So the result does not depend on which of several equal scores torch.topk
-    picks, which is not defined.
+    first tokens with the score s. So the result does not depend on torch.topk, whose choice among equal
+    scores is not defined.
     """
     if rows == 0:
         return torch.zeros_like(score_TE, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""A gate for models that have a router of their own, whose routing is passed to the layer at each call."""
+"""A gate for models that have a router of their own. The model passes the routing at each call."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class ExternalGate(Gate):
             self._weights_of = None
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of replayed experts, from the function that `routing` was given.
+        """Returns the weights (T, K) of replayed experts, from the function that was passed to `routing`.
 
-        Raises ValueError if it was given none, or if choices are dropped (``keep_TK``).
+        Raises ValueError if no function was passed, or if choices are dropped (``keep_TK``).
         """
         call = (
             "with gate.routing(expert_TK, weight_TK, weights_of=lambda chosen: score_TE.gather(1, chosen)):"

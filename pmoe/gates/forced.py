@@ -94,11 +94,11 @@ class ForcedGate(OverridingGate):
     def choices(self, expert_TK: Tensor) -> Tensor:
         """Returns the forced choices, (T, K) int64, for T tokens with K choices each.
 
-        A busy choice is a choice that goes to a busy expert. ``share`` is the fraction of these choices: the
-        first t tokens together have floor(t * K * share) of them. Busy choices go round the busy experts in
-        turn, and the other choices go round the other experts. So the experts of a token are distinct.
+        A busy choice is a choice that goes to a busy expert. ``share`` is the fraction of busy choices: the
+        first t tokens together have floor(t * K * share) busy choices. Busy choices go round the busy experts
+        in turn, and the other choices go round the other experts. So the experts of a token are distinct.
 
-        expert_TK: (T, K) int64, the inner gate's choices, of which only the shape is read.
+        expert_TK: (T, K) int64, the inner gate's choices. Only their shape is read.
 
         Raises ValueError if a token would need the same expert twice.
         """

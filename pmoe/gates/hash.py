@@ -87,7 +87,7 @@ def hashed(id_T: Tensor, seed: int, draws: int) -> Tensor:
 def _mixed(word: Tensor) -> Tensor:
     """Returns 64-bit words of the same shape, each with its bits mixed as SplitMix64 does.
 
-    SplitMix64 needs products and sums modulo 2**64. int64 tensors compute them, because they wrap around.
+    SplitMix64 needs products and sums modulo 2**64. Those of int64 tensors wrap around, which is the same.
     """
     word = (word ^ _shifted(word, 30)) * FIRST
     word = (word ^ _shifted(word, 27)) * SECOND

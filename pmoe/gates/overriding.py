@@ -1,4 +1,4 @@
-"""Base class of gates that let another gate decide, and replace the experts that it chose."""
+"""Base class of gates that run another gate, and replace the experts that this gate chose."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class OverridingGate(Gate):
     inner gate alone, and the inner gate's parameters get gradients. l_aux is the loss of the inner gate's own
     choices. The k-th weight of a token becomes the weight of the token's k-th new expert.
 
-    If the layer has a ``capacity_factor``, it drops rows of the new choices that are beyond an expert's
-    capacity.
+    If the layer has a ``capacity_factor``, it applies the capacity to the new choices.
 
     gate: the inner gate, a module that gives each token top_k experts.
 

@@ -14,8 +14,8 @@ from pmoe.gates.overriding import OverridingGate
 class ReplayGate(OverridingGate):
     """Replaces the choices of another gate by recorded ones, call by call.
 
-    The choices usually come from `pmoe.read_routing`. After the choices of the last recorded call, those of
-    the first call follow. The routing weights and l_aux are those of the inner gate (`OverridingGate`).
+    The choices usually come from `pmoe.read_routing`. After the last recorded call, the gate begins with the
+    first one again. The routing weights and l_aux are those of the inner gate (`OverridingGate`).
 
     Args:
         gate: the inner gate.
@@ -25,8 +25,8 @@ class ReplayGate(OverridingGate):
         next_call: the index in ``calls`` of the call whose choices come next. It may be set, for example to 0
             before each measurement.
 
-    Raises ValueError without calls, and at a call whose input has another number of tokens or experts of a
-    token than the recorded one.
+    Raises ValueError if ``calls`` is empty. A call raises it if the recorded call has another number of
+    tokens, or another number of experts for each token.
     """
 
     calls: list[Tensor]

@@ -36,8 +36,8 @@ class SigmoidGate(TopKRouter):
     Args:
         normalize: True divides a token's weights by their sum; None means False, as in the papers.
 
-    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. The balance loss gets, as
-    probabilities, a token's sigmoids divided by their sum. Without this division, training could lower the
+    The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. As probabilities, the balance
+    loss gets the sigmoids of each token divided by their sum. Without this division, training could lower the
     loss by making all sigmoids smaller. (The BASE paper has no auxiliary loss: it assigns the same number of
     tokens to each expert. pmoe does not do this.)
     """
@@ -63,7 +63,7 @@ class SigmoidGate(TopKRouter):
         return self._weights(routing.logits, expert_TK)
 
     def balance_terms(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns a token's sigmoids divided by their sum, (T, E), and the choices of each token, (T, K).
+        """Returns the sigmoids of each token divided by their sum, (T, E), and its choices, (T, K).
 
         There are T tokens with K choices each, and E experts.
 

@@ -23,15 +23,16 @@ class SoftGate(Gate):
     """Gives each expert mixtures of all tokens, and each token a mixture of all experts' results.
 
     There are T tokens, and S slots: P for each of E experts. A slot is a row that its expert computes: a
-    mixture of all tokens. Tokens are mixed twice (Eq. 1-3 and section 2.3):
+    mixture of all tokens. x are the tokens, (T, M). phi is the parameter ``weight`` as S rows of M columns.
+    Tokens are mixed twice (Eq. 1-3 and section 2.3):
 
-        logits (T, S)           scale * unit(x) unit(phi)^T, where unit divides each row by its length
+        logits (T, S)           scale * unit(x) unit(phi)^T, where unit divides a row by its Euclidean norm
         input of slot s         sum_t dispatch[t, s] x_t     with dispatch = softmax of the logits over tokens
         result of token t       sum_s combine[t, s] y_s      with combine = softmax of the logits over slots
 
-    y_s is the result of slot s's expert.
+    y_s is the result that the expert of slot s computes.
 
-    weight: parameter (E, P, M), phi in the paper, with M = d_model as last dimension.
+    weight: parameter (E, P, M), with M = d_model as last dimension.
     scale: scalar parameter, which starts at 1.
 
     Args:
@@ -39,9 +40,8 @@ class SoftGate(Gate):
         slots_per_expert: P; None means 1. Usually P = T / E, so that S = T.
 
     The `Routing` lists slots, not tokens: slot s goes to expert s // P, with routing weight 1. The weights
-    dispatch and combine are in `Routing.mix`. Nothing is dropped and capacity has
-    no effect. l_aux is 0, because all experts always get P rows. A token of zeros has equal weights for all
-    slots.
+    dispatch and combine are in `Routing.mix`. Nothing is dropped, and capacity has no effect. l_aux is 0,
+    because all experts always get P rows. A token of zeros has equal weights for all slots.
 
     partition is "none" (the gate needs the whole batch), because each slot mixes all tokens of the rank's
     batch: tokens of all sequences, and later tokens with earlier ones. So causal language models cannot use
@@ -105,8 +105,9 @@ class SoftGate(Gate):
     def _logits(self, x_TM: Tensor) -> Tensor:
         """Returns the logits of T tokens for S slots (mixtures of tokens), (T, S).
 
-        First x phi^T, (T, S), is computed. Then it is divided by the lengths of the tokens and of phi's rows.
-        To divide the tokens before the product would read more memory if M = d_model is above S.
+        First the product x phi^T, (T, S), is computed from the tokens x and the parameter ``weight``, phi.
+        Then the product is divided by the Euclidean norms of the tokens and of phi's rows. To divide the
+        tokens before the product would read more memory if M = d_model is above S.
 
         x_TM: (T, M), the tokens.
         """
@@ -117,7 +118,7 @@ class SoftGate(Gate):
 
 
 def inverse_length(vectors: Tensor) -> Tensor:
-    """Returns 1 / length of each row of vectors (..., M), as (..., 1), in float32 or wider.
+    """Returns 1 / Euclidean norm of each row of vectors (..., M), as (..., 1), at least in float32.
 
     For rows shorter than `SHORTEST` it is 0, without a gradient. Dividing by a length of 0 would give NaN,
     and adding a small constant to the length would make gradients huge.

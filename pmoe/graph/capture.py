@@ -54,7 +54,7 @@ class CapturedCounts:
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
-        """Returns the counts as a `RankCounts`, which a layer outside a graph keeps.
+        """Returns the counts as a `RankCounts`, the form that row counts have outside of a graph.
 
         In a `RankCounts`, rows that stay on their rank count as rows that the rank sends to itself.
         """

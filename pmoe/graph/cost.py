@@ -68,14 +68,20 @@ class Costs:
         )
 
     def _stored(self) -> dict[str, float]:
-        """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
+        """Returns the seconds of each operator call from the file.
+
+        Raises OSError or ValueError if the file cannot be used.
+        """
         remedy = "they are measured again, and the file is replaced"
         return load_json(
             self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
         )
 
     def save(self) -> None:
-        """Writes the seconds to the file. If that fails, it warns; the next run then measures again."""
+        """Writes the seconds of all operator calls to the file. Warns if that fails.
+
+        The next run then measures the missing seconds again.
+        """
         save_or_warn(
             "costs of operators could not be kept, and will be measured again",
             lambda: save_json(self._path, {"seconds": self.seconds}),

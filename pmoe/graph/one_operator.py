@@ -198,7 +198,11 @@ def _(gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    """Saves the ticket, and all tensors that the kept graph reads, so that their values are kept."""
+    """Saves for `_backward` the ticket, and the tensors that the module's own autograd graph reads.
+
+    `run_and_keep` has stored this graph in `KEPT` under a number. The ticket is a tensor with this number.
+    Autograd keeps the values of the saved tensors until backward.
+    """
     _, _, tensors, _, parameters, ctx.needs_grad, _ = inputs
     ctx.num_inputs = len(tensors)
     ctx.num_results = len(output) - len(tensors) - 1

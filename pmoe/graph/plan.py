@@ -100,9 +100,9 @@ class GraphSplit:
     def _gather(self) -> None:
         """Moves calls that do not belong to a layer, but are among the layer's calls, behind the layer.
 
-        The method is for backward graphs in which no input holds the batch. In these graphs each layer is cut
-        along its tokens. This is possible only if all calls from the layer's first to its last belong to the
-        layer.
+        The method is for backward graphs whose inputs do not have the batch as first dimension. In these
+        graphs each layer is cut along its tokens. The cut is possible only if all calls from the layer's
+        first to its last belong to the layer.
         """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)

@@ -59,11 +59,13 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class Cuttable:
-    """The instructions of a graph, and where they may be cut into parts of the batch.
+    """The instructions of a graph, and which of them may be computed on one part of the batch at a time.
 
-    ends: for each instruction, whether a range (a run of instructions that is cut) may end directly before
-        it. One more entry is for the end of the graph.
-    can: for each instruction, whether it can be cut into parts.
+    A range is a run of consecutive instructions that are all computed like this, part by part.
+
+    ends: for each instruction, whether a range may end directly before it. One more entry is for the end of
+        the graph.
+    can: for each instruction, whether it can be computed part by part.
     """
 
     instructions: Sequence[Instruction]
@@ -206,7 +208,7 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
 
     A range is a run of consecutive instructions that is cut into parts of the batch.
 
-    graph: the instructions, and where they may be cut.
+    graph: the instructions, and which of them may be computed part by part.
     costs: costs of the instructions for each number of parts. It must have an entry for 1, uncut.
     """
     instructions = graph.instructions

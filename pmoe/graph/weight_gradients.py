@@ -305,10 +305,11 @@ class _List:
             heapq.heappush(self.chain, (place, name))
 
     def _release(self) -> None:
-        """Finds instructions whose inputs have all been scheduled, and adds them to a collection for `run`.
+        """Sorts instructions whose inputs have all been scheduled into the collections for `run`.
 
         Computations that can begin now go to ``chain``, or to ``pool`` if they are weight gradients.
-        Computations that wait for a running all-to-all go to ``later``. All-to-alls stay in ``messages``.
+        Computations that read the result of an all-to-all that is still running go to ``later``. All-to-alls
+        are not moved: they are in ``messages`` from the start.
         """
         for name in self.sorter.get_ready():
             self.ready.add(name)

@@ -1,8 +1,9 @@
 """pmoe's layers under DeepSpeed's ZeRO stages 0, 1 and 2, with DeepSpeed's groups and checkpoints.
 
-DeepSpeed averages most gradients over all ranks, and those of experts over the copies of an expert. It
-recognises experts by the attributes `allreduce = False` and `group_name` of their parameters, in models that
-contain its own class `MoE`. So `initialize` puts a module of that class, without parameters, into each layer:
+DeepSpeed averages most gradients over all ranks, but an expert's gradients only over the ranks with this
+expert. It recognises experts by the attributes `allreduce = False` and `group_name` of their parameters, in
+models that contain its own class `MoE`. So `initialize` puts a module of that class, without parameters, into
+each layer:
 
     layer                 MoELayer, built with group=deepspeed.group(ep_size)
       gate, experts       as without DeepSpeed; experts get group_name = "ep_size_N"
@@ -57,7 +58,7 @@ __all__ = ["Marker", "group", "initialize", "mark"]
 
 
 def group(ep_size: int) -> dist.ProcessGroup:
-    """Returns DeepSpeed's group of ranks over which experts are spread: ``MoELayer(group=group(ep_size))``.
+    """Returns DeepSpeed's group of ranks over which experts are spread, for MoELayer's argument ``group``.
 
     Collective, after ``deepspeed.init_distributed``. A second call returns the same group.
 
@@ -141,7 +142,7 @@ def mark(model: nn.Module) -> None:
 
 
 class Marker(MoE):  # type: ignore[misc]
-    """A module by which DeepSpeed recognises a layer with experts, and reads their number, names and group.
+    """A module by which DeepSpeed recognises a layer with experts. It has their number, names and group.
 
     It has no parameters and is never called.
 

@@ -39,7 +39,7 @@ class LayerUsage:
     max_vio_sum: the sum over these calls of MaxVio = rows of the busiest expert / mean rows of an expert - 1
         (arXiv 2408.15664, Eq. 4).
     rank_imbalance: number of rows that the experts of the busiest rank get / mean of this number over ranks.
-        None if the load is that of one rank.
+        None if this record is for one rank.
     """
 
     tokens_per_expert: tuple[int, ...]
@@ -58,8 +58,8 @@ class ExpertUsage:
                 loss_of(model(x)).backward()
             wandb.log(pmoe.stats(model, all_ranks=True, usage=usage).scalars(), step=step)
 
-    Nothing is communicated before `pmoe.stats` is called. Second passes of activation checkpoints do not
-    count. Calls inside a graph of ``torch.compile(backend="pmoe")`` do not count either; for these,
+    Nothing is communicated before `pmoe.stats` is called. The second forward pass of activation checkpointing
+    does not count. Calls inside a graph of ``torch.compile(backend="pmoe")`` do not count either; for these,
     `pmoe.stats` shows only the last call.
 
     Args:

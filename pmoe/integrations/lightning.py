@@ -42,8 +42,9 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
     """The strategy "ddp" for modules whose experts are spread over ranks: checkpoints hold all experts.
 
     Its arguments are those of Lightning's DDPStrategy. Call `pmoe.parallelize` in ``configure_model`` of the
-    LightningModule, and let ModelCheckpoint and ``fit(ckpt_path=...)`` save and load as usual. Model and
-    optimizers must be those of the training; ``load_from_checkpoint`` of a LightningModule is not supported.
+    LightningModule, and let ModelCheckpoint and ``fit(ckpt_path=...)`` save and load as usual. A checkpoint
+    is loaded into the model and the optimizers of ``fit``; ``load_from_checkpoint`` of a LightningModule is
+    not supported.
 
     Example: Trainer(strategy=SpreadDDPStrategy(process_group_backend="nccl"), devices=8)
     """

@@ -1,4 +1,4 @@
-"""`StatsWriter`: logs a training run to a folder, as CSV files and, if asked, as TensorBoard event files.
+"""`StatsWriter`: logs a training run to a folder, as CSV files and optionally TensorBoard event files.
 
 It logs numbers of the training script, such as losses, and `pmoe.stats` of the model's MoE layers:
 
@@ -70,9 +70,9 @@ class Board:
     def show(self, scalars: Sequence[files.Row], step: int, statistics: Stats | None) -> None:
         """Writes the scalars of one or more steps, and the layers' statistics of the newest step.
 
-        Does nothing without scalars. The first call also makes TensorBoard hide what an earlier run wrote for
-        the step of the first scalar and later steps, because a continued run writes these steps a second
-        time.
+        Does nothing without scalars. A continued run writes some steps a second time. So the first call also
+        makes TensorBoard hide the values that an earlier run wrote for the step of the first scalar and for
+        later steps.
 
         scalars: rows with the attributes step, name and value.
         step: the step of the statistics.
@@ -106,7 +106,7 @@ def _show_layer(writer: SummaryWriter, step: int, layer: LayerStats) -> None:
 
 
 class StatsWriter:
-    """Logs a training run to ``run_dir``: scalars of every step, and at some steps statistics of MoE layers.
+    """Logs a training run to ``run_dir``: scalars of each step, and MoE layers' statistics at some steps.
 
     Every rank must construct a writer and call `step` after each training step. Rank 0 of ``group`` writes
     the files.
@@ -115,7 +115,7 @@ class StatsWriter:
     - Scalars are the values of rank 0. Reduce them yourself if the values of other ranks matter.
     - A scalar that is a tensor is read only at steps with statistics, so that other steps do not wait for the
       device.
-    - If a training step calls a layer several times, the statistics of a layer are those of the last call.
+    - If a training step calls a layer several times, the layer's statistics describe the last of these calls.
       The scalars "moe/..." (`Stats.scalars`) count all calls in training mode since the last `step`.
 
     If the folder already has data, the run is continued. If it continues from an earlier step, the new lines

@@ -9,7 +9,7 @@ experts and GroupedMLP can load each other's checkpoints, by state_dict and by s
 optimizer, its DistributedDataParallel with main_grad, and its gradient clipping work unchanged.
 
 With Megatron's option ``delay_wgrad_compute``, the backward pass computes only the gradients of inputs.
-``backward_dw`` computes those of the experts' weights later (`pmoe.engine.halves`).
+``backward_dw`` computes the gradients of the experts' weights later (`pmoe.engine.halves`).
 
 Tested with megatron-core 0.16.1 on the CPU, on one rank and on two (`tests/convert/on_megatron.py`).
 
@@ -244,8 +244,8 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
     def forward(self, x_TM: Tensor, index_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns each token's weighted sum of its experts' outputs, (T, M).
 
-        With Megatron's option ``delay_wgrad_compute``, backward computes the gradients of x_TM and weight_TK
-        only; call `backward_dw` for those of the experts' weights.
+        With Megatron's option ``delay_wgrad_compute``, backward computes only the gradients of x_TM and
+        weight_TK. `backward_dw` then computes the gradients of the experts' weights.
 
         x_TM: (T, M), the T tokens with M = hidden_size columns.
         index_TK: (T, K), the K experts of each token, from 0 to E - 1 over all ranks; E means no expert.
@@ -285,9 +285,9 @@ class PmoeExperts(MegatronModule):  # type: ignore[misc]
         """Computes the gradients of the experts' weights, which a backward pass has left out.
 
         Backward leaves them out with Megatron's option ``delay_wgrad_compute``. If several backward passes
-        have left out gradients, each call of this method computes those of the oldest such pass. Autograd
-        adds them to the parameters' gradients, so Megatron's hooks run. Does nothing if no gradients are
-        missing.
+        have left out gradients, each call of this method computes the gradients for the oldest of these
+        passes. Autograd adds them to the parameters' gradients, so Megatron's hooks run. Does nothing if no
+        gradients are missing.
         """
         if self._later:
             self._later.popleft()()

@@ -1,4 +1,4 @@
-"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of the model."""
+"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 from pmoe.layer import MoELayer, run_experts
 
 finders: list[Callable[[nn.Module], Mapping[str, MoELayer]]] = [run_experts.layers]
-"""Functions from a model to those of its MoE layers, by name, that are not submodules of it.
+"""Functions that take a model, and return its MoE layers that are kept outside of it, by name.
 
-transformers' experts modules, for example, are run by layers outside of the model.
+transformers' experts modules, for example, are run by layers that are not submodules of the model.
 """
 
 

@@ -1,9 +1,10 @@
-"""Router replay: runs a model so that tokens go to recorded experts, not to those that the gate would choose.
+"""Router replay: runs a model so that tokens go to recorded experts, not to those of its gates.
 
 In reinforcement learning, a training step should send a token to the same experts as the policy that
 generated the token. But the router has been trained since, or the training engine rounds differently than the
-inference engine. There are two kinds of replay: R2 replays the routing of the old policy in the training
-engine, R3 (arXiv 2510.11370) that of the inference engine. A replayed call has three steps:
+inference engine. There are two kinds of replay. R2 replays the routing that the training engine computed with
+the old policy. R3 (arXiv 2510.11370) replays the routing that the inference engine computed. A replayed call
+has three steps:
 
     gate                       computes its scores as in any call
     forward hook of the gate   replaces the chosen experts by recorded ones, and asks the gate for their
@@ -81,9 +82,9 @@ def replay_routing(
     - ranks have traces with different numbers of calls;
     - a gate cannot give weights to experts that it did not choose.
 
-    A call raises ValueError if it has another number of tokens than the recorded one, if it was not recorded,
-    or if an `ExternalGate` has no ``weights_of`` in this call. The end of the block raises ValueError if
-    fewer calls were made than were recorded.
+    A call raises ValueError if its number of tokens differs from that of the recorded call, if it was not
+    recorded, or if an `ExternalGate` has no ``weights_of`` in this call. The end of the block raises
+    ValueError if fewer calls were made than were recorded.
     """
     check_module(model=model)
     replays: list[_Replay] = []
@@ -128,9 +129,9 @@ class _Replay:
         gate, inputs: the arguments of every forward hook; not used.
         routing: the routing that the gate has computed.
 
-        Raises ValueError if there is no recorded call, or if it has another number of tokens.
+        Raises ValueError if there is no recorded call, or if the recorded call has another number of tokens.
         """
-        with hidden_from_checkpoints():  # a checkpoint's second pass must not expect these operations again
+        with hidden_from_checkpoints():  # a second pass of checkpointing must not expect them again
             at = self._again(routing) if is_second_pass() else self._first(routing)
             if at is None:
                 return routing
@@ -140,7 +141,9 @@ class _Replay:
         return replace(routing, expert=expert_TK, weight=router.weights_of(routing, expert_TK))
 
     def _first(self, routing: Routing) -> int | None:
-        """Returns the index of the next recorded call, for a call that is no second pass of a checkpoint.
+        """Returns the index of the recorded call to replay in a forward pass that runs for the first time.
+
+        `_again` is for second passes of activation checkpointing.
 
         Recorded calls are replayed in order. Returns None, and nothing is replayed, while a stage of
         torch.distributed.pipelining runs only to find out the shapes of its tensors.
@@ -161,7 +164,7 @@ class _Replay:
         return at
 
     def _again(self, routing: Routing) -> int | None:
-        """Returns the index of the recorded call to replay in the second pass of an activation checkpoint.
+        """Returns the index of the recorded call to replay in the second pass of activation checkpointing.
 
         Second passes come in any order. So the first pass that belongs to a second pass is found by its
         scores, which are equal bit for bit. The host waits for the device.
@@ -397,11 +400,12 @@ def engine_routing(
             layers: (T, L, K), integers of any dtype. If a call has several sequences, one after the other, it
             may be a list of such tensors.
         layers: the name in the model of each of the engine's L layers. None leaves a layer out, for example a
-            layer without experts, of another pipeline stage, or for the prediction of several tokens.
-        num_tokens: for each call the number of tokens in training, or a list with the number of each
-            sequence. The engine may have routed fewer, because it does not route the last token that it
-            generates. The missing tokens are not replayed: the gate chooses their experts. None means that
-            the engine has routed all tokens.
+            layer without experts, a layer of another pipeline stage, or a layer that predicts a further
+            token.
+        num_tokens: for each call the number of tokens that it has in training, or a list with the number of
+            tokens of each of its sequences. The engine may have routed fewer tokens, because it does not
+            route the last token that it generates. The missing tokens are not replayed: the gate chooses
+            their experts. None means that the engine has routed all tokens.
 
     The result is a dict {name of a layer: list with an int64 tensor (T, K) for each call}. Layers are matched
     by name, not by number, so a layer cannot get the routing of another one by mistake.
@@ -448,8 +452,9 @@ def _call_of_engine(at: int, call: Any, length: Any, num_layers: int) -> Tensor:
 
     at: the index of the call, for errors.
     call: (T, L, K) integers, or a list of such tensors, one for each sequence.
-    length: the number of tokens of the call in training, or a list with the number of each sequence; None if
-        the engine has all tokens.
+    length: the number of tokens that the call has in training, or a list with the number of tokens of each
+        sequence. It may be larger than the number of tokens that the engine has routed. None if the engine
+        has routed all tokens.
     num_layers: L.
 
     Raises ValueError or TypeError if shapes or numbers of tokens do not fit each other.

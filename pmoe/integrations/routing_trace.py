@@ -1,7 +1,8 @@
 """Routing traces: the experts that the gates of a run chose in every call, in memory or in files.
 
-In memory, a trace is a dict: by layer name, the list of the layer's calls, each (T, K) int64. On disk it is a
-folder with a file for each rank, so ranks write without waiting for each other. A file begins with a line of
+In memory, a trace is a dict from the name of a layer to the list of the layer's calls, each (T, K) int64. On
+disk it is a folder with a file for each rank, so ranks write without waiting for each other. A file begins
+with a line of
 JSON:
 
     {"format": 1, "layers": {"layers.0.moe": 64, ...}}     number of experts by layer name
@@ -72,8 +73,8 @@ def record_routing(
     dict stays empty, and `read_routing` returns the trace. On CUDA the host then waits for the device in each
     call.
 
-    Nothing is communicated. Choices are recorded before a capacity drops any. The recomputation of an
-    activation checkpoint is not recorded, and neither is the run in which a pipeline stage finds its shapes.
+    Nothing is communicated. Choices are recorded before a capacity drops any. Not recorded are the second
+    forward pass of activation checkpointing, and a run in which a pipeline stage only finds its shapes.
 
     Args:
         model: a model with MoE layers, or a single layer.

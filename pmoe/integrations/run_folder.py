@@ -208,7 +208,9 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def mend(path: Path) -> None:
-    """Prepares a CSV file of an earlier run for `append`: cuts off a last line that a crash left incomplete.
+    """Prepares an earlier run's CSV file for `append`: cuts off a last line that is incomplete.
+
+    A crash of the earlier run can leave a line incomplete.
 
     Does nothing if there is no such file. Raises ValueError if the file has other columns.
     """
@@ -276,7 +278,7 @@ def _sessions_from(content: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     content: the JSON object in the file.
 
-    Raises ValueError if the content is not that of a run.json, or has another format number.
+    Raises ValueError if the content is not the content of a run.json, or has another format number.
     """
     sessions = content.get("sessions")
     if not isinstance(sessions, list) or not all(map(_is_session, sessions)):

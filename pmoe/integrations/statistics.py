@@ -1,7 +1,7 @@
 """`pmoe.stats`: reports what the MoE layers of a model did in their last forward and backward pass.
 
-It reads what layers store after each call in any case, so no step takes longer for it. On CUDA nothing waits
-for the device until `stats` is called. How long computation waited for communication is known only for steps
+Layers store the numbers after each call in any case, so steps do not take longer. On CUDA nothing waits for
+the device until `stats` is called. How long computation waited for communication is known only for steps
 inside a ``with pmoe.recording()`` block.
 
 Letters in this file: T tokens of a rank, K experts that each token chooses, N rows (copies of tokens) that a
@@ -54,7 +54,7 @@ class LayerStats:
     Attributes:
         name: name of the layer in ``named_modules``.
         tokens_per_expert: (E,) for each of all E experts, the number of rows routed to it and not dropped.
-            Counts the rows of this rank's tokens, or those of all ranks.
+            Counts the rows of this rank's tokens, or the rows of all ranks' tokens.
         num_slots: number of rows before any were dropped: tokens * top_k. None for gates in which experts
             choose or mix tokens (expert choice, SoftMoE).
         drop_rate: number of dropped rows / num_slots, from 0 to 1. None if num_slots is None.
@@ -88,7 +88,7 @@ class LayerStats:
             all ranks. None if no pass was recorded.
         balance: what copies of busy experts did: how uneven the ranks' rows were without and with copies, the
             number of copies, and the bytes of their weights. None if the layer has no ``balance``.
-        usage: the rows of all calls that an `ExpertUsage` has counted. None if `stats` was given none.
+        usage: the rows of all calls that an `ExpertUsage` has counted. None if `stats` got no `ExpertUsage`.
     """
 
     name: str
@@ -255,9 +255,9 @@ def stats(
         group: the ranks to sum over, if all_ranks is True; None is the default group.
         journal: the journal of a block ``with pmoe.recording() as journal`` around the step. Without it, no
             seconds are reported.
-        usage: row counts of all calls since this function last read them. Each layer's counts are returned in
-            `LayerStats.usage`, and the object's counts are reset to 0. If all_ranks is True, pass an object
-            on every rank or on none.
+        usage: an `ExpertUsage`, which counts the rows of all calls. The counts of each layer are returned in
+            `LayerStats.usage`, and then reset to 0. If all_ranks is True, pass an object on every rank or on
+            none.
 
     On CUDA this function waits for row counts that are still on the device (after a call by the kernels for a
     single rank). With all_ranks it also waits for the result of the all-reduce, and for the experts' values
@@ -372,7 +372,10 @@ def _drop_rate(kept: int, num_slots: int | None) -> float | None:
 
 
 def _tensors(layer: MoELayer, ran: RunReport) -> dict[str, int]:
-    """Returns the bytes on this rank of T_I, T_DI, T_M, T_DO and T_O, by name (`LayerStats` explains them).
+    """Returns the bytes of T_I, T_DI, T_M, T_DO and T_O on this rank, by name.
+
+    These are the layer's input, the rows that the experts received, their hidden activation, their output,
+    and the layer's output.
 
     layer: the layer.
     ran: the report of how the last call was run.
@@ -459,7 +462,7 @@ def _marks(layer: MoELayer) -> list[int]:
 
 
 def _is_spread(layer: MoELayer) -> bool:
-    """Returns whether all ranks together form one layer, so that its gate must be the same on each of them.
+    """Returns whether all ranks together form one layer, so that all must have the same gate.
 
     False if the layer is on a single rank and was not parallelized, because each rank may then have a model
     of its own.

@@ -115,7 +115,7 @@ def pmoe_experts(config: Any, **options: Any) -> Any:
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands for `run_routed` where torch.compile traces it: the experts become one operator."""
+    """The function that torch.compile traces in place of `run_routed`: makes the experts one operator."""
     return _run_in_graph(*args, **kwargs)
 
 
@@ -138,7 +138,7 @@ def run_routed(module: PmoeRoutedExperts, x_TD: Tensor, scores_TK: Tensor, ids_T
 
 
 def _run_in_graph(module: PmoeRoutedExperts, x_TD: Tensor, scores_TK: Tensor, ids_TK: Tensor) -> Tensor:
-    """Computes `run_routed`, with the same arguments, by an operator. torch.compile traces it."""
+    """Does the same as `run_routed`, by one operator. torch.compile traces this function."""
     from pmoe.graph.one_operator import run_in_graph
 
     [y_TD] = run_in_graph("torchtitan", module, [x_TD, scores_TK, ids_TK])

@@ -7,8 +7,8 @@
     batch_invariant   makes a layer compute each token with the same bits in every batch
     predict_memory    predicts the bytes that a forward and a backward pass take
     run_experts       runs experts that another library owns and routes, by a layer outside of its model
-    last_few_rows     statistics of small calls of run_experts, which are computed without a layer
-    reshard           spreads a layer's experts over other ranks, and draws new values for its parameters
+    last_few_rows     statistics of small calls that run_experts computes without running a layer
+    reshard           checks that a layer's experts can be spread, and draws new values for its parameters
     old_attributes    attributes of MoELayer under their old names
 
 decision, module, parts, spec and stored_state are old names of modules, kept for one release.

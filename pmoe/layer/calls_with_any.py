@@ -135,8 +135,8 @@ def _as_function(x: Tensor, layer: MoELayer, *of_tokens: Tensor | None) -> Tenso
     """Runs the layer on a tensor subclass like an operator of torch, through ``__torch_function__``.
 
     If x's class has a ``__torch_function__``, that method is called, with `_as_function` as the operator. The
-    method's default calls `_as_function` a second time with ``__torch_function__`` disabled, and wraps the
-    result in the class. The second call runs the layer on x as a plain Tensor.
+    default ``__torch_function__`` calls `_as_function` a second time with ``__torch_function__`` disabled,
+    and wraps the result in the class. The second call runs the layer on x as a plain Tensor.
 
     x: (..., d_model), the input, of a subclass of Tensor; or a plain Tensor, if the class's method has
         unwrapped it.

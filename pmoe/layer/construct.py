@@ -1,4 +1,4 @@
-"""Construction of a layer: makes its gate, experts and ranks from MoELayer's arguments, and checks them.
+"""Makes a layer's gate, experts and ranks from MoELayer's arguments, and checks the arguments.
 
 Functions import the code for rare arguments, such as a user's own expert modules, only if they need it. This
 keeps `import pmoe` fast.
@@ -269,8 +269,8 @@ def make_grid(
 def _warn_of_other_processes() -> None:
     """Warns if a launcher has set the environment variable WORLD_SIZE to more than 1.
 
-    The caller is building a layer for this process alone, which is probably an oversight. The caller does not
-    warn for layers on the meta device, because these are often spread over ranks later, before they get
+    The caller is building a layer for this process alone, which is probably an oversight. This function is
+    not called for layers on the meta device, because these are often spread over ranks later, before they get
     values.
     """
     processes = os.environ.get("WORLD_SIZE", "1")

@@ -1,6 +1,7 @@
-"""Statistics of small calls that `run_experts` computes without an MoE layer.
+"""Statistics of small calls that `run_experts` computes itself, without running its `MoELayer`.
 
-Such a call leaves a record in the layer, as if the layer had run it.
+The record of the call is stored in the layer nevertheless. So the layer's statistics show the call as if the
+layer had run it.
 
 Letters: T tokens, K experts of a token, E experts.
 """

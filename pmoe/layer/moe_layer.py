@@ -53,8 +53,8 @@ class MoELayer(OldAttributes, nn.Module):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each
-    times its routing weight. With W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1.
-    While the rows (copies of tokens) of one micro-batch are sent, experts compute those of another.
+    times its routing weight. With W ranks, rank r holds the experts r * E / W to (r + 1) * E / W - 1. While
+    the rows (copies of tokens) of one micro-batch are sent, experts compute the rows of another.
 
     Args:
         d_model: M, the columns of input and output.
@@ -75,7 +75,7 @@ class MoELayer(OldAttributes, nn.Module):
         z_loss_weight: the factor of the router z-loss in l_aux.
         capacity_factor: a rank keeps its first ceil(factor * T * K / E) rows for an expert; None keeps all.
         pad_to_capacity: pads each expert's rows to that number, so the host need not wait for row counts.
-        check_finite: whether logits that are not finite raise on all ranks; None: unless pad_to_capacity.
+        check_finite: whether logits that are not finite raise on all ranks; None is `not pad_to_capacity`.
 
         pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
             "solve" computes it from measured costs (FSMoE, Algorithm 1).
@@ -85,8 +85,8 @@ class MoELayer(OldAttributes, nn.Module):
         balance: the most copies of other ranks' busy experts on a rank; True makes copies only if they pay.
         memory_reuse: False keeps received rows (T_DI) and hidden activations (T_M) for backward. "S1" to "S4"
             or a `pmoe.Restore` free and restore them; True takes the cheapest of S1 to S4 (MPipeMoE, Eq. 10).
-        allow: "e4m3" lets memory_reuse=True also keep T_DI in its messages, or T_M rounded to e4m3.
-        memory_budget: a limit in bytes, or a text such as "2GiB", that options left to pmoe (True) must keep.
+        allow: "e4m3" lets memory_reuse=True also keep the messages that T_DI came in, or T_M rounded to e4m3.
+        memory_budget: a limit in bytes, or a text such as "2GiB"; options that are True stay within it.
         slack: micro-batches share buffers of ceil(slack * T * K / n) rows; n grows under skewed routing.
         group: the process group; None is the default group, and `Ranks.single()` one rank.
         mesh: in place of group, a device mesh: "ep" spreads experts, "esp" splits each one's hidden columns.
@@ -295,7 +295,8 @@ class MoELayer(OldAttributes, nn.Module):
     def _make_layer_modules(self) -> LayerModules:
         """Makes the record of the layer's present modules and options, for `layer_modules`.
 
-        If a library has wrapped the experts or the gate, the record has the wrapper and the module inside.
+        If a library, such as FSDP, has put a wrapper around the experts or the gate, the record has both the
+        wrapper and the module inside.
         """
         shared_expert = None
         if self.shared_expert is not None:
@@ -400,8 +401,8 @@ class MoELayer(OldAttributes, nn.Module):
     ) -> Tensor:
         """Computes `forward` for an input that is a plain `torch.Tensor` with values.
 
-        `forward` converts tensor subclasses before it calls this method. It does not call this method for
-        inputs without values (on the meta device, or fake), of which it computes only shapes.
+        `forward` converts tensor subclasses before it calls this method. For inputs without values (meta or
+        fake tensors) it computes only shapes, and does not call this method.
 
         x: (..., d_model), the tokens.
         token_ids, mask: (...), one value for each token, or None.
@@ -578,11 +579,11 @@ class MoELayer(OldAttributes, nn.Module):
         pipeline, pipeline_backward, memory_reuse: used in place of the layer's own options of these names;
             None uses the layer's own.
 
-        Returns a `pmoe.planner.memory.PredictedMemory`. If the layer itself chooses the number of chunks n,
-        or what is kept for backward, the result is that of the choice with the largest peak, and its
-        ``candidates`` hold the predictions of all choices; under a memory budget, of those that stay within
-        the budget. ``unknown`` in the result names a user's own modules whose memory is not fully counted.
-        Rows are assumed to have the dtype of the parameters, also under autocast.
+        Returns a `pmoe.planner.memory.PredictedMemory`. If the layer itself chooses the number of chunks n or
+        the tensors that are kept for backward, the result is the prediction for the choice with the largest
+        peak. Its ``candidates`` are the predictions for all choices, or under a memory budget for those that
+        stay within the budget. ``unknown`` in the result names a user's own modules whose memory is not fully
+        counted. Rows are assumed to have the dtype of the parameters, also under autocast.
 
         Raises TypeError or ValueError for arguments of wrong types or values. Raises ValueError also in three
         other cases:

@@ -1,4 +1,4 @@
-"""Predicts the bytes that a layer's forward and backward pass take, and refuses layers where it cannot."""
+"""Predicts the bytes that a layer's two passes take, and refuses layers that it cannot predict."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def predict_memory(
     memory_reuse: how backward gets back received rows (T_DI) and hidden activations (T_M), "S1" to "S4" or a
         Restore; None takes the layer's own.
 
-    If the layer itself chooses the numbers of chunks or memory_reuse, the result is for the choice with the
-    largest peak, and its ``candidates`` hold the results of all choices.
+    If the layer itself chooses the numbers of chunks or memory_reuse, the result is the prediction for the
+    choice with the largest peak. Its ``candidates`` are the predictions for all choices.
     """
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
@@ -113,7 +113,7 @@ def check_budget(modules: LayerModules) -> None:
 
 
 def unknown(modules: LayerModules) -> tuple[str, ...]:
-    """Returns notes about a layer's modules that are a user's own, whose memory is not fully predicted.
+    """Returns notes about the user's own modules in a layer: their memory is not fully predicted.
 
     modules: the layer's modules and options.
 
@@ -135,7 +135,7 @@ def _choices(
     pipeline_backward: int | None,
     memory_reuse: StrategyName | Restore | None,
 ) -> list[Choice]:
-    """Lists the settings for which memory is predicted: numbers of chunks of both passes, and a restore pair.
+    """Lists the settings for which memory is predicted: chunks of both passes, and a restore pair.
 
     A restore pair says how backward gets back T_DI (received rows) and T_M (hidden activations). An argument
     that is not None fixes its value in all settings. Values that are not fixed appear in every combination

@@ -1,4 +1,4 @@
-"""Changes of a built layer's parameters: checks for spreading experts over ranks, and new random values."""
+"""Changes a built layer: checks that its experts can be spread, and draws new random values."""
 
 from __future__ import annotations
 

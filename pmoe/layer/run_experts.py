@@ -1,4 +1,4 @@
-"""`run_experts`: runs experts whose weights and routing belong to the caller, by pmoe's dispatch and kernels.
+"""`run_experts`: runs a caller's experts, with the caller's routing, by pmoe's dispatch and kernels.
 
 It is the entry point for frameworks that have a router and expert weights of their own. pmoe keeps a
 `MoELayer` for each module that owns experts, in a table outside of the module. So a model's state_dict,
@@ -59,7 +59,7 @@ OPTIONS = (
 )
 """Arguments of `MoELayer` that decide how experts are run.
 
-Arguments that decide what is computed, such as the activation, are those of `run_experts` itself.
+Arguments that decide what is computed, such as the activation, are arguments of `run_experts` itself.
 """
 
 KINDS: dict[str, type[BorrowedExperts]] = {
@@ -190,8 +190,9 @@ def _check_function(activation: Callable[[Tensor], Tensor], w1: Tensor, hidden: 
     """Raises ValueError unless a user's activation function maps a row of G columns to a row of H columns.
 
     activation: the function. It is called with a row of zeros, (1, G).
-    w1: (E_local, G, M), the first weights of E_local experts. The row has their dtype, device and G.
-    hidden: H.
+    w1: (E_local, G, M), the first weights of E_local experts. The row has their dtype and device, and G
+        columns.
+    hidden: H, the number of columns that the function must return.
     """
     name = getattr(activation, "__name__", type(activation).__name__)
     if isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None:
@@ -357,8 +358,8 @@ def run_few_rows(
     stacks: the experts' weights, for which `has_few_rows` has returned True.
     """
     entry = _layers.get(owner)
-    # In training, a reentrant checkpoint runs first without gradients. Both of its passes need the layer,
-    # which compares their routing.
+    # In training, reentrant activation checkpointing runs forward first without gradients. Both forward
+    # passes need the layer, which compares their routing.
     if entry is None or entry.made_for[1] is not None or owner.training:
         return None
     y = few_rows_output(x, index, weights, stacks)

@@ -1,4 +1,4 @@
-"""A layer's forward for tensors without values: on the meta device, or fake tensors (``FakeTensorMode``).
+"""A layer's forward for tensors without values: meta tensors, or fake tensors (``FakeTensorMode``).
 
 The output has the shape, dtype, device and requires_grad that real tensors would give, and backward gives
 gradients of the right shapes. No row is routed or sent, so this works with any options and any number of
@@ -30,7 +30,7 @@ from pmoe.gates.base import at_least_float32
 
 
 def has_no_values(modules: LayerModules, x: Tensor) -> bool:
-    """Returns whether forward must compute shapes only, because the input or the parameters have no values.
+    """Returns whether forward must compute shapes only, because input or parameters have no values.
 
     Meta and fake tensors have no values. An active FakeTensorMode gives tensors without values, too.
 
@@ -103,7 +103,7 @@ class _Shape(torch.autograd.Function):
 
 
 def _zeros_of(tensor: Tensor, grad: Tensor) -> Tensor:
-    """Returns a gradient without values for ``tensor``: a meta tensor if ``grad`` is one, else a fake tensor.
+    """Returns a gradient without values: a meta tensor if ``grad`` is one, else a fake tensor.
 
     A real tensor of zeros would also have the right shape, but an optimizer could take it for a gradient.
 

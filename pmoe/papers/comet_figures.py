@@ -56,7 +56,7 @@ def fused_run(
         (`Returning`: second product and combine).
     device: rates of the device.
     n_c: number of thread blocks that communicate.
-    chunk_columns: T_N, the columns after which layer 1 sends; not used for layer 0.
+    chunk_columns: T_N, the number of columns after which layer 1 sends its sums; not used for layer 0.
     """
     if isinstance(layer, Arriving):
         tasks = fused_dispatch_tasks(layer, device, n_c)
@@ -68,7 +68,9 @@ def fused_run(
 def best_division(
     layer: Arriving | Returning, device: DeviceRates, *, chunks: Sequence[int] | None = None
 ) -> tuple[Division, float]:
-    """Returns the fastest division of a kernel's thread blocks by simulation, and the kernel's seconds.
+    """Finds by simulation the fastest division of a kernel's thread blocks.
+
+    Returns the division, and the kernel's seconds with this division.
 
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns
     after which sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in
@@ -110,7 +112,7 @@ def min_seconds(
         (`Returning`: second product and combine).
     device: rates of the device.
     n_c: number of communicating blocks.
-    chunk_columns: T_N, the number of columns after which layer 1 sends; not used for layer 0.
+    chunk_columns: T_N, the number of columns after which layer 1 sends its sums; not used for layer 0.
     """
     tile = device.tile_seconds(layer.reduction)
 
@@ -202,7 +204,7 @@ ASSUMPTIONS = assumptions("comet")
 
 They were written before the first simulation. Before that, an estimate by hand gave n_c = 23 communicating
 blocks for tensor parallelism over 8 ranks, with blocks of 27 GB/s, about half the assumed rate. After the
-first simulation the order of sums, and that of tiles that are not full, was changed to the order in
+first simulation, the order of sums and the order of tiles that are not full were changed: they are now as in
 cuda/comet.
 """
 
@@ -254,7 +256,7 @@ def figure8() -> list[dict[str, Any]]:
     """Returns the cases of Fig. 8 for COMET's layer 1: the fastest number of communicating blocks (n_c).
 
     tp, tokens       ranks of a tensor-parallel (TP) group; M, the tokens of all ranks
-    paper            the paper's best n_c; None for one of the four cases, for which its text gives none
+    paper            the best n_c in the paper's text; None for the one case that the text leaves out
     model, seconds   the simulated best n_c, and the kernel's seconds with it
     paper_seconds    the kernel's simulated seconds with the paper's n_c
     half_rate        the simulated best n_c if communicating blocks are half as fast
@@ -288,7 +290,9 @@ def _case(tp: int, tokens: int, paper: int | None) -> dict[str, Any]:
 
 
 def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
-    """Returns COMET's layers 0 and 1 of Mixtral 8x7B, for one of 8 ranks.
+    """Returns one rank's work for a layer of Mixtral 8x7B on 8 ranks, in COMET's layers 0 and 1.
+
+    COMET's layer 0 is dispatch and the first product, layer 1 the second product and combine.
 
     tokens: M, tokens of all ranks.
     tp: ranks of a tensor-parallel group.
@@ -345,7 +349,8 @@ def chunked_run(
 
     The schedule is pmoe's own. The costs of its tasks are those of "chunked layer" in ASSUMPTIONS.
 
-    arriving, returning: work of one rank in COMET's layers 0 and 1.
+    arriving: work of one rank in COMET's layer 0 (dispatch and first product).
+    returning: work of one rank in COMET's layer 1 (second product and combine).
     device: rates of the device.
     n: number of chunks.
     """

@@ -1,9 +1,9 @@
-"""Simulates COMET's Figs. 10, 12, 13 and 14: a layer by COMET and by systems that launch more kernels.
+"""Simulates COMET's Figs. 10, 12, 13 and 14: the time of a layer by COMET and by four other systems.
 
 COMET is simulated as two fused kernels, each with its best division of thread blocks
-(`pmoe.papers.comet_figures`). Each of the four other systems is simulated as pmoe's forward schedule in
-chunks (micro-batches). Every launch of a kernel costs time. `pmoe simulate comet --assumptions` prints the
-assumptions, which were written down before the first run.
+(`pmoe.papers.comet_figures`). Each of the four other systems launches more kernels. It is simulated as pmoe's
+forward schedule in chunks (micro-batches). Every launch of a kernel costs time. `pmoe simulate comet
+--assumptions` prints the assumptions, which were written down before the first run.
 
 Letters are the paper's: M tokens of all ranks, E experts, topk experts of a token, W = EP * TP ranks (expert
 and tensor parallel). Layer 0 is dispatch and the first product, layer 1 the second product and combine.
@@ -114,7 +114,10 @@ def system_times(arriving: Arriving, returning: Returning, device: DeviceRates) 
 
 
 def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Returning]:
-    """Returns COMET's layers 0 and 1 of the busiest of 8 ranks with one expert each, under skewed routing.
+    """Returns the busiest rank's work in COMET's layers 0 and 1, under skewed routing.
+
+    There are 8 ranks with one expert each. Layer 0 is dispatch and the first product, layer 1 the second
+    product and combine.
 
     The experts' shares of the rows are evenly spaced around their mean. Every rank is assumed to send as many
     rows as the busiest rank receives.
@@ -145,7 +148,8 @@ def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: De
     so its field is None if the case has TP (the size of a tensor-parallel group) above 1.
 
     case: the numbers by which the rows of the figure differ, such as {"M": 8192}.
-    layers: COMET's layers 0 and 1 of one rank.
+    layers: work of one rank in COMET's layer 0 (dispatch and first product) and layer 1 (second product and
+        combine).
     device: rates of the device.
     """
     times = system_times(*layers, device)
@@ -188,7 +192,7 @@ def figure14_left() -> list[dict[str, Any]]:
     The layer is Mixtral's, with 8192 tokens on 8 expert-parallel ranks. Two fields are not seconds:
 
         1000 std        1000 times the standard deviation of the experts' shares of the rows
-        over CUTLASS    the seconds of CUTLASS divided by those of COMET
+        over CUTLASS    the seconds of CUTLASS divided by the seconds of COMET
     """
     rows = [_row({"1000 std": round(1000 * std)}, skewed_layer(MIXTRAL, 8192, std), H800) for std in STDS]
     return [{**row, "over CUTLASS": row["CUTLASS_seconds"] / row["COMET_seconds"]} for row in rows]

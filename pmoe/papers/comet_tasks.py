@@ -3,9 +3,9 @@
 See section 3.1 of the paper. Its layer 0 is dispatch and the first product. Its layer 1 is the second
 product, the sum of each token's rows, and combine.
 
-All ranks are assumed to do the same at the same time. The level of a row is the distance to its source rank.
-So when rows from rank + level arrive at this rank, this rank's rows arrive at rank - level. Therefore only
-one rank is simulated, and one lane stands for both directions of its link.
+All ranks are assumed to do the same at the same time. The level of a row says how many ranks away its source
+rank is. So when rows from rank + level arrive at this rank, this rank's rows arrive at rank - level.
+Therefore only one rank is simulated, and one lane stands for both directions of its link.
 
 A lane is a queue that runs its tasks one after another. Each thread block is a lane, and so is the link. A
 task computes a tile of a product or sends a piece (16 rows, which are sent together). A rank has B persistent
@@ -13,16 +13,15 @@ blocks: n_c communicate, and G = B - n_c compute. Computing block b takes the ti
 one list. In cuda/comet the warps of a communicating block send pieces side by side. In this model a block
 sends one piece after another, at the rate of all its warps together.
 
-Layer 0: the level of a row is the distance of its source rank. This rank's own rows have level 0, those of
-rank + 1 level 1, and so on. An expert's rows are sorted by level. Communicating blocks write pieces level by
-level (to this rank, to rank - 1, ...), so that every rank receives level 1, 2, ... in order. A tile starts
-when its pieces have arrived.
+Layer 0: this rank's own rows have level 0, those of rank + 1 level 1, and so on. An expert's rows are sorted
+by level. Communicating blocks write pieces level by level (to this rank, to rank - 1, ...), so that every
+rank receives level 1, 2, ... in order. A tile starts when its pieces have arrived.
 
     computing blocks      . L L L C1 C1 C1 C2 C2 ...
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
     link                  . . S1 S1 S2 S2 ...
 
-    L    a tile of which all rows are from this rank (level 0)
+    L    a tile whose rows are all from this rank (level 0)
     C1   a tile that is complete when rows of level 1 have arrived
     S1   pieces of rows for rank - 1, where they are rows of level 1
 
@@ -79,7 +78,7 @@ class DeviceRates:
     def tile_seconds(self, reduction: int) -> float:
         """Returns the seconds in which a computing block computes one tile, whether or not the tile is full.
 
-        reduction: the length of a row before the product, over which the product sums.
+        reduction: the number of elements of a row before the product. The product sums over them.
         """
         return 2 * TILE_ROWS * TILE_COLUMNS * reduction / self.block_flops
 
@@ -89,8 +88,8 @@ class Arriving:
     """COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
     rows_WE: numbers of rows, by level and by expert of this rank. rows_WE[level][expert] rows arrive from
-        rank + level: the level is the distance of the source. This rank sends the same number of rows to rank
-        - level.
+        rank + level, so the level says how many ranks away the source rank is. This rank sends the same
+        number of rows to rank - level.
     reduction: elements of a row (d_model).
     columns: columns of the product.
     element_size: bytes of an element.
@@ -149,7 +148,9 @@ class Model(NamedTuple):
 
 
 def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arriving, Returning]:
-    """Returns COMET's layers 0 and 1 of one rank under even routing, for ep * tp ranks.
+    """Returns one rank's work in COMET's layers 0 and 1, for even routing over ep * tp ranks.
+
+    Layer 0 is dispatch and the first product, layer 1 the second product and combine.
 
     The tp ranks of a tensor-parallel (TP) group hold the same experts, with 1 / tp of the hidden units each.
     So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
@@ -184,9 +185,9 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 # ---- tasks of blocks and links
 
 BAND = 16
-"""Number of row tiles (128 rows each) whose columns are computed before those of later row tiles.
+"""Number of row tiles (128 rows each) that form a band.
 
-Such row tiles form a band. The order keeps the band's rows in the cache.
+All columns of a band are computed before the next band. This order keeps the band's rows in the cache.
 """
 PIECE_ROWS = 16
 """Rows of a piece. One signal tells the receiver that all rows of a piece have arrived."""
@@ -202,8 +203,8 @@ class FusedTask:
         wait for it.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
-    part: in layer 0 the distance of the rank that the rows come from (the "level"); in layer 1 the number of
-        the chunk of columns.
+    part: in COMET's layer 0 (dispatch and first product) the level: how many ranks away the rank is that the
+        rows come from. In layer 1 (second product and combine) the index of the chunk of columns.
     seconds: how long the task takes if no other task slows it.
     """
 
@@ -235,7 +236,8 @@ class Launch:
         name: the task's name, unique in the launch.
         lane: thread block or link that runs the task.
         kind: key of the timeline's legend.
-        part: in layer 0 the distance of the source rank; in layer 1 the number of the chunk of columns.
+        part: in COMET's layer 0 (dispatch and first product) how many ranks away the source rank is; in layer
+            1 (second product and combine) the index of the chunk of columns.
         seconds: seconds of the task if it runs alone.
         waits: names of the tasks that must end before it starts.
         """
@@ -251,9 +253,10 @@ class Launch:
 
         name: the task's name, unique in the launch.
         kind: key of the timeline's legend.
-        part: in layer 0 the distance of the source rank; in layer 1 the number of the chunk of columns.
-        seconds: seconds of the task, such as those of a signal; 0 if it only stands for the end of all
-            ``waits``.
+        part: in COMET's layer 0 (dispatch and first product) how many ranks away the source rank is; in layer
+            1 (second product and combine) the index of the chunk of columns.
+        seconds: seconds of the task, for example the time of a signal; 0 if the task only stands for the end
+            of all ``waits``.
         waits: names of tasks.
         """
         return self.add(name, name, kind, part, seconds, waits)
@@ -273,16 +276,17 @@ class Launch:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
         The block reads its own rank's memory. Bytes for another rank then pass the link, one write after
-        another. The block starts when all its earlier writes except the last one have passed the link. So few
-        bytes wait for the link.
+        another. The block starts when all its earlier writes except the last one have passed the link. So
+        only few bytes wait for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 
         name: name of the first task.
         block: number of the communicating block.
-        level: distance of the rank to which the block writes; 0 is its own rank.
+        level: how many ranks away the rank is to which the block writes; 0 is its own rank.
         kind: key of the timeline's legend.
-        part: in layer 0 the distance of the rank; in layer 1 the number of the chunk of columns.
+        part: in COMET's layer 0 (dispatch and first product) the same as ``level``; in layer 1 (second
+            product and combine) the index of the chunk of columns.
         read_bytes, write_bytes: bytes to read and to write.
         waits: names of the tasks that must end before the block starts.
         """
@@ -307,8 +311,7 @@ class Tile:
     level: the tile can start when the rows from rank + level have arrived. They are the last of its rows to
         arrive.
     expert: number of the expert on this rank.
-    row, column: which of the expert's tiles it is: the number of its row of tiles, and of its column of
-        tiles.
+    row, column: place of the tile in the grid of the expert's tiles.
     """
 
     level: int
@@ -328,8 +331,8 @@ def tile_order(layer: Arriving) -> list[Tile]:
     3. the band: 16 neighbouring rows of the grid;
     4. the column of the grid, then the row of the grid.
 
-    An expert's last row of tiles may have fewer rows than a tile can hold. It then has the last level of all,
-    as in cuda/comet/order.h.
+    The last tiles of an expert may have fewer rows than a tile can hold. They then have the last level of
+    all, as in cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -452,10 +455,10 @@ def fused_combine_tasks(
 
 
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
-    """Returns how many rows of each group each block gets, if blocks take pieces in turn.
+    """Deals groups of rows to blocks in pieces. Returns how many rows of every group each block gets.
 
-    The turn does not start again with a new group: its first piece goes to the block after the block that got
-    the last piece of the group before.
+    The blocks take pieces in turn. A new group continues the turn: its first piece goes to the block after
+    the block that got the last piece of the previous group.
 
     counts: number of rows of each group.
     blocks: number of blocks.
@@ -482,7 +485,10 @@ def chunk_widths(layer: Returning, chunk_columns: int) -> list[int]:
 
 
 def row_tiles(rows_E: Sequence[int]) -> int:
-    """Returns the number of rows of tiles of all experts together. No tile has rows of two experts.
+    """Returns the number of row tiles of all experts together.
+
+    A row tile is a strip of 128 rows of an expert, across all columns. The last strip of an expert may have
+    fewer rows, because no tile has rows of two experts.
 
     rows_E: number of rows of each expert.
     """

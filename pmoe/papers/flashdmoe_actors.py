@@ -84,10 +84,11 @@ def actor_tasks(
 ) -> list[FusedTask]:
     """Returns the tasks of one rank's kernel (section 4.2 of the thesis).
 
-    A tile of rows has these tasks, in order:
+    Three kinds of actors run side by side. The subscriber notices rows that have arrived. The scheduler hands
+    out tasks. The processors (thread blocks) do the tasks. A tile of rows has these tasks, in order:
 
-        S   pieces of its rows arrive; then the subscriber and the scheduler act
-        C   tiles of the first product (L for rows of this rank); then the scheduler acts
+        S   pieces of its rows arrive; the subscriber notices them, and the scheduler hands out tasks C
+        C   tiles of the first product (L for rows of this rank); then the scheduler hands out tasks E
         E   tiles of the second product, which the processors write to the rank that the rows came from
         R   the results pass the link
         O   the returned results are added to the output
@@ -145,7 +146,7 @@ def actor_tasks(
 
 
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
-    """Simulates tasks. Each processor that becomes free takes the task that has been ready for longest.
+    """Simulates tasks. A processor that becomes free takes the task that has been ready for longest.
 
     If a task names a processor, the name is ignored, because the scheduler gives tasks to any free processor.
     The link, the subscriber and the scheduler also run their tasks in the order in which they become ready.
@@ -237,7 +238,7 @@ def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
 def pair_run(
     arriving: Arriving, returning: Returning, blocks: tuple[int, int], late: float = 0.0
 ) -> tuple[float, float]:
-    """Returns the simulated seconds of COMET's two fused kernels, if one other rank is late.
+    """Returns the simulated seconds of COMET's first and second fused kernel, if one other rank is late.
 
     arriving: work of one rank in COMET's layer 0 (dispatch and first product).
     returning: work of one rank in COMET's layer 1 (second product and combine).

@@ -41,10 +41,10 @@ SIZES = (1024, 2048, 4096, 8192, 16384)
 """Numbers of tokens of a rank in Fig. 6.1 and in `ways_by_size`."""
 
 PAIR_BLOCKS = (8, 16, 24, 32)
-"""Numbers of communicating thread blocks that are tried for COMET's kernels; the fastest counts."""
+"""Numbers of communicating thread blocks that are tried for COMET's kernels; the fastest is taken."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunks that are tried for pmoe's schedule in chunks; the fastest counts."""
+"""Numbers of chunks that are tried for pmoe's schedule in chunks; the fastest is taken."""
 
 EXPERTS = (8, 16, 32, 64, 128)
 """Experts of all ranks in Fig. 6.5."""
@@ -226,7 +226,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
-"""Rows of the drawing, by name, except that of the processors.
+"""Rows of the drawing, by name, except the row of the processors.
 
 A row is (first letters of the names of its tasks' lanes, number of these lanes).
 """

@@ -267,8 +267,9 @@ def _partitioned(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
-    contention: factor on the seconds of collectives between nodes and inside the node while both run. It is 1
-        when the partition is computed, as in Table 5.
+    contention: factor on the seconds of collectives between nodes and inside the node while both run. Only
+        the seconds depend on it: the partition is always computed without contention (factor 1), as in Table
+        5.
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(

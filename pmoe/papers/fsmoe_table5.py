@@ -59,7 +59,9 @@ class Testbed:
 
 
 def testbed_of_lines(nodes: int, gpus: int, lines: Mapping[str, Sequence[float]]) -> Testbed:
-    """Returns a testbed with the lines of one part of Fig. 5, with one line for all matrix products.
+    """Returns a testbed with the cost lines of one part of Fig. 5. All matrix products share one line.
+
+    A cost line is seconds = alpha + beta * size.
 
     nodes, gpus: number of nodes, and of GPUs of each node.
     lines: {operation: (alpha in ms, beta in ms for each byte or floating-point operation)}.
@@ -108,7 +110,7 @@ class LayerConfiguration:
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
     def gradient_bytes(self, testbed: Testbed) -> int:
-        """Returns the bytes of one GPU's gradients that nodes all-reduce: those of attention and the gate."""
+        """Returns the bytes of gradients that a GPU all-reduces between nodes: attention's and the gate's."""
         return ELEMENT_SIZE * (4 * self.M * self.M // testbed.gpus + testbed.nodes * self.M)
 
 
@@ -124,7 +126,7 @@ class Attention(NamedTuple):
     reduce_scatter: float
 
     def hidden_seconds(self, one_lane: bool) -> float:
-        """Returns how many seconds of an all-reduce between nodes attention's backward can hide.
+        """Returns how many seconds of an all-reduce between nodes can run beside the backward of attention.
 
         one_lane: whether collectives inside the node and between nodes wait for each other.
         """
@@ -149,7 +151,10 @@ def num_products(layer: LayerConfiguration) -> int:
 
 
 def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
-    """Returns the floating-point operations of one matrix product of a GPU's experts for its node's rows.
+    """Returns the floating-point operations of one of the experts' matrix products on one GPU.
+
+    The product has all rows that the node receives. Each GPU of the node has an equal part of every expert's
+    hidden units.
 
     layer: sizes of the layer.
     testbed: the cluster.
@@ -158,7 +163,7 @@ def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
 
 
 def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerCosts:
-    """Returns what each stage of the MoE layer's forward pass costs, from the testbed's measured lines.
+    """Returns the cost of each stage of the MoE layer's forward pass, from the testbed's measured lines.
 
     layer: sizes of the layer.
     testbed: the cluster. It has a line alpha + beta * size for the seconds of each operation.
@@ -207,7 +212,8 @@ def table2() -> list[dict[str, Any]]:
     """Returns the measured and the modelled seconds of each operation in Table 2.
 
     The measured seconds are the paper's. The modelled seconds follow from ASSUMPTIONS. Both are for one pass
-    of one layer. There is one row for each model, direction and operation, those of attention included.
+    of one layer. There is one row for each model, direction and operation, also for the operations of
+    attention.
     """
     return [
         {
@@ -390,7 +396,7 @@ def backward_seconds(
 
 
 def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns options for the paper's schedule, in which the experts' backward is one task a chunk.
+    """Returns options for the paper's schedule, in which each chunk has one task for experts' backward.
 
     direction: "forward" or "backward".
     one_lane: whether collectives inside the node and between nodes wait for each other.

@@ -2,8 +2,8 @@
 
 Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's rows by the ranks to which
 they are sent (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits the rows along the
-tokens (Fig. 5b). Fig. 12 has the time of a step by the number of chunks. In this picture, a number in a cell
-is the number of a chunk.
+tokens (Fig. 5b). Fig. 12 has the time of a step by the number of chunks. In this picture, the numbers in a
+cell are the chunks of its rows.
 
     rows of a rank, for 4 ranks     by destination, 2 chunks     along tokens, 2 chunks
     | to 0 | to 1 | to 2 | to 3 |   | 0 0 | 0 0 | 1 1 | 1 1 |    | 0 1 | 0 1 | 0 1 | 0 1 |
@@ -99,7 +99,7 @@ BASELINES: Mapping[str, Products] = {"all": TENSOR_CORES, "PipeMoE": NO_TENSOR_C
 
 
 class SplitChunk(NamedTuple):
-    """A chunk of a pass, as a rank sends and computes it.
+    """The messages and rows of one rank in one chunk of a pass.
 
     inside, outside: number of messages that the rank sends to ranks of its own node, and of other nodes.
     message_rows: rows of each message.
@@ -232,7 +232,7 @@ def pipe_moe(sizes: Sizes, B: int, n: int) -> float:
 
 
 def best_n(sizes: Sizes, B: int) -> int:
-    """Returns the number of chunks with which PipeMoE's step is fastest; of equals the smallest.
+    """Returns the number of chunks with which PipeMoE's step is fastest: the smallest if several are.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -247,7 +247,7 @@ def figure8() -> list[dict[str, Any]]:
 
         TF32                          the systems that use tensor cores: "all", or only "PipeMoE"
         FastMoE_seconds and so on     seconds of a step by each system
-        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, FasterMoE's number
+        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, as many as FasterMoE has
         n                             the number of chunks that PipeMoE uses, its fastest
         over FastMoE, over FasterMoE  speed-up of PipeMoE
     """

@@ -52,7 +52,7 @@ def buffers(B: int, M: int, H: int) -> int:
 def saved_each(B: int, M: int, H: int, n: int) -> int | float:
     """Eq. 5: B (2 M (n - 2) / n + H (n - 1) / n), the elements that reuse of memory saves in activations.
 
-    With reuse, memory for only 2 of n chunks of the expert's input and output (B M each) is allocated, and
+    With reuse, memory is allocated for only 2 of n chunks of the expert's input and output (B M each), and
     for only 1 of n chunks of its hidden activation (B H). Reuse saves this number of elements a second time,
     in the temporary buffers (not in this result).
 

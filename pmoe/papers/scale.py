@@ -85,7 +85,7 @@ class ScaledStep:
     passes: number of forward and backward passes in a step, whose gradients are summed.
     skew: an expert's share of the rows is proportional to exp(skew z), with z normally distributed. 0 is even
         routing.
-    free: a key of LIMITS, whose cost is set to 0; "" for none.
+    free: name of a cost that is set to 0, one of `LIMITS`; "" for none.
     """
 
     model: ScaledModel

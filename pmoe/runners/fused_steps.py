@@ -40,8 +40,8 @@ class Request:
     experts: number of experts of one rank.
     top_k: number of experts of a token.
     max_tokens: the largest number of tokens of any rank.
-    max_rows: the largest number of rows that any rank receives. It may be 0 with a capacity factor, because
-        the capacity then limits the rows.
+    max_rows: the largest number of rows that any rank receives. With a capacity factor, 0 may be passed in
+        its place, because the capacity then limits the rows.
     needs_grad: whether a backward pass may follow.
     slack: size of the heap in rows, as a multiple of the rows that a rank receives if routing is balanced.
     is_persistent: whether FlashDMoE's persistent kernel is asked for, and not COMET's.

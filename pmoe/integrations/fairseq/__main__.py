@@ -85,8 +85,8 @@ def _run(name: str, rest: list[str]) -> None:
 def leave_groups() -> None:
     """Destroys all process groups, which fairseq's commands leave open. Does nothing if there are none.
 
-    Otherwise gloo's threads may free tensors while Python ends. The process then aborts (SIGABRT),
-    although its training is complete (pytorch/pytorch#179291).
+    If groups stayed open, gloo's threads could free tensors while Python ends. The process would then abort
+    (SIGABRT), although its training is complete (pytorch/pytorch#179291).
     """
     import torch.distributed as dist
 

@@ -3,8 +3,8 @@
 A single process with all experts would save the same file: it has the parameters and the optimiser state of
 all experts. So any number of ranks can load it, and fairseq's generate and eval-lm can, too.
 
-Every parameter of experts has one entry for each expert along dimension 0. So has each tensor that an
-optimiser stores for the parameter, if its dimension 0 has the same length.
+Every parameter of experts has one entry for each expert along dimension 0. A tensor that an optimiser stores
+for the parameter has these entries, too, if its dimension 0 has the same length.
 
 W ranks together hold all E experts: rank r holds entries r * E / W to (r + 1) * E / W - 1. If there are more
 than W ranks, each group of W consecutive ranks holds a copy of all experts. The first W ranks then write the
@@ -26,7 +26,7 @@ from pmoe.comm.ranks import Ranks
 
 
 def gather_model(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
-    """Returns a model's state dict in which the experts are those of all ranks, for a checkpoint.
+    """Returns a model's state dict with the experts of all ranks, for a checkpoint.
 
     state: the model's ``state_dict()``, with this rank's experts.
 
@@ -59,7 +59,7 @@ def own_experts(model: Any, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """Returns an optimiser's state dict in which the experts are those of all ranks, for a checkpoint.
+    """Returns an optimiser's state dict with the experts of all ranks, for a checkpoint.
 
     state: the optimiser's ``state_dict()``, with this rank's experts.
     ranks: the ranks that together hold all experts.
@@ -93,7 +93,7 @@ def for_inference(config: Any) -> Any:
 
 
 def _expert_names(model: nn.Module) -> dict[str, MoELayer]:
-    """Returns the MoE layer of each experts' parameter, by the parameter's name in the model's state dict.
+    """Returns the MoE layer of every parameter of experts, by the parameter's name in the state dict.
 
     The order is the same on all ranks, which gather the parameters one by one in this order.
     """

@@ -25,8 +25,8 @@ holds only a part of the experts' parameters. composite consists of several opti
 def layers_with_experts(config: Any, side: str) -> list[int]:
     """Returns the indices of the layers that get experts, in the encoder or in the decoder.
 
-    Every freq-th layer gets experts, where freq is --moe-freq, or --moe-encoder-freq or --moe-decoder-freq if
-    given.
+    Every freq-th layer gets experts. freq is --moe-encoder-freq or --moe-decoder-freq if the user sets it,
+    and --moe-freq otherwise.
 
     config: the model's options.
     side: "encoder" or "decoder".

@@ -1,4 +1,4 @@
-"""fairseq's criteria with the load-balance loss of experts added, which also log numbers about experts.
+"""fairseq's criteria with the load-balance loss of experts added. They also log numbers about experts.
 
     training      loss += moe_aux_weight * sample_size * sum of l_aux over the MoE layers
     validation    nothing is added, so that losses can be compared with those of other models
@@ -7,7 +7,7 @@ l_aux is a layer's load-balance loss. fairseq sums gradients over all ranks and 
 sample size (tokens, or sentences). So the result is the average of the ranks' load-balance losses, weighted
 by their sample sizes.
 
-Logged are
+These numbers are logged:
 
     moe_loss      the sum of l_aux over the MoE layers
     moe_load      rows of the busiest expert / mean rows of an expert, in the least balanced layer; 1 is even
@@ -36,7 +36,7 @@ AUX_WEIGHT = 0.01
 class WithAuxiliaryLoss:
     """A mixin that adds the load-balance loss of experts to a criterion of fairseq.
 
-    It must come first among the base classes, because its methods call those of the criterion by super().
+    It must come first among the base classes, because its methods call the criterion's methods by super().
 
     moe_aux_weight: the weight of the load-balance loss.
     """
@@ -45,7 +45,7 @@ class WithAuxiliaryLoss:
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Returns fairseq's criterion with the weight of the load-balance loss that the configuration has."""
+        """Returns fairseq's criterion. The configuration gives the weight of the load-balance loss."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.moe_aux_weight = getattr(cfg, "moe_aux_weight", AUX_WEIGHT)
         return criterion

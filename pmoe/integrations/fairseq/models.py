@@ -5,7 +5,7 @@
 The load-balance loss l_aux gets from a layer to the criterion in four steps:
 
     layer (fc1 is the MoELayer)   returns x, attention, l_aux
-    fairseq's checkpoint          returns the same outputs; recomputes the layer in backward
+    activation checkpointing      returns the same outputs; recomputes the layer in backward
     forward hook `_keep_loss`     stores l_aux in layer.l_aux, and removes it from the outputs
     criterion                     reads layer.l_aux
 
@@ -230,9 +230,9 @@ MoELanguageModelConfig: type = dataclasses.make_dataclass(
 
 
 class ExpertParallelModel:
-    """A mixin for models that load checkpoints with all experts on ranks that hold a part of the experts.
+    """A mixin for models with experts. A rank loads its own experts from a file with all experts.
 
-    moe_layers: the transformer layers with experts, those of the encoder first.
+    moe_layers: the transformer layers with experts: the encoder's, then the decoder's.
     """
 
     moe_layers: list[nn.Module]

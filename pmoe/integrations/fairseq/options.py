@@ -2,7 +2,8 @@
 
 ``--moe-top-k 2``, for example, is the argument top_k=2. Names, defaults and help texts are read from the
 layer's signature and docstring, so a new argument of the layer is an option without any change here. The
-other options are those of `PLACES`: which layers of a model have experts, and which ranks hold them.
+other options are in `PLACES`. They say which layers of a model have experts, and which ranks hold the
+experts.
 
 Values are strings: ``true``, ``false``, ``none``, numbers, lists such as ``0,0,1,1``, pairs such as
 ``keep/recompute`` (a `pmoe.Restore`), or words.
@@ -29,7 +30,7 @@ FOLLOWS = {
     "d_hidden": "--encoder-ffn-embed-dim or --decoder-ffn-embed-dim",
     "activation": "--activation-fn",
 }
-"""Arguments of MoELayer that default to an option of fairseq, by name: the text that names this option."""
+"""Arguments of MoELayer whose default comes from an option of fairseq, each with the option's name."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ PLACES = (
 def layer_options() -> tuple[CommandOption, ...]:
     """Returns an option of the command line for each argument of MoELayer that is not in `NOT_OPTIONS`.
 
-    The default of an option is that of MoELayer, with one exception: it is "none" if fairseq has an option
+    The default of an option is MoELayer's default, with one exception: it is "none" if fairseq has an option
     that gives the argument's value.
     """
     described = _descriptions(inspect.getdoc(MoELayer) or "")

@@ -1,14 +1,13 @@
 """The plugin: importing this module registers pmoe's models, criteria and trainer with fairseq.
 
 Parameters of experts have the attribute ``expert``. fairseq's trainer (with legacy_ddp) does not reduce their
-gradients over ranks. If experts are spread over the data-parallel ranks, three more things must be done, by
-`MoETrainer`:
+gradients over ranks. If experts are spread over the data-parallel ranks, `MoETrainer` does three more things:
 
-- Scale the gradients. fairseq takes each gradient for a mean over ranks, and multiplies it by the number of
-  ranks. But the gradient of an expert is a sum over the tokens of all ranks already. So `MoETrainer` first
+- It scales the gradients. fairseq takes each gradient for a mean over ranks, and multiplies it by the number
+  of ranks. But the gradient of an expert is a sum over the tokens of all ranks already. So `MoETrainer` first
   divides the gradients of experts by the number of ranks.
-- Include the experts of all ranks in the norm that --clip-norm limits.
-- Send all experts to rank 0, which alone writes checkpoints.
+- It includes the experts of all ranks in the norm that --clip-norm limits.
+- It sends all experts to rank 0, because only rank 0 writes checkpoints.
 
 fairseq has no registry of trainers. Its training command finds the trainer class by its name in a module, so
 this plugin replaces the class in that module. For a model without experts, the new trainer does the same as
@@ -212,8 +211,8 @@ class MoETrainer(Trainer):  # type: ignore[misc]
     def load_checkpoint(self, filename: str, *args: Any, **options: Any) -> Any:
         """Loads a checkpoint as fairseq does, and the results of earlier trials (``--moe-pipeline true``).
 
-        A trial tries numbers of chunks for batches of one size. Batches of a size with results take the
-        number of chunks that was found, without new trials. Every rank must call this method.
+        A trial finds the fastest number of chunks for batches of one size. If the checkpoint has a result for
+        a size, batches of this size take it without a new trial. Every rank must call this method.
 
         Returns the checkpoint's extra state; None if there is no checkpoint.
         """

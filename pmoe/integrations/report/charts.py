@@ -77,7 +77,7 @@ def format_share(value: float) -> str:
 def median(values: Iterable[float]) -> float | None:
     """Returns the median of the finite values, or None if no value is finite.
 
-    Of two middle values it is the lower one, so that the result is one of the values.
+    If there are two middle values, the result is the lower one, so that it is always one of the values.
     """
     finite = [value for value in values if math.isfinite(value)]
     return median_low(finite) if finite else None
@@ -177,7 +177,7 @@ def line_chart(
 ) -> str:
     """Returns a chart as HTML: values over steps, with one line for each name.
 
-    There are at most as many lines as the theme has colours; further ones are left out. A line goes through
+    There are at most as many lines as the theme has colours; further lines are left out. A line goes through
     the averages of neighbouring points, and a band around it shows their smallest and largest values. Values
     that are not finite are left out and marked at the top of the chart. If a few values are so large that the
     others could not be told apart, the axis ends below them, and the note gives the largest value.
@@ -305,14 +305,14 @@ With 2, ratios from 1/4 to 4 have different colours. Ratios beyond have the colo
 SHADES = ((0, "#236ec8eb"), (0.5, "#236ec800"), (0.5, "#d6452800"), (1, "#d64528f0"))
 """Colours for the logarithm of a ratio, from low to high. The ratio 1, an even share, is transparent."""
 NOTHING, UNKNOWN = "#9637c8", "#80808060"
-"""NOTHING is the colour of the ratio 0, UNKNOWN that of a ratio that is not known."""
+"""NOTHING is the colour of the ratio 0, UNKNOWN the colour of a ratio that is not known."""
 
 
 def shades(ratios: Any) -> Any:
     """Returns the colours of ratios in a heat map.
 
-    ratios: array of any shape (...): rows of an expert / mean rows of an expert. 0 means no rows, NaN not
-        known.
+    ratios: array of any shape (...): rows of an expert / mean rows of an expert. 0 means that the expert has
+        no rows, NaN that its rows are not known.
 
     The result has shape (..., 4): red, green, blue and opacity, from 0 to 1. Blue means less than an even
     share and red more, on a logarithmic scale. An even share is transparent, so that it looks right on a

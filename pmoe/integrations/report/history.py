@@ -1,4 +1,4 @@
-"""The data of a training run arranged for the report: statistics by layer, losses, and summary numbers.
+"""The data of a training run, arranged for the report: statistics by layer, losses, main numbers.
 
 A log line is a line of layers.csv, read as a `Row`: the statistics of one layer at one step. It is not one of
 the rows that experts compute, which are copies of tokens.
@@ -43,7 +43,7 @@ class History:
 
     @property
     def shortened(self) -> tuple[str, str] | None:
-        """The names, on the page and in the model, of the first layer whose name was shortened; else None."""
+        """The short and the full name of the first layer whose name was shortened; None if there is none."""
         names = ((name, row.layer) for name, row in self.latest.items())
         return next(((name, full) for name, full in names if full and name != full), None)
 
@@ -115,7 +115,7 @@ class History:
 
         Only steps with recorded times are in the result.
 
-        name: "communication" for all communication; "exposed" for that without computation at the same time.
+        name: "communication" for all communication; "exposed" for communication while nothing is computed.
         """
         seconds = defaultdict[int, float](float)
         for row in itertools.chain.from_iterable(self.by_layer.values()):
@@ -129,7 +129,7 @@ class History:
 
         Returns None if no step has recorded times.
 
-        name: "communication" for all communication; "exposed" for that without computation at the same time.
+        name: "communication" for all communication; "exposed" for communication while nothing is computed.
         """
         return median(self.seconds_by_step(name).values)
 
@@ -186,7 +186,7 @@ def stretches(rows: Iterable[Row]) -> list[tuple[str, ...]]:
 
 
 def _how(row: Row) -> tuple[str, ...]:
-    """Returns the settings of a layer at a step: path, n of forward, n of backward, restore pair, as texts.
+    """Returns a layer's settings at a step as texts: path, n of forward, n of backward, restore pair.
 
     Path is the code that ran, n the number of chunks. The restore pair says how backward got the dispatched
     rows (T_DI) and the hidden activation (T_M): kept, offloaded, sent or computed again.

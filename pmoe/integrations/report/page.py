@@ -292,7 +292,7 @@ def _others(history: History) -> list[str]:
 
 
 def _as_built(run: files.Run) -> tuple[dict[str, Any], list[list[str]]]:
-    """Returns the options with which the layers were built: those that all share, and a table of the others.
+    """Returns the options with which layers were built: those that all share, and a table of the others.
 
     The first row of the table is its header.
     """

@@ -48,7 +48,7 @@ _reduced = WeakTensorKeyDictionary()
 
 
 class SpreadParamWrapper(ParamWrapper):
-    """A ParamWrapper of PEFT around experts of which this rank holds a part.
+    """PEFT's ParamWrapper (the module with an adapter), for experts that are spread over ranks.
 
     first_expert: number of this rank's first expert, among the experts of all ranks.
     """
@@ -127,8 +127,9 @@ def spread_adapters(model: nn.Module) -> nn.Module:
             experts = layer.get_base_layer()
             layer.first_expert = meshes.get_mesh("ep").get_local_rank() * experts.num_experts
         for _, parameter in _parameters_of(layer):
-            # Each rank has the gradients of its own experts, for the tokens of all ranks, and zeros for
-            # the others: the sum over all ranks is complete. Other adapters have those of their batch.
+            # In an adapter of experts, a rank has gradients of its own experts, for the tokens of all ranks,
+            # and zeros for other experts. So the sum over all ranks is complete. Other adapters have the
+            # gradients of this rank's batch.
             _share(parameter, [dist.group.WORLD] if is_of_experts else groups, num_batches)
     return model
 
@@ -153,10 +154,11 @@ def _parameters_of(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _check_wrapper(name: str, wrapper: Any, spread: Any) -> None:
-    """Raises ValueError if a ParamWrapper adapts a parameter that is no weight of experts run by pmoe.
+    """Raises ValueError if an adapter is for a parameter that is not a weight of experts that pmoe runs.
 
-    name, wrapper: the ParamWrapper, and its name in the model.
-    spread: the model of transformers.
+    name: the name of the wrapper in the model.
+    wrapper: PEFT's ParamWrapper, the module with the adapter.
+    spread: the model of transformers that is spread over ranks.
     """
     experts = wrapper.get_base_layer()
     ours = getattr(spread.config.distributed_config, "ep_implementation", None) == "pmoe"
@@ -188,8 +190,8 @@ def _check_same(adapters: set[str]) -> None:
 def _share(parameter: nn.Parameter, groups: Sequence[Any], num_batches: int) -> None:
     """Gives a parameter the first rank's value, and reduces its gradients from now on. Collective.
 
-    parameter: a parameter of any shape. With tensor parallelism it may be a DTensor, of which each rank has a
-        part.
+    parameter: a parameter of any shape. With tensor parallelism it may be a DTensor, which is split over
+        ranks.
     groups: process groups. Gradients are summed over the first group, then over the next, and so on. The
         ranks of a group hold the same part of the parameter.
     num_batches: the number by which the sum is divided.

@@ -22,8 +22,8 @@ from pmoe.integrations.transformers.spread_in_graph import MESHES, run_spread_mo
 class PipelinedEP(EPImplementation):
     """Runs dispatch, experts and combine of one experts module, with the options of `configure`.
 
-    transformers constructs it before it loads weights. The constructor raises ValueError if pmoe does not
-    know the layout of the module's weights.
+    transformers constructs this object before it loads the weights. The constructor raises ValueError if pmoe
+    does not know the layout of the module's weights.
 
     experts: the experts module.
     ep_mesh: the ranks over which its experts are spread.
@@ -79,7 +79,7 @@ def _part(batch: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _whole(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
-    """Returns a tensor (T, M) made of the rows of all ranks of ``mesh``, in order, on each of these ranks.
+    """Concatenates the rows of all ranks of ``mesh``, in order. Every rank gets the whole tensor, (T, M).
 
     part: this rank's rows.
     shape: shape of the result, (T, M): T rows of all ranks, M model width.

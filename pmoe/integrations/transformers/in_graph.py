@@ -36,10 +36,11 @@ def _run_in_graph(
 ) -> Tensor:
     """Runs an experts module by an operator, which torch.compile keeps as a whole in its graph.
 
-    Arguments and result are those of `run_experts_module`. If weights are DTensors, because transformers
-    spreads experts by an implementation of its own, the graph breaks here: the operator would run too late.
-    transformers replaces the parameters of such experts only during their call, and a compiled graph runs the
-    operator after it.
+    Arguments and result are those of `run_experts_module`.
+
+    If weights are DTensors, transformers spreads the experts by an implementation of its own. It replaces
+    their parameters only while the experts are called. A compiled graph would run the operator after that
+    call, too late. So the graph breaks here.
     """
     from pmoe.graph.one_operator import run_in_graph
 

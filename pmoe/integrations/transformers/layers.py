@@ -43,7 +43,7 @@ _options: Mapping[str, Any] = {}
 def configure(**options: Any) -> None:
     """Sets how pmoe runs the experts of all transformers models, from their next call on.
 
-    options: arguments of `pmoe.MoELayer`, any of `OPTIONS`. Those that are left out are set back to
+    options: arguments of `pmoe.MoELayer`, any of `OPTIONS`. Options that are left out are set back to
         MoELayer's defaults. A ``memory_budget`` limits each layer by itself.
 
     Every rank must set the same options. Do not call this function between a forward pass under gradient

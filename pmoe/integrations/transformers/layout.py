@@ -163,7 +163,7 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
 
 
 def _adapted(module: nn.Module, name: str) -> Tensor:
-    """Returns a weight of the module with what adapters add to it in this call.
+    """Returns a weight of the module, plus the values that adapters add to it in this call.
 
     The shape is (E, out, in) or (E, in, out), for E experts.
 

@@ -7,11 +7,11 @@ it:
     MixtralForCausalLM
       MixtralModel         pre-hook `begin`: stores the mask (B, L)     hook `end`: deletes it
         layers.0
-          mlp.experts      rows (B * S, M): those of tokens are computed, the others are zeros
+          mlp.experts      rows (B * S, M): tokens are computed, padding gets zeros
 
 Gradient checkpointing recomputes a decoder layer in backward. The mask is deleted by then, and the model may
-have run other batches. So each checkpoint function of the model is wrapped by `Carrying`, which stores the
-mask of the forward pass for the recomputation.
+have run other batches. So each function of the model that does gradient checkpointing (a checkpoint function)
+is wrapped by `Carrying`, which stores the mask of the forward pass for the recomputation.
 
 Letters: B sequences, S positions of this call, L positions including those in a key-value cache, T = B * S
 rows, N of them tokens and not padding, K experts of each token, M model width.
@@ -41,7 +41,7 @@ A CallPadding is neither a submodule nor a parameter. Copies and pickles of the 
 """
 
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Names of attributes that hold a module's checkpoint function.
+"""Names of attributes that hold a module's function for gradient checkpointing.
 
 The first is that of transformers' own layers. The second is that of torch's CheckpointWrapper, which
 accelerate puts around layers under FSDP.
@@ -67,8 +67,9 @@ def skip_padding(model: nn.Module) -> SkippedPadding:
     The mask is the one that the innermost model with the experts gets: (B, L) for B sequences and L positions
     including cached ones; 0 is padding. Nothing is skipped
 
-    - if the mask is None, has four dimensions, or has another length than cached and new positions together,
-    - if the experts get other rows than those of the call's tokens,
+    - if the mask is None or has four dimensions, or if its length is not the number of cached and new
+      positions together,
+    - if the experts do not get one row for each position of the call's sequences,
     - if the model uses another experts implementation than "pmoe", or runs in a CUDA graph.
 
     Returns a handle; its ``remove()`` ends the skipping. Call `skip_padding` before torch.compile, and on all
@@ -283,7 +284,7 @@ def _rows_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 def _seen(cache: Any) -> Any:
     """Returns how many positions a key-value cache holds: an int, or a tensor for some caches.
 
-    Returns None if the cache does not know, for example that of a model without attention layers.
+    Returns None if the cache does not know this number, as for a model without attention layers.
     """
     try:
         return cache.get_seq_length()
@@ -291,13 +292,15 @@ def _seen(cache: Any) -> Any:
         return None
 
 
-# ---- the second pass of a checkpoint
+# ---- the second pass of gradient checkpointing
 
 
 class Carrying:
-    """Wraps a checkpoint function, so that the recomputation skips the same padding as the forward pass.
+    """Wraps a function for gradient checkpointing, so that the recomputation skips the same padding.
 
-    checkpoint: the model's own checkpoint function, which this object calls.
+    The forward pass and its recomputation then send the same rows to experts.
+
+    checkpoint: the model's own function for gradient checkpointing, which this object calls.
     """
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
@@ -331,7 +334,9 @@ def _calls_are(rows: dict[CallPadding, TokenRows | None]) -> Iterator[None]:
 
 
 def _wrap_checkpoints(module: nn.Module) -> None:
-    """Wraps checkpoint functions by `Carrying`: of the model, its layers and the layers' children.
+    """Wraps the functions for gradient checkpointing of a model and its layers by `Carrying`.
+
+    The children of the layers are included.
 
     This runs at each call of the model, because a checkpoint function may be set at any time. To look at all
     modules would take too long.

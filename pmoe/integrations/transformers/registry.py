@@ -1,7 +1,7 @@
-"""Registers pmoe with transformers, in as many registries as the installed release has.
+"""Registers pmoe in the registries that the installed release of transformers has.
 
-transformers has a registry of experts implementations, which run all experts on one rank, and newer releases
-one of expert-parallel implementations, which spread experts over ranks.
+Every supported release has a registry of experts implementations, which run all experts on one rank. Newer
+releases also have a registry of expert-parallel implementations, which spread experts over ranks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _find(module: str, name: str) -> Any:
-    """Returns an attribute of a module; None if this release of transformers lacks the module or attribute.
+    """Returns an attribute of a module; None if the release of transformers lacks one of the two.
 
     module, name: the names of the module and of the attribute.
     """

@@ -26,7 +26,7 @@ MESHES: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictio
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """Stands for `run_spread_module` where torch.compile traces it: the experts become one operator."""
+    """The function that torch.compile traces in place of `run_spread_module`, to get one operator."""
     return _run_in_graph(*args, **kwargs)
 
 
@@ -45,7 +45,7 @@ def run_spread_module(
 def _run_in_graph(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Computes `run_spread_module`, with the same arguments, by an operator. torch.compile traces it."""
+    """Does the same as `run_spread_module`, by one operator. torch.compile traces this function."""
     from pmoe.graph.one_operator import run_in_graph
 
     [y] = run_in_graph("spread experts", module, [hidden_states, top_k_index, top_k_weights])

@@ -1,4 +1,4 @@
-"""`SpreadCheckpoints`: transformers' Trainer saves and resumes models whose experts are spread over ranks.
+"""`SpreadCheckpoints`: transformers' Trainer saves and resumes models with experts on several ranks.
 
 The Trainer by itself refuses to resume such models, because it writes optimizer states by `torch.save` on one
 rank. Here each checkpoint folder of the Trainer has one more folder, which `pmoe.save_checkpoint` writes:
@@ -192,8 +192,8 @@ def _load_scheduler(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
     The number may differ, because the Trainer makes more groups if experts are spread: an optimizer cannot
     take parameters of several meshes in one group. Lists with a value for each group are then not loaded.
-    Instead, the learning rates are those of the optimizer's groups, which were loaded before, and functions
-    of the scheduler stay as this run made them.
+    Instead, the learning rates come from the optimizer's groups, which were loaded before. Functions of the
+    scheduler stay as this run made them.
 
     scheduler: the scheduler, which is changed.
     saved: its saved state.

@@ -147,7 +147,7 @@ class TrialBatch:
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """How many bytes a measurement of the speed of products and messages may allocate.
+        """The bytes that a measurement of the speed of products and messages may allocate.
 
         The number is the same on every rank. It is `MEASURING_SHARE` times the lowest predicted peak of a
         step, so that a measurement never needs more memory than a step. The step with the most chunks has the

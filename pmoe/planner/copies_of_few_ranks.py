@@ -36,7 +36,7 @@ MOST_STEPS = 100
 """The most choices of hosts that one run of a local search examines (`FewRanks._climb`)."""
 
 EXPERTS_OF_RANK = 3
-"""How many experts of each rank may get copies. They are the experts with most rows."""
+"""The number of experts of each rank that may get copies. They are the experts with most rows."""
 
 Pairs = frozenset[tuple[int, int]]
 """Copies, as pairs (expert, rank)."""

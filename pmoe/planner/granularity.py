@@ -92,7 +92,7 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class Excess:
-    """How much slower than the fastest degrees some degrees were, in the measurements of a `BatchRange`.
+    """A measure of how much slower some degrees were than the fastest degrees, in a `BatchRange`.
 
     Degrees are the numbers of chunks of both passes. For one measurement,
 

@@ -69,8 +69,9 @@ def copy_into_experts(
     Without noise and drop, the layer computes the same as the dense network if each token's routing weights
     sum to 1 (top_k above 1, or normalize_gate=True).
 
-    A layer normally raises ValueError if its experts are equal on all ranks, because usually all ranks have
-    loaded one rank's file by mistake. This function switches that check off for equal copies.
+    A layer normally raises ValueError if its experts are equal on all ranks, because this usually means that
+    all ranks have loaded the same rank's file by mistake. This function switches that check off for equal
+    copies.
 
     Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, if a
     number is out of range, if the layer is on the meta device, or if ``router_std`` is set and the router has

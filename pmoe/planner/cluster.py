@@ -192,15 +192,15 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
 
     The link "inside" connects the ranks of a machine, and "outside" connects machines.
 
-        ranks of the profile              link       measured by
-        all in one machine                inside     the profile's all-to-alls
-        each in a machine of its own      outside    the profile's all-to-alls
-        several machines with             outside    an all-to-all among one rank of each machine
-            several ranks each            inside     an all-gather among the ranks of a machine
+        ranks of the profile                    link       measured by
+        one machine                             inside     the profile's all-to-alls
+        several machines, one rank each         outside    the profile's all-to-alls
+        several machines, several ranks each    outside    an all-to-all among one rank of each machine
+                                                inside     an all-gather among the ranks of a machine
 
-    If there are several machines with several ranks each, both costs come from ``profile.operations``, which
-    is measured for FSMoE's solver. If the profile has no operations, or has them for other groups of ranks,
-    the result is empty.
+    With several machines of several ranks each, both costs come from ``profile.operations``, which is
+    measured for FSMoE's solver. If the profile has no operations, or has them for other groups of ranks, the
+    result is empty.
 
     The measured alpha (fixed seconds) of a collective is for messages to all peers, so it is divided by the
     number of peers.

@@ -39,10 +39,10 @@ BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
 
 CLOSE = 0.7
-"""A number of chunks counts as fast as the fastest if it is slower by at most this many standard errors."""
+"""A number of chunks is close to the fastest if it is at most this many standard errors slower."""
 
 CONTRADICTED = 4.0
-"""Standard errors beyond which measurements count more than the hypothesis of the search.
+"""Measurements overrule the search's hypothesis if they contradict it by more standard errors than this.
 
 The hypothesis is that the best number of chunks never falls as the number of tokens grows.
 """

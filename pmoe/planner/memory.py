@@ -213,8 +213,8 @@ class AroundLatent(NamedTuple):
     not_in_backward: the part of ``saved`` that no longer exists while the backward pass runs.
     gradients: the parameters' gradients that exist already while the backward pass runs: those of the
         up-projection and of the shared expert.
-    first: temporary tensors, in addition to ``saved``. It is the larger number of two moments: at the end of
-        forward, when the shared expert's output is added; and at the start of backward, when the shared
+    first: temporary tensors, in addition to ``saved``, at one of two moments, whichever needs more: at the
+        end of forward, when the shared expert's output is added, or at the start of backward, when the shared
         expert is differentiated.
     first_peak: ``first`` with the gradient of the shared expert's second weight.
     of_shared: the part of the input's gradient that comes from the shared expert. It exists until the end of

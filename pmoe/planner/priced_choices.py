@@ -116,8 +116,8 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    Between equally fast candidates, it prefers one that does not round T_M to e4m3. Then it prefers the one
-    with the fewest bytes.
+    Of several equally fast candidates, the function takes one that does not round T_M to e4m3, if there is
+    one. Of these it takes the one with the fewest bytes.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 

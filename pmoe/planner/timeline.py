@@ -58,8 +58,8 @@ def bars(spans: Iterable[Span]) -> list[Span]:
     """Returns measured spans as bars of a drawing that starts at 0 seconds.
 
     A lane is a queue of tasks. A message may be issued while an earlier message of its lane is still being
-    sent. The measured span of the later message then includes a waiting time. Its bar leaves the waiting time
-    out: it starts when the earlier message has ended.
+    sent. The measured span of the later message then includes a waiting time. Its bar leaves this time out:
+    the bar starts when the earlier message has ended.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)

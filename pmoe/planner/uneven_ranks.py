@@ -244,8 +244,8 @@ def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int)
 def _broadcast(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan | None) -> float:
     """Returns the seconds to send the weights of all copies to their hosts, or their gradients back.
 
-    A rank receives the weights of its copies. It sends the weights of each of its own experts that has copies
-    once over each link (inside the node, between nodes) that leads to a host.
+    A rank receives the weights of the copies that it hosts. If one of its own experts has copies, the rank
+    sends the expert's weights once over each link (inside the node, between nodes) that leads to a host.
 
     layer: sizes of the layer.
     cluster: the machines.

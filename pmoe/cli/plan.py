@@ -54,9 +54,9 @@ def run_command(args: argparse.Namespace) -> Output:
     """Returns the best n (number of chunks) and restore pair for a layer, and a table of all candidates.
 
     A restore pair says how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of
-    forward. For a described cluster, the output also compares all-to-alls and ESP degrees (numbers of ranks
-    that share each expert), and says how the choice would change if a rate of the cluster were lower or
-    higher.
+    forward. For a described cluster, the output has two more tables. One compares all-to-alls and ESP degrees
+    (numbers of ranks that share each expert). The other says how the choice would change if a rate of the
+    cluster were lower or higher.
     """
     layer.layer_shape(args, "cpu")  # called for its error about wrong sizes, before any file is read
     check_int(0, **{"--balance": args.balance})

@@ -1,4 +1,4 @@
-"""Functions that prune or merge the experts in a layer's state dict, for example those with few rows.
+"""Functions that prune or merge the experts in a layer's state dict, such as experts with few rows.
 
 The state dict must hold all E experts of a `MoELayer`. If a tensor's name begins with ``gate.`` or
 ``experts.`` and its dimension 0 has size E, its entry i belongs to expert i. All other tensors stay

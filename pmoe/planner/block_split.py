@@ -111,8 +111,8 @@ class FusedLayerSizes:
 class FusedKernelSizes(FusedLayerSizes):
     """Sizes of a layer, and one of its fused kernels: the key under which measurements are stored.
 
-    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, sums those of each token,
-        and sends the sums back.
+    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, sums the results of each
+        token, and sends the sums back.
     direction: "forward", or "backward" for the gradients.
     """
 

@@ -154,7 +154,8 @@ class LayerCosts:
     combine: the all-to-all that sends results back; None if it costs as much as ``a2a``.
     order: copying tokens to the rows that are sent, before dispatch.
     restore: summing the rows of each token, after combine.
-    rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
+    rearrange: copying kept tensors from the chunks of forward to the chunks of backward, if backward has
+        another number of chunks.
     again: the all-to-all and the all-gather of T_DI (the experts' inputs) if backward sends it again; None if
         they cost as much as ``a2a`` and ``ag``.
     copies: a message with weights or gradients of copies of busy experts. The line's argument is the number
@@ -182,7 +183,7 @@ class LayerCosts:
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
-        """Returns the costs of the backward pass, from those of forward: experts take twice as long.
+        """Returns the costs of the backward pass: experts take twice as long as in forward.
 
         Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Taken literally, experts
         would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are
@@ -258,7 +259,7 @@ class GeneralizedLayer:
 class Share:
     """The gradient bytes that are all-reduced during one layer's backward pass, and the number of chunks.
 
-    The gradients are those of layers whose backward pass has ended. A layer has an MoE part and a dense part.
+    The gradients belong to layers whose backward pass has ended. A layer has an MoE part and a dense part.
 
     moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
     dense_bytes: bytes of gradients that are all-reduced beside the dense part.

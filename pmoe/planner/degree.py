@@ -22,7 +22,7 @@ SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
 MAX_COMMON = 256
 """Largest number of equal parts into which a batch is cut to suit the chunks of both passes.
 
-The number of parts is a multiple of the numbers of chunks of both passes: their least common multiple.
+The number of parts is the least common multiple of the two passes' numbers of chunks.
 """
 
 TRIED = (1, 8)

@@ -46,8 +46,8 @@ class Partition:
         backward.
     end_bytes: bytes that are all-reduced after the backward pass.
     plain_seconds: for comparison, seconds that backward takes longer if all gradients are reduced at the end.
-    filled_seconds: for comparison, seconds that backward takes longer if gradients are reduced where that
-        costs no time, and all other gradients at the end.
+    filled_seconds: for comparison, seconds that backward takes longer with step 1 only: gradients are reduced
+        wherever their all-reduce costs no time, and all other gradients at the end.
     exposed_seconds: seconds that backward takes longer with this partition; never more than plain_seconds or
         filled_seconds.
     """

@@ -163,7 +163,7 @@ class BatchRange:
 
 
 class GranularityTable:
-    """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
+    """A table of the fastest numbers of chunks for batches of B tokens.
 
     The table has disjoint ranges of B in rising order. It also has answers for single B that were looked up
     or remembered since the last measurement. All B are rounded (`rounded`). There are only 16 rounded values

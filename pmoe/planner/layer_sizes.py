@@ -72,7 +72,8 @@ class CopyNumbers:
 class LayerSizes:
     """Sizes of one layer: numbers of elements and ranks, and bytes of an element.
 
-    d_model: M, columns of a row that is sent to experts: those of a token, or d_latent if the layer has it.
+    d_model: M, columns of a row that is sent to experts: d_latent if the layer has it, else the columns of a
+        token.
     num_experts: E, experts of all ranks together.
     top_k: K, experts of a token.
     num_ranks: W, ranks of the layer's process group.

@@ -682,7 +682,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of two float32 copies of the rows of the largest matrix product of a pass.
+    """Returns the bytes of two float32 copies of a product's rows, for the largest product of a pass.
 
     The copies exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a
     kernel. In all other cases the result is 0.

@@ -104,7 +104,7 @@ class Operations:
     share experts: num_ranks = num_across * num_inside.
 
     num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
-    num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
+    num_inside: number of ranks of a group. They split the hidden columns of each expert of the group.
     gemm: a matrix product, by its number of multiply-adds. An expert has several products.
     all_to_all: a flat all-to-all with equal splits among num_across ranks, by the bytes that a rank sends to
         other ranks.

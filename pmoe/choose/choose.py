@@ -41,9 +41,9 @@ def choose(
     inputs: the rows and parameters of the call; trials use them.
     orders: the routing of the call. Trials need it to cut the batch into chunks.
     restore: the pair, if the caller has chosen it; None if the options or this function choose it.
-    rows_for: function that takes numbers of chunks, and returns row counts and routing with which the batch
-        can be cut into each of these numbers. Only ``pipeline="solve"`` needs it. If it is None, the batch
-        can be cut only into the numbers for which ``counts`` were made.
+    rows_for: a function that takes several numbers of chunks. It returns row counts and routing with which
+        the batch can be cut into any of these numbers of chunks. Only ``pipeline="solve"`` needs it. If it is
+        None, the batch can be cut only into the numbers of chunks for which ``counts`` were made.
     """
     options = modules.options
     n = options.fixed_degree

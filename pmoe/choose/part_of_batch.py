@@ -293,10 +293,10 @@ def _part_with_memory(
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     """Returns whether trials of all choices can run on enough tokens (`MIN_TOKENS`). Collective.
 
-    A trial is a timed run of both passes. Its limit is the memory of a step with the choice that needs the
-    least memory. A trial of another choice may need more than this limit for the whole batch, so it runs on
-    a part of the batch. If this part is too small for some choice, the result is False. The caller should
-    then not search by trials: it could try only choices with many chunks, and would miss faster ones.
+    A trial is a timed run of both passes. A trial may use only as much memory as a step with the choice that
+    needs the least memory. With another choice, the whole batch may need more memory, so the trial runs on a
+    part of the batch. If this part is too small for some choice, the result is False. The caller should then
+    not search by trials: only choices with many chunks could be tried, and faster choices would be missed.
 
     batch: the routed batch.
     choices: all choices that may be taken. They have the same restore pair: how backward gets the rows and
@@ -307,7 +307,9 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
 
 
 def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
-    """Removes the fastest choices for which some rank lacks memory, and returns the others. Collective.
+    """Removes the fastest choices, as long as some rank lacks memory for them. Collective.
+
+    Returns the other choices, each with its seconds.
 
     A trial (a timed run of both passes) on a part of the batch does not show whether the memory is enough for
     the whole batch. So the memory of a step with the fastest choice is allocated and freed again. If that
@@ -326,11 +328,11 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
 
 
 def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
-    """Returns the choices from the first one on for which every rank has enough memory. Collective.
+    """Removes choices from the start of a list, until every rank has memory for the first. Collective.
 
     The choices are tested in order: the memory of a step with a choice is allocated and freed again. The test
-    ends at the first choice with enough memory. The choices after it are returned untested. Rank 0 warns once
-    about the choices before it, which are not returned.
+    ends at the first choice for which every rank has enough memory. The result is this choice and all choices
+    after it, which are not tested. Rank 0 warns once about the removed choices.
 
     batch: the routed batch of all tokens.
     ordered: the choices (numbers of chunks, and how backward gets the rows and the hidden activation), in the

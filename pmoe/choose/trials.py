@@ -80,9 +80,9 @@ class TrialBatch:
     counts: the row counts, after the ranks have exchanged them.
     inputs: the rows and parameters of the call.
     orders: the routing of the call. A trial needs it to cut the batch into chunks (micro-batches).
-    rows_for: function that takes numbers of chunks, and returns row counts and routing with which the batch
-        can be cut into each of these numbers. Only ``pipeline="solve"`` needs it. If it is None, the batch
-        can be cut only into the numbers of chunks in `degrees`.
+    rows_for: a function that takes several numbers of chunks. It returns row counts and routing with which
+        the batch can be cut into any of these numbers of chunks. Only ``pipeline="solve"`` needs it. If it is
+        None, the batch can be cut only into the numbers of chunks in `degrees`.
     """
 
     modules: LayerModules
@@ -147,12 +147,12 @@ class TrialBatch:
 
     @functools.cached_property
     def measuring_bytes(self) -> float:
-        """Bytes that measuring the speed of products and messages may allocate, the same on every rank.
+        """The bytes that a measurement of the speed of products and messages may allocate.
 
-        The number is `MEASURING_SHARE` times the lowest predicted peak of a step, so that measuring never
-        needs more memory than a step. The step with the most chunks has the lowest peak. The prediction needs
-        the row counts of that step. With ``pipeline="solve"`` they are counted first. Collective the first
-        time.
+        The number is the same on every rank. It is `MEASURING_SHARE` times the lowest predicted peak of a
+        step, so that a measurement never needs more memory than a step. The step with the most chunks has the
+        lowest peak. The prediction needs row counts for so many chunks. With ``pipeline="solve"`` they are
+        not known yet, so the rows are counted first. The first access is collective.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)

@@ -32,10 +32,10 @@ COMMANDS: Mapping[str, ModuleType] = {
     "kernels": kernels,
     "report": report,
 }
-"""The module of each subcommand, by its name.
+"""Maps the name of each subcommand to its module.
 
-Each module has ABOUT, a help text; ``add_arguments(parser)``; and ``run_command(args)``, which returns an
-`Output`, or None on ranks that print nothing.
+Each module has a help text, ABOUT, and two functions: ``add_arguments(parser)``, and ``run_command(args)``,
+which returns an `Output`, or None on ranks that print nothing.
 """
 
 
@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _quiet_on_closed_pipe() -> Iterator[None]:
-    """A context that hides the error of a stdout that its reader has closed, as in ``pmoe plan | head``."""
+    """A context that hides the error if the reader of stdout has ended, as in ``pmoe plan | head``."""
     try:
         try:
             yield

@@ -26,7 +26,7 @@ def at_least_1(kind: type[Number], name: str, text: str) -> Number:
     """Converts text to a number from 1 to MOST, for argparse.
 
     kind: int or float, the type of the number.
-    name: the words for such a number in the error, such as "whole number".
+    name: the error's words for the number, for example "whole number".
     text: the text from the command line.
 
     Raises ArgumentTypeError for any other text.
@@ -69,7 +69,7 @@ def add_dtype(add: Callable[..., object], **options: Any) -> None:
 def byte_count(text: str) -> int:
     """Converts text such as "2GiB" or "500 MB" to a number of bytes, for argparse.
 
-    Raises ArgumentTypeError if the text is no such number.
+    Raises ArgumentTypeError if the text is not a number of bytes.
     """
     try:
         return parse_bytes("value", text)
@@ -97,7 +97,7 @@ def restore_pair(text: str) -> Restore:
 
 
 def add_allow(add: Callable[..., object]) -> None:
-    """Adds the option --allow to a command. It also permits restore pairs that keep rounded values.
+    """Adds the option --allow to a command. The option permits restore pairs that keep rounded values.
 
     add: the method add_argument of a parser or of a group of arguments.
     """

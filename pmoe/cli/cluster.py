@@ -24,10 +24,11 @@ def load_cluster(path: Path, profile: Profile | None) -> Cluster:
     """Returns the cluster that a TOML file describes.
 
     path: the file.
-    profile: measurements from some of the machines, which fill in what the file leaves out; None without any.
+    profile: a profile that was measured on some of the machines. Its rates are used where the file leaves
+        them out. None if there is no profile.
 
     Raises ValueError, naming the file, if the file cannot be read, if a key is missing, unknown or has a
-    wrong value, or if the profile is not from such machines.
+    wrong value, or if the profile cannot come from the described machines.
     """
     with refused_as(f"--cluster ({path}) must be a file to read", OSError, ValueError):
         text = path.read_bytes()
@@ -36,8 +37,8 @@ def load_cluster(path: Path, profile: Profile | None) -> Cluster:
         measured = {} if profile is None else fields_of(profile)
         fields = {"interference": vars(Interference()), "measured": ""} | measured | said
         links = ("inside", "outside")
-        # With 1 machine, the link between machines is not used; with 1 rank per machine, the link inside a
-        # machine is not. The file may leave out a link that is not used.
+        # With 1 machine, the link between machines is not used. With 1 rank per machine, the link inside a
+        # machine is not used. The file may leave out a link that is not used.
         for number, (link, unused) in {"machines": links, "ranks_per_machine": links[::-1]}.items():
             if fields.get(number) == 1 and link in fields:
                 fields.setdefault(unused, fields[link])

@@ -1,4 +1,4 @@
-"""`pmoe kernels`: prints which of pmoe's CUDA kernels were built, and what runs on each device and why."""
+"""`pmoe kernels`: prints which CUDA kernels of pmoe were built, which of them each device runs, and why."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run_command(args: argparse.Namespace) -> Output:
-    """Returns which kernels were built, what each device runs, and what another device would run.
+    """Returns which kernels were built, and which of them each device of this machine runs.
 
-    If the compiled extension or a CUDA device is missing, the output reports this, and the command does not
-    fail.
+    With --capability, the output says which kernels a device of that compute capability would run. This
+    needs no device. --archs then names the architectures that the kernels are assumed to be compiled for. If
+    the compiled extension or a CUDA device is missing, the output says so, and the command does not fail.
 
     Raises ValueError for --archs without --capability, or with a name that is no architecture.
     """
@@ -59,7 +60,7 @@ def run_command(args: argparse.Namespace) -> Output:
 def _versions(device: Device) -> tuple[int, int] | None:
     """Returns the versions (binary, PTX) of the code that the driver has loaded on a device.
 
-    None if it has loaded none.
+    Returns None if the driver has loaded no code of pmoe.
     """
     return next(((kernel.binary_version, kernel.ptx_version) for kernel in device.kernels), None)
 

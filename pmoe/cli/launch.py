@@ -34,9 +34,9 @@ def own_device(text: str) -> torch.device:
 def all_ranks(device: torch.device) -> Iterator[Ranks]:
     """Yields the ranks of all processes, so that the block can run collectives.
 
-    It makes a process group if there is none, and destroys that group after the block.
+    If there is no process group, the context makes one, and destroys it after the block.
 
-    device: the device of this process. It decides between NCCL and gloo.
+    device: the device of this process. The group uses NCCL for a CUDA device, gloo for the CPU.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -53,8 +53,8 @@ def all_ranks(device: torch.device) -> Iterator[Ranks]:
 def split_by_node(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks | None]:
     """Returns two groups of ranks: one rank of each node, and all ranks of this rank's node. Collective.
 
-    On each node, the first group has the rank with the same position as this rank has on its own node.
-    Returns (None, None) if all ranks are on one node.
+    All ranks of the first group have the same position on their nodes. Returns (None, None) if all ranks are
+    on one node.
 
     ranks: all ranks.
     size: number of consecutive ranks that form a node. None takes the number of processes that torchrun

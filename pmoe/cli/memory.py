@@ -43,9 +43,9 @@ EQUATIONS = {
     "saved": ("Eq. 5", "2 B (2 M (n - 2) / n + H (n - 1) / n)"),
     "saving_ratio": ("Eq. 6", "saved / (model states + activations + buffers, pipelined)"),
 }
-"""MPipeMoE's equations, (number, formula), by the names of the numbers that `theory` returns.
+"""Maps each name in the result of `theory` to its equation in MPipeMoE: (number of the equation, formula).
 
-B tokens of a rank, M = d_model, H = d_hidden, E experts, n chunks.
+Letters: B tokens of a rank, M = d_model, H = d_hidden, E experts, n chunks.
 """
 
 
@@ -147,7 +147,7 @@ def _pairs(args: argparse.Namespace, shape: LayerSizes) -> tuple[Restore, ...]:
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
-    """Runs one training step with a restore pair. Returns measured bytes, and predicted ones for comparison.
+    """Runs one training step with a restore pair. Returns its measured bytes and its predicted bytes.
 
     args: the options of the command.
     pair: how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of forward.

@@ -1,4 +1,4 @@
-"""A parser of command lines whose errors are one line, and name what a mistyped word may have meant."""
+"""A parser of command lines with errors of one line, which suggest a correction for a mistyped word."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pmoe.text import meant
 class Parser(argparse.ArgumentParser):
     """A parser of the command line of `pmoe` or of one of its subcommands.
 
-    It differs from argparse's parser in its errors. They do not repeat the usage. They suggest the command,
-    option or choice that is most like a mistyped one.
+    It differs from argparse's parser in its errors. They do not repeat the usage. If a command, an option or
+    a choice is mistyped, they suggest the name that is most similar.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -27,12 +27,12 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Returns the result of argparse, but refuses unknown options first.
 
-        If an option is mistyped, argparse would first report that the right one is missing.
+        If a required option is mistyped, argparse would only report that the required option is missing.
         """
         for word in sys.argv[1:] if args is None else args:
             is_option = word.startswith("--") and word != "--" and " " not in word
             if not is_option and (word == "--" or self._subparsers is not None):
-                break  # what follows is text, or for a subcommand
+                break  # the words from here on are text, or belong to a subcommand
             name = word.partition("=")[0]
             if is_option and not any(known.startswith(name) for known in self._option_string_actions):
                 self.error(f"unknown option {name}{meant(name, self._option_string_actions)}")
@@ -41,8 +41,9 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Raises ArgumentError if an argument has a value that is not among the argument's choices.
 
-        The message suggests the choice that is most like the value. If the value is the name of a command,
-        prints a shorter message in one line and exits, because argparse's message lists all commands twice.
+        The message suggests the choice that is most similar to the value. If the argument is the name of a
+        subcommand, the method prints a shorter message in one line and exits instead, because argparse's
+        message lists all subcommands twice.
         """
         try:
             super()._check_value(action, value)

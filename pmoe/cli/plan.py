@@ -54,9 +54,9 @@ def run_command(args: argparse.Namespace) -> Output:
     """Returns the best n (number of chunks) and restore pair for a layer, and a table of all candidates.
 
     A restore pair says how backward gets the dispatched rows (T_DI) and the hidden activation (T_M) of
-    forward. For a described cluster, the output also compares all-to-alls and ESP degrees (numbers of ranks
-    that share each expert), and says how the choice would change if a rate of the cluster were lower or
-    higher.
+    forward. For a described cluster, the output has two more tables. One compares all-to-alls and ESP degrees
+    (numbers of ranks that share each expert). The other says how the choice would change if a rate of the
+    cluster were lower or higher.
     """
     layer.layer_shape(args, "cpu")  # called for its error about wrong sizes, before any file is read
     check_int(0, **{"--balance": args.balance})
@@ -97,7 +97,8 @@ def run_command(args: argparse.Namespace) -> Output:
 def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
     """Returns the prices of a copy of a busy expert on its owner's node and on another node, in rows.
 
-    A copy pays for itself if it takes more rows than its price off the busiest rank.
+    The price of a copy is the number of rows that a rank could compute while the copy is sent. A copy pays
+    for itself if it saves the busiest rank more rows than its price.
 
     advice: the sizes of the layer, and the profile.
     rates: the measured profile, or the described cluster.
@@ -120,7 +121,7 @@ def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
 
 
 def _rates(args: argparse.Namespace) -> tuple[Path, Profile | Cluster]:
-    """Returns the file that holds the rates, and the rates: a measured profile or a described cluster.
+    """Returns (path of the file with the rates, the rates: a measured profile or a described cluster).
 
     Without --profile and --cluster, the rates are those of the stored profile for this dtype and number of
     ranks. With --cluster but without --ranks, ``args.ranks`` becomes the cluster's number of ranks.
@@ -180,10 +181,9 @@ def _python(args: argparse.Namespace, advice: Advice) -> str:
 
 
 def _tables(advice: Advice, fields: Mapping[str, Any]) -> Iterator[tuple[list[list[str]], int | None]]:
-    """Yields the tables of the output: for each, its cells, and which row to highlight.
+    """Yields the tables of the output, each as a pair (rows of cells, index of the row to highlight).
 
-    The first row of cells is the header. The index of the highlighted row counts from below the header; None
-    highlights no row.
+    The first row of cells is the header. Index 0 is the row below the header; None highlights no row.
 
     advice: the chosen all-to-all and ESP degree (number of ranks that share each expert), with its
         candidates.
@@ -215,10 +215,10 @@ def _lines(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) 
 
 
 def _conclusions(advice: Advice) -> list[str]:
-    """Returns lines of text: the decision, its reason, and the fastest candidate if that is another one.
+    """Returns lines of text: the decision, its reason, and the fastest candidate if it was not chosen.
 
-    The fastest candidate is not the decision if it exceeds the memory budget, or if the restore pair was
-    chosen by Eq. 10 of the MPipeMoE paper and not by simulated times.
+    The fastest candidate is not chosen if it exceeds the memory budget. It may also not be chosen if Eq. 10
+    of the MPipeMoE paper, and not the simulated times, decides on the restore pair.
 
     advice: the chosen all-to-all and ESP degree (number of ranks that share each expert), with its
         candidates.
@@ -228,7 +228,7 @@ def _conclusions(advice: Advice) -> list[str]:
 
 
 def _about_copies(fields: Mapping[str, Any]) -> list[str]:
-    """Returns a line of text that says when a copy of a busy expert pays for itself, with --balance.
+    """Returns a line of text that says when a copy of a busy expert pays for itself; [] without --balance.
 
     fields: the JSON output.
     """
@@ -270,7 +270,7 @@ def _write_page(args: argparse.Namespace, advice: Advice, fields: Mapping[str, A
 
 
 def time_over_memory(advice: Advice, budget: int | None) -> Figure:
-    """Draws a figure with one point for each candidate: its time over its bytes. Needs matplotlib.
+    """Draws a figure with one point for each candidate: time upwards, bytes to the right. Needs matplotlib.
 
     advice: the candidates and the decision.
     budget: limit of bytes, drawn as a line; None for none.

@@ -74,8 +74,9 @@ def run_command(args: argparse.Namespace) -> Output | None:
 def _lines(profile: Profile, operations: Operations, path: Path) -> Iterator[str]:
     """Yields the text of the output: tables of rates, of linear fits, and of slowdowns.
 
-    A linear fit gives the seconds of an operation as alpha + beta * size (FSMoE's performance models).
-    Slowdowns are those of compute, communication and copies that run at the same time.
+    A linear fit gives the seconds of an operation as alpha + beta * size (FSMoE's performance models). A
+    slowdown says how much computation, communication and copies slow each other when they run at the same
+    time.
 
     operations: the linear fits.
     path: the file in which the profile is stored.

@@ -1,8 +1,8 @@
 """`pmoe profile --kernels`: measures how many thread blocks of pmoe's fused kernels should communicate.
 
 A fused kernel multiplies rows and moves them between ranks at the same time: n_c of its thread blocks
-communicate, the others compute. This split is called a division. The fastest one depends on the layer's
-sizes, and is stored in a table that layers look up.
+communicate, the others compute. This split is called a division. The fastest division depends on the layer's
+sizes. It is stored in a table that layers look up.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAYER: dict[str, Any] = {
     "tokens": (1024, 4096, 16384),
     "expert": "swiglu",
 }
-"""The layer to measure if no options are given: that of Mixtral 8x7B, from COMET's Table 2."""
+"""The layer that is measured if no options are given: a layer of Mixtral 8x7B, from COMET's Table 2."""
 
 OPTIONS = ("show", *LAYER, "virtual_ranks")
 """Options of `pmoe profile` that are allowed only together with --kernels."""
@@ -92,8 +92,8 @@ def run_command(args: argparse.Namespace) -> Output | None:
 def _fused_device(args: argparse.Namespace) -> torch.device:
     """Returns the CUDA device on which the fused kernels are measured.
 
-    Raises ValueError if the device has no fused kernels. Also raises ValueError if torchrun started several
-    processes and --virtual-ranks is given, which stands for ranks inside a single process.
+    Raises ValueError if the device has no fused kernels. Also raises ValueError if --virtual-ranks is given
+    although torchrun started several processes: virtual ranks are ranks inside a single process.
     """
     virtual = args.virtual_ranks
     world = world_size()
@@ -185,9 +185,10 @@ def _time_layers(
 
 
 def _lines(divisions: DivisionTable, folder: Path) -> Iterator[str]:
-    """Yields the lines that --show prints: the tables of measurements that are stored in a folder.
+    """Yields the lines that --show prints: tables of the measurements that are stored in a folder.
 
     divisions: the stored measurements.
+    folder: the folder.
     """
     if not (divisions.entries or divisions.layers):
         yield f"no measurements of fused kernels in {folder}"
@@ -204,8 +205,8 @@ def _divisions(divisions: DivisionTable) -> str:
     """Returns a table of the fastest division of each fused kernel, as text, with its time.
 
     A division says how many thread blocks communicate (n_c), and how many columns the combine kernel sends at
-    a time (T_N). The table also has the time of the division that would be used without measurements, if it
-    was measured.
+    a time (T_N). One division is the default, which is used without measurements. If it was measured, the
+    table also has its time.
 
     divisions: the measurements.
     """

@@ -37,7 +37,7 @@ TOLD = {
     "lancet": "Lancet's section 7, Fig. 2 and 6: a step of GPT-2 by system and by what is cut",
     "scale": "a step of three models on 8 to 4,096 ranks, and where they stop scaling",
 }
-"""A description of each experiment, by its name, for the help."""
+"""Maps the name of each experiment to its description in the help."""
 
 OLD_NAMES = {"fsmoe-table5": "fsmoe"}
 """Earlier names of experiments, which work until pmoe 0.2."""
@@ -117,9 +117,9 @@ def _models() -> dict[str, ScaledModel]:
 def _scale() -> Simulation:
     """Returns the tables of the experiment "scale": a training step on 8 to 4,096 ranks.
 
-    With weak scaling, each rank has the same number of tokens, however many ranks there are. With strong
-    scaling, all ranks together have the same number of tokens. Two further tables list the number of ranks at
-    which each model stops scaling.
+    With weak scaling, the number of tokens of each rank stays the same as ranks are added. With strong
+    scaling, the number of tokens of all ranks together stays the same. Two further tables list the number of
+    ranks at which each model stops scaling.
     """
     rates = load_cluster(Path(__file__).with_name("scale_cluster.toml"), None)
     simulation = dict[str, Any]()
@@ -134,7 +134,8 @@ def _scale() -> Simulation:
 def _fsmoe(contention: float = fsmoe_table5.CONTENTION) -> Simulation:
     """Returns the tables of the experiment "fsmoe".
 
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: collectives between nodes and collectives inside a node take this many times their seconds
+        while both run.
     """
     return {**fsmoe_table5.tables(contention), **fsmoe_models.tables(contention)}
 

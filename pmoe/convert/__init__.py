@@ -1,8 +1,8 @@
-"""Converts weights: between other systems' names and pmoe's, to fewer experts, and from dense layers.
+"""Converts a layer's weights: from and to other systems, to fewer experts, and from a dense network.
 
-state_dicts     other systems' state dicts into pmoe's and back, bit for bit
+state_dicts     converts other systems' state dicts to pmoe's and back, bit for bit
 fewer_experts   prunes and merges the experts of a state dict
-upcycling       copies a dense feed-forward layer into the experts of a layer
+upcycling       copies a dense feed-forward network into the experts of a layer
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that prune or merge the experts in a layer's state dict, for example those with few rows.
+"""Functions that prune or merge the experts in a layer's state dict, such as experts with few rows.
 
 The state dict must hold all E experts of a `MoELayer`. If a tensor's name begins with ``gate.`` or
 ``experts.`` and its dimension 0 has size E, its entry i belongs to expert i. All other tensors stay
@@ -34,7 +34,7 @@ KEPT = "kept_experts"
 def busiest_experts(rows: Sequence[float], count: int) -> list[int]:
     """Returns the indices of the ``count`` experts with the most rows, in ascending order.
 
-    If experts have equally many rows, the lower index comes first.
+    Between experts with equally many rows, the expert with the lower index is chosen first.
 
     rows: for each expert its number of rows, such as ``pmoe.stats(model).layers[0].tokens_per_expert`` over a
         representative set of tokens.
@@ -148,17 +148,17 @@ def group_experts(state: State, rows: Sequence[float], count: int) -> list[list[
 def merge_experts(
     state: State, groups: Sequence[Sequence[int]], rows: Sequence[float] | None = None
 ) -> dict[str, Tensor]:
-    """Returns a layer's state dict in which one expert, a weighted mean, replaces each group of experts.
+    """Returns a layer's state dict in which each group of experts is replaced by one expert, their mean.
 
-    The rows of the router are averaged in the same way. Integer tensors, such as counters, are summed. If all
-    experts of a group have the same bits, the new expert has these bits too. The result shares no memory with
-    ``state``.
+    The mean is weighted (``rows``). The rows of the router are averaged in the same way. Integer tensors,
+    such as counters, are summed. If all experts of a group have the same bits, the new expert has these bits
+    too. The result shares no memory with ``state``.
 
     state: the state dict of a layer with E experts; w1 is (E, ...), for example.
     groups: for each new expert the indices of the old experts that it replaces. Each old expert must be in
         exactly one group.
-    rows: for each old expert its weight in the mean, usually its number of rows. All members of a group have
-        the same weight if ``rows`` is None, or if all of them have 0 rows.
+    rows: for each old expert its weight in the mean, usually its number of rows. If ``rows`` is None, or if
+        all members of a group have 0 rows, the members have equal weights.
 
     Raises ValueError or TypeError if an expert is in no group or in several, if a group is empty, or if
     ``rows`` is out of range.
@@ -183,7 +183,7 @@ def merge_experts(
 
 
 def _mean(value: Tensor, group: Sequence[int], weights: Sequence[float]) -> Tensor:
-    """Returns the weighted mean of the entries of a group of experts; the sum for an integer tensor.
+    """Returns the weighted mean of the entries of a group of experts. Entries of integers are summed.
 
     value: (E, ...), a tensor with one entry for each expert.
     group: the indices of the experts in the group.

@@ -45,9 +45,12 @@ class Layout:
     names: maps pmoe's name of a tensor to the system's name. If every expert has a tensor of its own, the
         name contains {e}, which stands for the expert's number. If the gate projection and the up projection
         are two tensors, the value has their two names, separated by a space.
-    axes: maps pmoe's name of a tensor to the axes of the system's tensor, one word for each dimension.
-        A tensor with the same axes as in `AXES` has no entry. If the values lie in memory in another order
-        than that of the dimensions, the entry ends with "|" and the letters in the order of memory.
+    axes: maps pmoe's name of a tensor to a text with one word for each dimension of the system's tensor. A
+        word is one letter, or several if the dimension holds several axes: in "Hf", f changes fastest. A
+        tensor with the same axes as in `AXES` has no entry. Normally the values lie in memory in the order of
+        these letters. Otherwise the text ends with "|" and the letters in the order of memory. For example,
+        "M XfH|XMfH" is a matrix with M rows and X * f * H columns, whose memory has one (M, fH) matrix
+        after another, one for each expert.
     gated: whether the system's experts are gated; None if it has both gated and other experts.
     local: whether each rank numbers its experts from 0.
     count: name of a tensor that holds the number of experts of all ranks; "" if there is none.
@@ -78,13 +81,14 @@ class Layout:
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """Returns the axes of the other system's tensors that hold the values of one of pmoe's tensors.
+        """Returns the axes of the system's tensors that together have the values of one of pmoe's tensors.
 
-        The result is (axes of all these tensors, stacked one after the other; axes of a single one). The axes
-        of the stack are one letter each (see `AXES`), in
-        the order in which the values lie in memory. The first letters count the tensors: f if there are two
-        names, then X if every expert has a tensor. The axes of one tensor are a list: the letters of each
-        dimension.
+        If there are several tensors, imagine them stacked in one large tensor. The result is a pair:
+
+        1. The axes of the stack, a text with one letter for each axis (see `AXES`), in the order in which the
+           values lie in memory. If the gate and up projections are separate tensors, the stack begins with
+           the axis f. If every expert has a tensor of its own, the axis X follows.
+        2. The axes of one of the tensors, a list with the letters of each dimension.
 
         name: pmoe's name.
 
@@ -213,7 +217,8 @@ def from_pmoe(
 def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> Place:
     """Checks the arguments ``layout``, ``prefix`` and ``names``, and returns them as one record.
 
-    In the names of the record's layout, each text that is a key of ``names`` is replaced by its value.
+    ``names`` says which texts to replace in the tensor names of the layout: each key is replaced by its
+    value.
 
     Raises TypeError or ValueError for wrong arguments.
     """
@@ -241,7 +246,7 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
     1. E (experts of all ranks) and d_model are read from the router's shape, the experts from the tensors'
        names.
-    2. No tensor may be missing, and no other tensor may be there.
+    2. All tensors of the layer must be there, and no other tensors.
     3. d_hidden is read from the shape of w2. Then the shape, dtype and device of every tensor are checked.
     4. Tensors are stacked and permuted.
 

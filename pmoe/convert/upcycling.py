@@ -1,8 +1,8 @@
 """Initializes every expert of a layer as a copy of one trained dense network (upcycling).
 
 Sparse upcycling (arXiv 2212.05055) makes equal copies. Noise can make the copies differ a little.
-Drop-Upcycling (arXiv 2502.19261, section 3) replaces some hidden columns of each copy by random values. These
-have the mean and the standard deviation of the replaced values.
+Drop-Upcycling (arXiv 2502.19261, section 3) replaces some hidden columns of each copy by random values. The
+random values have the mean and the standard deviation of the values that they replace.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def copy_into_experts(
         noise: the standard deviation of normal noise on each weight matrix, as a fraction of the matrix's own
             standard deviation.
         drop: the fraction of hidden columns that are replaced by random values in each expert, from 0 to 1
-            (Drop-Upcycling); 0.5 is usual. All matrices of an expert have the same columns replaced; each
-            expert has other ones. The random values are normal, with the mean and the standard deviation of
-            the values that they replace.
+            (Drop-Upcycling); 0.5 is usual. In one expert, the same columns are replaced in all matrices.
+            Different experts have different columns replaced. The random values are normal, with the mean
+            and the standard deviation of the values that they replace.
         router_std: the standard deviation of random values for the router's weight; 0.02 is usual. None
             leaves the router unchanged.
 
@@ -69,8 +69,9 @@ def copy_into_experts(
     Without noise and drop, the layer computes the same as the dense network if each token's routing weights
     sum to 1 (top_k above 1, or normalize_gate=True).
 
-    A layer normally raises ValueError if its experts are equal on all ranks, because usually all ranks have
-    loaded one rank's file by mistake. This function switches that check off for equal copies.
+    A layer normally raises ValueError if its experts are equal on all ranks, because this usually means that
+    all ranks have loaded the same rank's file by mistake. This function switches that check off for equal
+    copies.
 
     Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, if a
     number is out of range, if the layer is on the meta device, or if ``router_std`` is set and the router has
@@ -177,7 +178,7 @@ def _columns(experts: StackedExperts, name: str, value: Tensor) -> Tensor:
 def _varied(
     experts: StackedExperts, values: Mapping[str, Tensor], noise: float, drop: float
 ) -> dict[str, Tensor]:
-    """Returns the weights of one expert: the dense network's, with noise and some random hidden columns.
+    """Returns the weights of one expert: the dense weights with noise and some random hidden columns.
 
     Random numbers come from the CPU's generator. All values are computed in float32 or a wider dtype.
 

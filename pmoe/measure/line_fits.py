@@ -213,7 +213,8 @@ def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: i
 
     bench: runs the work and reads the clock.
     work: the kind of work, such as matrix products or messages.
-    sizes: the sizes to measure, in units (`LaneWork`). The line's ``size`` is in multiply-adds or bytes.
+    sizes: the sizes to measure, each a number of units of the work. A unit is, for example, one row of a
+        product (`LaneWork`). The ``size`` in the line counts multiply-adds or bytes, not units.
     repeats: runs of each size.
     """
     sizes = list(sizes)

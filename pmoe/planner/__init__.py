@@ -21,7 +21,9 @@ rates that were measured before (`pmoe.planner.profile`). Files, in the order in
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 
-Letters: those of `pmoe.engine` (T tokens, M = d_model, H columns of T_M, W ranks, ...), and B tokens of the
-rank that has most tokens, m matrix products into which the rows that stay on their rank are divided, t_gar
-seconds of the all-reduce of other layers' gradients.
+Letters are those of `pmoe.engine` (T tokens, M = d_model, H columns of T_M, W ranks, ...), and three more:
+
+    B        tokens of the rank that has most tokens
+    m        number of matrix products that compute the rows that stay on their rank
+    t_gar    seconds of the all-reduce of other layers' gradients
 """

@@ -1,9 +1,9 @@
 """Chooses how many thread blocks of a fused kernel communicate while its other blocks compute.
 
 A fused kernel sends and computes at the same time: n_c of its thread blocks communicate, and the other blocks
-compute (COMET, Section 3.2.2). A `Division` records n_c, and how many columns are sent at a time. COMET
-compiles a kernel for each division. In pmoe the division is an argument of one kernel, and this file chooses
-it from measurements.
+compute (COMET, Section 3.2.2). A `Division` consists of n_c and the number of columns that are sent at a
+time. COMET compiles a kernel for each division. In pmoe the division is an argument of one kernel, and this
+file chooses it from measurements.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 RULE_PART = 12
 """Without measurements, one thread block of a kernel in 12 communicates and the others compute.
 
-Example: 11 of 132 blocks. The number is a guess. COMET found 18 to 46 of 132 best with tensor parallelism
-(Figure 8).
+Example: 11 of 132 blocks. The number 12 is a guess. COMET found 18 to 46 of 132 blocks best with tensor
+parallelism (Figure 8).
 """
 
 BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
@@ -37,7 +37,7 @@ BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
 BLOCK_STEP = 6
 """Above the largest of `BLOCK_COUNTS`, every sixth number of communicating thread blocks is tried.
 
-With this number of blocks, one more or less hardly changes the time.
+If so many blocks communicate, one block more or less hardly changes the time.
 """
 
 CHUNKS = (256, 512, 1024)
@@ -111,8 +111,8 @@ class FusedLayerSizes:
 class FusedKernelSizes(FusedLayerSizes):
     """Sizes of a layer, and one of its fused kernels: the key under which measurements are stored.
 
-    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, sums those of each token,
-        and sends the sums back.
+    kernel: "dispatch" receives rows and multiplies them; "combine" multiplies rows, sums the results of each
+        token, and sends the sums back.
     direction: "forward", or "backward" for the gradients.
     """
 
@@ -124,10 +124,10 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer, without the name of a kernel: the key of measured seconds of layers.
+    """Returns the sizes of a layer without a kernel's name: the keys of `DivisionTable.layers`.
 
-    sizes: sizes of the layer, or of one of its four kernels (dispatch and combine, forward and backward),
-        which also have the kernel's name. The result is the same for all five.
+    sizes: sizes of the layer, or sizes of one of its four kernels (dispatch and combine, forward and
+        backward), which also have the kernel's name. The layer and its kernels all give the same result.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
@@ -155,8 +155,8 @@ def all_kernel_sizes(layer: FusedLayerSizes) -> list[FusedKernelSizes]:
 def rule(sizes: FusedKernelSizes) -> Division:
     """Returns the division of a kernel's thread blocks that is used if nothing was measured.
 
-    Of every 12 blocks one communicates. With fewer than 12 blocks, one communicates. The combining kernel
-    sends its results 512 columns at a time.
+    One block in 12 communicates, but at least one. The combining kernel sends its results 512 columns at a
+    time.
 
     sizes: sizes of the kernel.
     """
@@ -198,8 +198,8 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """Returns the divisions of a kernel's thread blocks that are measured to find the fastest.
 
     A division says how many blocks communicate (n_c). The others compute. n_c takes the values of
-    `BLOCK_COUNTS`, and every `BLOCK_STEP`-th number above the largest of these values. 1 is always tried; a
-    larger n_c must be less than half of the blocks.
+    `BLOCK_COUNTS`, and above the largest of them every `BLOCK_STEP`-th number. 1 is always tried; a larger
+    n_c must be less than half of the blocks.
 
     num_blocks: thread blocks of the kernel.
     d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.
@@ -255,7 +255,7 @@ class LayerSeconds:
 
 @dataclass(frozen=True)
 class DivisionTable:
-    """All stored measurements of fused kernels, on any devices. COMET calls these measurements metadata.
+    """All stored measurements of fused kernels, from all devices. COMET calls these measurements metadata.
 
     entries: measurements of single kernels.
     layers: measured seconds of whole layers, fused and in chunks.
@@ -271,9 +271,9 @@ class DivisionTable:
 
         1. measured: the fastest division that was measured for exactly this kernel and these sizes.
         2. nearest: the fastest division that was measured for the same kernel, direction and dtype with the
-           nearest sizes (`distance`). The number of communicating blocks is scaled by the ratio of the
-           numbers of blocks. A measurement with the same device, number of blocks and sort of ranks (real or
-           virtual) is always preferred to others.
+           nearest sizes (`distance`). If its kernel had another number of blocks, the number of communicating
+           blocks is scaled in proportion. A measurement with the same device, number of blocks and sort of
+           ranks (real or virtual) is always preferred to others.
         3. rule: one of 12 blocks communicates (`rule`).
 
         The returned division leaves at least one block to compute, and sends at most a whole row at a time.
@@ -305,10 +305,10 @@ class DivisionTable:
     def find_layer_times(self, sizes: FusedLayerSizes) -> LayerSeconds | None:
         """Returns the measured seconds of a layer of about these sizes; None if there is no measurement.
 
-        All sizes but the number of rows must be the same. Measurements are looked up with the same number of
-        rows, then with twice as many, then with half as many. Fused kernels gain less with more rows (COMET,
-        Section 5.3). So a measurement with twice as many rows is on the safe side: it shows too little gain
-        rather than too much.
+        All sizes except the number of rows must be the same. Measurements are looked up with the same number
+        of rows, then with twice as many, then with half as many. Fused kernels gain less with more rows
+        (COMET, Section 5.3). So a measurement with twice as many rows is on the safe side: it shows too
+        little gain rather than too much.
 
         sizes: sizes of the layer.
         """
@@ -339,8 +339,7 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
 def _elsewhere(one: FusedLayerSizes, other: FusedLayerSizes) -> bool:
     """Returns whether two measurements differ in device, number of thread blocks, or sort of ranks.
 
-    Ranks are real, each with its own device, or virtual: those share one device, so nothing is sent over a
-    link.
+    Real ranks have a device each. Virtual ranks share one device, so nothing is sent over a link.
     """
     places = ((sizes.device_name, sizes.num_blocks, sizes.virtual) for sizes in (one, other))
     return len(set(places)) > 1

@@ -1,4 +1,4 @@
-"""Predicts the profile (measured rates) of machines that are not at hand, from a few numbers.
+"""Predicts the profile (rates) of machines that are not at hand, from a few numbers.
 
 The model of a link is Hockney's: a message to one peer takes alpha + beta * bytes seconds. A rank sends its
 messages on one link one after another, as in a pairwise exchange (Thakur, Rabenseifner and Gropp, 2005). Each
@@ -37,7 +37,7 @@ class Cluster:
     inside: seconds of a message to one peer in the same machine, by its bytes.
     outside: seconds of a message to one peer in another machine, by its bytes.
     interference: speeds of computation, communication and copies while they run at the same time.
-    measured: what the numbers were measured on, in words; "" if nothing was measured.
+    measured: a text that says on which machine the numbers were measured; "" if nothing was measured.
 
     Raises ValueError, naming the field, for counts below 1 and a memory that is not positive.
     """
@@ -63,10 +63,10 @@ class Cluster:
         return self.machines * self.ranks_per_machine
 
     def check_part(self, profile: Profile) -> None:
-        """Raises ValueError if a profile cannot have been measured on some of this cluster's machines.
+        """Raises ValueError if a profile cannot come from machines of this cluster.
 
-        A possible profile has the cluster's device type. Its numbers of machines and of ranks per machine are
-        at most those of the cluster.
+        A profile may be measured on a part of the cluster. So it must have the cluster's device type, at most
+        as many machines, and at most as many ranks per machine.
         """
         measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
         described = (self.device_type, self.machines, self.ranks_per_machine)
@@ -192,14 +192,15 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
 
     The link "inside" connects the ranks of a machine, and "outside" connects machines.
 
-        ranks of the profile              link       measured by
-        all in one machine                inside     the profile's all-to-alls
-        each in a machine of its own      outside    the profile's all-to-alls
-        several in each of several        outside    an all-to-all among one rank of each machine
-            machines                      inside     an all-gather among the ranks of a machine
+        ranks of the profile                    link       measured by
+        one machine                             inside     the profile's all-to-alls
+        several machines, one rank each         outside    the profile's all-to-alls
+        several machines, several ranks each    outside    an all-to-all among one rank of each machine
+                                                inside     an all-gather among the ranks of a machine
 
-    In the last case the two lines are in ``profile.operations``, which FSMoE's cost model needs. Without
-    these lines, or if they were measured for other groups of ranks, the result is empty.
+    With several machines of several ranks each, both costs come from ``profile.operations``, which is
+    measured for FSMoE's solver. If the profile has no operations, or has them for other groups of ranks, the
+    result is empty.
 
     The measured alpha (fixed seconds) of a collective is for messages to all peers, so it is divided by the
     number of peers.
@@ -225,7 +226,7 @@ def fields_of(profile: Profile) -> dict[str, Any]:
     """Returns the fields of a `Cluster` that are known from a profile of some of its machines.
 
     Fields that a profile cannot show, such as the number of machines, are missing. The costs of links and
-    products, which are straight lines, are dicts, as `dataclasses.asdict` makes them.
+    products (`LineCost`) are converted to dicts by `dataclasses.asdict`.
     """
     costs: dict[str, Any] = {"compute": profile.compute, "copy": profile.slower_copy}
     costs["interference"] = profile.interference

@@ -29,11 +29,11 @@ def candidate_combinations(
     """Returns the combinations of an all-to-all and an ESP degree that the layer can use on these machines.
 
     The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert.
-    The degree must divide d_hidden and the ranks of a machine, and num_experts must be a multiple of ranks /
-    ESP degree.
+    The degree must divide d_hidden and the number of ranks of a machine, and num_experts must be a multiple
+    of (number of ranks / ESP degree).
 
     rates: a measured profile, or a described cluster. A profile has only the cost of the flat all-to-all
-        without ESP, so the result is then [("flat", 1)].
+        without ESP. So for a profile the result is [("flat", 1)].
     layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
 
     Raises ValueError if no ESP degree suits these experts on a cluster.
@@ -118,7 +118,7 @@ def plan_combinations(
         except ValueError as error:
             refused.append(error)
     if not advice:
-        # The first combination needs the least memory: all other combinations relay or gather rows.
+        # The first combination needs the least memory, because all other combinations relay or gather rows.
         raise refused[0]
     return sorted(advice, key=lambda combination: combination.decision.seconds)
 
@@ -129,16 +129,16 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
     Each result is a dict for one changed rate:
 
         rate            "compute", "copy", "inside" (the link inside a machine) or "outside"
-        times           factor on that rate
-        dispatch        all-to-all of the best choice with the changed rate
-        esp             ESP degree of that choice: number of ranks that share each expert
-        n, restore      number of chunks, and restore pair, of that choice
-        seconds         seconds of a step with that choice
+        times           the factor by which the rate is changed
+        dispatch        all-to-all of the choice that is best with the changed rate
+        esp             ESP degree of this best choice: number of ranks that share each expert
+        n, restore      number of chunks, and restore pair, of this best choice
+        seconds         seconds of a step with this best choice and the changed rate
         change          change of the best choice's seconds, as a fraction: 0.1 if it takes 10 % longer
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
-    Some combinations of all-to-all and ESP degree are left out: those that take more than 1 / (1 - OFF) times
-    the seconds of the fastest. They stay slower than the fastest, because a change of one rate by the
+    A combination of all-to-all and ESP degree is not examined if it takes more than 1 / (1 - OFF) times the
+    seconds of the fastest combination. It stays slower than the fastest, because a change of one rate by the
     fraction OFF changes the seconds of a step at most by that factor.
 
     cluster: the described machines.

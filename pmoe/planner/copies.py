@@ -17,12 +17,13 @@ The price is ``far`` if the copy is on another node than its owner, else ``near`
 copy from an earlier call. The owner pays only the dearest price, because it sends the weights only once: the
 hosts pass them on to each other.
 
-The plan makes the largest time of any rank small. Example: 4 ranks with one expert each, loads (70, 10, 10,
-10), prices 1 and one copy a rank at most:
+The plan makes the largest time of any rank small. Example: 4 ranks with one expert each, whose loads (rows of
+all ranks) are (70, 10, 10, 10). Each price is 1, and a rank may host one copy. Times are (rows of the rank's
+own expert) + (rows of the copy) + (price):
 
     rank            0                1             2             3
     before          70               10            10            10
-    after           25 + 1 sent      15 + 10 + 1   15 + 10 + 1   15 + 10 + 1
+    after           25 + 0 + 1       10 + 15 + 1   10 + 15 + 1   10 + 15 + 1
 
 Letters: E experts of all ranks, W ranks.
 """
@@ -39,10 +40,10 @@ from pmoe.arguments import check_int
 from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
 
 FAR_FROM_BOUND = 5
-"""Percent above the lower bound from which a plan's time counts as bad.
+"""A plan counts as bad if its time is more than this many percent above the lower bound.
 
-A plan first uses the copies that ranks have from earlier calls. If its time is bad, a plan without them is
-tried too.
+The first plan uses the copies that ranks have from earlier calls. If it is bad, a plan without these copies
+is tried too.
 """
 
 CLOSE_TO_BOUND = 1
@@ -53,10 +54,10 @@ GOLDEN = 0x9E3779B9
 
 FINE = 128
 COARSE = 48
-"""Precision of a plan's time: the search stops within (mean time of the ranks) / FINE of the best it can
-find.
+"""Precision of a plan's time: the mean time of the ranks, divided by FINE or COARSE.
 
-For many ranks the search is less precise, to save time: (mean time) / COARSE.
+The search ends when its best time is at most this much longer than the best time that it could still find.
+FINE is used for few ranks, COARSE for many ranks, to save time.
 """
 
 
@@ -121,7 +122,7 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
     """Returns how many copies of experts a rank may host within a given number of bytes.
 
     per_rank: the most copies that may be hosted.
-    copy_bytes: bytes of a copy, its gradients and so on included.
+    copy_bytes: bytes of a copy, including its gradients and messages.
     free_bytes: bytes for all copies together; None if the bytes are not limited.
 
     Example: per_rank 4, copies of 100 bytes, 250 bytes -> 2.
@@ -132,7 +133,7 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
 
 
 def row_cuts(shares: Sequence[int]) -> list[int]:
-    """Returns the bounds that divide rows for an expert among the ranks that compute the expert.
+    """Returns the bounds that divide an expert's rows among the ranks that compute the expert.
 
     These ranks are the expert's hosts: its owner and the ranks with copies. Every sending rank divides its
     rows for the expert in the same proportions, and so does every chunk of its batch. Row i of the sending
@@ -165,13 +166,13 @@ def plan_copies(
     limits: CopyLimits,
     present: Collection[tuple[int, int]] = (),
 ) -> CopyPlan:
-    """Returns the copies that make the largest predicted time of a rank small.
+    """Returns a plan of copies that makes the largest predicted time of a rank small.
 
-    The time of a rank is counted in rows that it computes, plus the prices of copies (`CopyLimits`). A search
-    tries target times. For a given target, each rank that needs longer gives away rows, of its largest
-    experts first, to ranks that have time left. A rank takes as many rows as it has time for. The last rows
-    of an expert go to the rank that has just enough time left. Ranks of the owner's node come first, so that
-    weights are sent to other nodes only if no rank of the node has time left.
+    The time of a rank is the number of rows that it computes, plus the prices of copies (`CopyLimits`). A
+    search tries target times. For each target, a rank that needs longer gives rows away to ranks that have
+    time left, first the rows of its busiest experts. A rank takes as many rows as it has time for. The last
+    rows of an expert go to the rank that has just enough time left. Ranks of the owner's node come first, so
+    that weights are sent to other nodes only if no rank of the node has time left.
 
     The plan depends only on the arguments. Memory and time of the search grow with E, with W and with the
     number of copies, but not with E times W.
@@ -182,7 +183,7 @@ def plan_copies(
         nodes: (W,) node of each of W ranks.
         limits: how many copies a rank may host, and what they cost.
         present: copies that ranks have from an earlier call, as pairs (expert, rank), from `CopyPlan.pairs`.
-            Their price is 0. Ranks give up those of these copies that the plan does not use.
+            Their price is 0. If the plan does not use one of these copies, its rank gives the copy up.
 
     Example: loads (70, 10, 10, 10), owners (0, 1, 2, 3), nodes (0, 0, 0, 0), one copy a rank, prices 1 ->
     hosts {0: ((0, 25), (1, 15), (2, 15), (3, 15))}, before 70, after 26.
@@ -195,7 +196,7 @@ def plan_copies(
         return CopyPlan(hosts={}, before=largest, after=largest)
     search = _Search(loads, owners, nodes, limits, present, times)
     moves, after = search.best(largest)
-    # Present copies may use up the copies that a rank may host, so that a better copy finds no place.
+    # A rank may host only so many copies. Present copies may leave no place for a better copy.
     if present and 100 * after > (100 + FAR_FROM_BOUND) * search.bound:
         afresh = _Search(loads, owners, nodes, limits, (), times).best(largest)
         if afresh[1] < after:
@@ -226,7 +227,7 @@ class _Way:
     own_node_first: whether a rank first gives rows to ranks of its own node, and to ranks of other nodes only
         if its own node has no time left. If False, the nodes of the ranks only matter for the price.
     passes_on: whether a busy rank may give its last rows to the next busy rank, which then gives away more of
-        its own rows. Without this, the last copy that a rank may host could be spent on a few rows.
+        its own rows. If False, a rank that may host only one more copy may have to spend it on a few rows.
     least_first: the order in which busy ranks give rows away. True: ranks that exceed the target time least
         come first. False: ranks that exceed it most come first.
     """
@@ -256,7 +257,7 @@ class _Search:
 
     All other arguments are those of `plan_copies`.
 
-    times: (W,) for each of W ranks, the rows of all experts that the rank owns: its time without copies.
+    times: (W,) time of each of W ranks without copies: the rows of all experts that the rank owns.
     """
 
     def __init__(
@@ -326,14 +327,17 @@ class _Search:
         return best
 
     def _bound(self) -> int:
-        """Returns a time that the slowest rank needs at least, in every plan. Times are measured in rows.
+        """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
 
-        Suppose that no rank needs longer than T. ``time`` is what a rank needs for its own experts, and
-        ``near`` is the price of a copy, which its sender and its host pay. A rank whose own experts need
-        longer than T must send at least one copy, so it gives away at least (time + near - T) rows. A rank
-        that takes rows hosts at least one copy, so it can take at most (T - time - near) rows. If all ranks
-        together must give away more rows than they can take, T is impossible. The result is the smallest T
-        that is possible by this rule.
+        Suppose that no rank needs longer than ``target``. ``time`` is the time that a rank needs for its own
+        experts without copies. ``near`` is the lowest price of a copy. Its sender and its host both pay it.
+
+        - A rank whose time is longer than the target must send at least one copy. So it must give away at
+          least (time + near - target) rows.
+        - A rank that takes rows hosts at least one copy. So it can take at most (target - time - near) rows.
+
+        If all ranks together must give away more rows than they can take, no plan reaches the target. The
+        result is the smallest target that this rule does not exclude.
         """
         near = 0 if self.present else self.limits.near
         ascending = sorted(self.times)
@@ -381,8 +385,8 @@ class _Attempt:
             longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
-        remaining: by busy rank, a heap of (-rows, expert): the rows that each of its experts still has.
-        sent: by expert with copies, the price that the owner pays for sending its weights.
+        remaining: maps a busy rank to a heap of (-rows, expert): the rows that each of its experts still has.
+        sent: maps an expert with copies to the price that its owner pays for sending its weights.
     """
 
     def __init__(self, search: _Search, target: int, way: _Way, present: Sequence[tuple[int, int]]) -> None:
@@ -405,7 +409,7 @@ class _Attempt:
     def _use_present(self, present: Sequence[tuple[int, int]]) -> None:
         """Moves rows to copies of earlier calls, from owners that need longer than the target time.
 
-        present: those copies, as pairs (expert, rank).
+        present: the copies of earlier calls, as pairs (expert, rank).
         """
         search = self.search
         rows_left: dict[int, int] = {}
@@ -449,9 +453,10 @@ class _Attempt:
     def _give_away(self, owner: int, pool: list[tuple[int, int]], price: int, following: int) -> None:
         """Moves rows of a busy rank's experts to ranks with time left, until the rank meets the target time.
 
-        The next copy is always one of the expert that has most rows left. If some ranks have enough time left
-        for all rows to be moved, the copy goes to the one with the least time. If no rank has enough time,
-        the copy goes to the rank with the most time left, and takes as many rows as that rank has time for.
+        The expert with most rows left gets the next copy. If some ranks have enough time left for all rows
+        that must be moved, the copy goes to the rank of these that has the least time left. If no rank has
+        enough time, the copy goes to the rank with the most time left, and takes as many rows as that rank
+        has time for.
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
@@ -480,7 +485,7 @@ class _Attempt:
             at = bisect_left(pool, (wanted + price,))
             if at == len(pool):
                 free, rank = pool.pop()
-            elif (  # the last copy that a rank may host would get few rows: the next busy rank takes them
+            elif (  # the last copy that the rank may host would get few rows: the next busy rank takes them
                 following >= 0
                 and slots[following]
                 and slots[pool[at][1]] == 1

@@ -1,4 +1,4 @@
-"""Plans copies of busy experts among few ranks: searches all sets of hosts, with exact times.
+"""Plans copies of busy experts among few ranks: searches the possible hosts, and computes exact times.
 
 A host of an expert is a rank that computes rows of it: the owner of its parameters, or a rank with a copy.
 Time is counted in rows: one unit is the time in which a rank computes one row. The price of a copy is the
@@ -6,8 +6,9 @@ time to send it.
 
 `pmoe.planner.copies` plans copies for any number of ranks. With few ranks, the time of that plan may be some
 percent above the best possible time, because each copy takes a large part of a rank's time. But with few
-ranks, all sets of ranks can be examined. Suppose that the hosts are chosen. If all hosts of an expert are in
-a set R of ranks, the ranks of R must compute all its rows. So no division of the rows takes less than
+ranks, all sets of ranks can be examined. Suppose that the hosts of every expert are chosen, and that R is a
+set of ranks. If all hosts of an expert are in R, the ranks of R must compute all rows of the expert. So no
+division of the rows takes less than
 
     time(R) = (rows of experts whose hosts are all in R + prices that the ranks of R pay) / |R|
 
@@ -23,7 +24,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 MOST_RANKS = 4
-"""The largest number of ranks W for which hosts are searched: one choice of hosts takes W 2**W operations."""
+"""The largest number of ranks W for which hosts are searched.
+
+To examine one choice of hosts takes W 2**W operations.
+"""
 
 MOST_CHOICES = 256
 """If there are at most this many ways to choose the hosts of all experts, all ways are examined."""
@@ -32,14 +36,14 @@ MOST_STEPS = 100
 """The most choices of hosts that one run of a local search examines (`FewRanks._climb`)."""
 
 EXPERTS_OF_RANK = 3
-"""The number of experts of each rank that may get copies: those with most rows."""
+"""The number of experts of each rank that may get copies. They are the experts with most rows."""
 
 Pairs = frozenset[tuple[int, int]]
 """Copies, as pairs (expert, rank)."""
 
 
 class FewRanks:
-    """A search for copies of busy experts with which the largest time of a rank is smallest.
+    """A search for the copies of busy experts that make the largest time of a rank as small as possible.
 
     The time of a rank is counted in rows: the rows that it computes, plus the prices of copies.
 
@@ -83,16 +87,16 @@ class FewRanks:
             self.own_rows[owners[expert]] += loads[expert]
             if loads[expert] and len(experts_of[owners[expert]]) < EXPERTS_OF_RANK:
                 experts_of[owners[expert]].append(expert)
-        # For each rank the copies that it may host.
+        # The copies that each rank may host.
         self.options = [
             [(expert, rank) for experts in experts_of for expert in experts if owners[expert] != rank]
             for rank in range(self.num_ranks)
         ]
 
     def best(self, start: Pairs, enough: int) -> Pairs:
-        """Returns the copies with which the largest time of a rank is smallest, of all that were tried.
+        """Returns the best copies that were tried: the largest time of a rank is smallest with them.
 
-        start: copies that another search found. The result is never worse.
+        start: copies that another search found. The result is never worse than these copies.
         enough: a local search ends when the largest time of a rank is at most this number of rows.
         """
         sizes = range(self.per_rank + 1)
@@ -122,12 +126,12 @@ class FewRanks:
     def _climb(self, start: Pairs, enough: int) -> Pairs:
         """Improves a choice of copies by a local search, and returns the improved choice.
 
-        The search examines changes: one copy is removed, added, or replaced by another. A change is made if
-        the largest time of a rank becomes smaller by it. The search ends when no change helps, when
-        `MOST_STEPS` changes were examined, or when the largest time is at most ``enough``.
+        The search tries changes: one copy is removed, added, or replaced by another. It keeps a change that
+        makes the largest time of a rank smaller. The search ends when no change helps, when `MOST_STEPS`
+        changes were tried, or when the largest time is at most ``enough``.
 
         start: the copies to begin with, as pairs (expert, rank).
-        enough: a time, in rows. A smaller time is not searched for.
+        enough: a time, in rows, at which the search may end.
         """
         best = start
         time = self.smallest_time(start)
@@ -171,9 +175,9 @@ class FewRanks:
     def _work(self, pairs: Pairs) -> tuple[list[int], dict[int, int], list[int]]:
         """Returns (work of each set of ranks, hosts of each copied expert, price that each rank pays).
 
-        A set of ranks is an int: its bit r is set if rank r is in the set. The list of work is indexed by it.
-        The work of a set, in rows, is what no other rank can take over: the rows of experts whose hosts are
-        all in the set, and the prices of copies that the ranks of the set pay.
+        A set of ranks is an int: its bit r is set if rank r is in the set. This int is the set's index in the
+        list of work. The work of a set is counted in rows. It is the work that no other rank can take over:
+        the rows of experts whose hosts are all in the set, and the prices of copies that the set's ranks pay.
 
         pairs: the copies, as pairs (expert, rank).
         """
@@ -205,8 +209,9 @@ class FewRanks:
         """Divides rows among copies, and returns the copies' rows and the largest time of a rank.
 
         Copies get rows one after another. Each copy gets as many rows as possible without making the largest
-        time longer. A set of ranks limits the copy if it contains the copy's rank, but not all hosts of the
-        expert. The copy gets the least spare time of these sets. Copies without rows are left out.
+        time longer. Rows of a copy are additional work for each set of ranks that contains the copy's rank,
+        but not all hosts of the expert. So the copy gets at most as many rows as each of these sets still has
+        time for. Copies without rows are left out.
 
         pairs: the copies, as pairs (expert, rank).
 

@@ -1,11 +1,14 @@
 """The work that copies of busy experts add to a call, for the simulation of a step's seconds.
 
-With C copies of an expert, an expert's weights are sent in C parts (`pmoe.engine.plan.copies`):
+If an expert has C copies, its weights are sent in C parts (`pmoe.engine.plan.copies`):
 
-    V, VG      the owner sends (VG: receives) the whole expert, each host receives (sends) one of C parts
-    VR, VGR    each host sends and receives C - 1 of C parts
+    V      weights: the owner sends all C parts, one part to each host (rank with a copy)
+    VR     weights: the hosts send each other their parts, so each host sends and receives C - 1 parts
+    VGR    gradients, in the opposite direction: each host sends and receives C - 1 parts
+    VG     gradients, in the opposite direction: each host sends one part, the owner receives all C parts
 
-A message takes as long as its busiest rank. So the work is that of the rank which sends or receives most.
+A message takes as long as its busiest rank needs. So the work is that of the rank that sends or receives
+most.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
 @dataclass(frozen=True, kw_only=True)
 class CopyWork:
-    """The work that copies of busy experts add to a call: messages, and products of other experts.
+    """The work that copies of busy experts add to a call: messages, and products of other ranks' experts.
 
     The numbers are equal on all ranks. `of` rounds them up, so that calls with similar loads have equal
     numbers.
@@ -49,7 +52,8 @@ class CopyWork:
 
         The numbers of experts are rounded up to powers of two, the fraction of rows to halves.
 
-        plan: the copies. The rows of every rank are taken as the plan's largest time of a rank.
+        plan: the copies. Every rank is assumed to compute as many rows as ``plan.after``, the plan's largest
+            time.
         is_sent, stays, learned: as in the class.
         """
         sent = Counter[int]()
@@ -76,7 +80,7 @@ class CopyWork:
         )
 
     def in_stages(self, stages: Stages, restore: Restore | None) -> Stages:
-        """Returns a layer's stages with the stages of copies added; without copies, the stages unchanged.
+        """Returns a layer's stages with the stages of copies added. Without copies, nothing is added.
 
         stages: the stages of the layer without copies.
         restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
@@ -122,8 +126,8 @@ class CopyWork:
     def shared_wgrad(self, seconds: float) -> dict[Kind, float]:
         """Divides the seconds of a chunk's weight gradients between own experts (W) and copies (KW).
 
-        The division is that of the rank whose copies compute most rows, because gradients are sent to the
-        owners (VG) only after this rank's last KW.
+        The seconds are divided as on the rank whose copies compute most rows, because gradients are sent to
+        the owners (VG) only after this rank's last KW.
 
         seconds: seconds of the weight gradients of all rows that a chunk has received.
         """
@@ -136,5 +140,5 @@ NO_COPIES = CopyWork()
 
 
 def _power_of_two(number: float) -> float:
-    """Returns the smallest power of two that is at least a number, up to errors of rounding; 0 for 0."""
+    """Returns ``number`` (rounded to 6 decimals) rounded up to a power of two; 0 for 0."""
     return 2.0 ** math.ceil(math.log2(round(number, 6))) if number else 0.0

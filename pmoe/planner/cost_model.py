@@ -5,8 +5,9 @@
 A lane is a queue of tasks of one sort: computation, communication, or copies. A restore pair says how T_DI
 (rows that experts received) and T_M (their hidden activations) are restored for backward.
 
-Table II gives the units of work of each lane, Eq. 7-9 the size of a unit. A lane is slower while other lanes
-are busy (Section II.C). Pairs are compared by their seconds of forward and backward together.
+The paper's Table II gives the units of work of each lane, and Eq. 7-9 give the size of a unit. A lane is
+slower while other lanes are busy (Section II.C). Pairs are compared by their seconds of forward and backward
+together.
 
 Eq. 10 describes a pipeline in its steady state. It leaves out two things that the simulator includes: how a
 pipeline fills and empties, and the part of a task's seconds that does not depend on its size.
@@ -89,9 +90,9 @@ class Interference:
                 raise ValueError(f"{field.name} ({speed}) must be over 0 and at most 1")
 
     def speeds(self, busy: Collection[str]) -> dict[str, float]:
-        """Returns how fast each lane works while several lanes are busy, as a fraction of its speed alone.
+        """Returns the speed of each lane while several lanes are busy.
 
-        A lane is a queue of tasks that run one after another. The speed is 1 for a lane that is not slowed.
+        A lane is a queue of tasks that run one after another. 1 is the speed of a lane that runs alone.
 
         busy: names of the lanes that are working. The two lanes of messages, between nodes and inside a node,
             both count as communication. The two lanes of copies, to and from the host, both count as copies.

@@ -65,9 +65,9 @@ FREE = Fit(line=LineCost(0.0, 0.0), r_squared=1.0, num_sizes=0)
 def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fit:
     """Returns the line with alpha >= 0 and beta >= 0 that fits measurements best, by least squares.
 
-    If a size was measured several times, only the median of its seconds is used, so that an interruption does
+    If a size was measured several times, only the median of its seconds is used, so that one slow run does
     not move the line. If the best line has a negative alpha, the result is a line through the origin. If the
-    best line has a negative beta, the result is flat, at the mean.
+    best line has a negative beta, the result is a horizontal line at the mean of the seconds.
 
         r_squared = max(0, 1 - sum (seconds - line(size))^2 / sum (seconds - mean)^2)
 
@@ -154,10 +154,12 @@ class LayerCosts:
     combine: the all-to-all that sends results back; None if it costs as much as ``a2a``.
     order: copying tokens to the rows that are sent, before dispatch.
     restore: summing the rows of each token, after combine.
-    rearrange: copying kept tensors from the chunks of forward to those of backward, if the two differ.
+    rearrange: copying kept tensors from the chunks of forward to the chunks of backward, if backward has
+        another number of chunks.
     again: the all-to-all and the all-gather of T_DI (the experts' inputs) if backward sends it again; None if
         they cost as much as ``a2a`` and ``ag``.
-    copies: a message with weights or gradients of copies of busy experts, by the number of experts in it.
+    copies: a message with weights or gradients of copies of busy experts. The line's argument is the number
+        of experts in the message.
     """
 
     a2a: LineCost
@@ -181,7 +183,7 @@ class LayerCosts:
         return a2a, ag, rs, exp
 
     def backward(self) -> LayerCosts:
-        """Returns the costs of the backward pass, from those of forward: experts take twice as long.
+        """Returns the costs of the backward pass: experts take twice as long as in forward.
 
         Section 4.4 of FSMoE says to double alpha, beta and the size of the products. Taken literally, experts
         would take four times as long. The paper's Table 2 measures twice as long, so only alpha and beta are
@@ -199,8 +201,8 @@ class DegreeSeconds(NamedTuple):
 
     degree: number of chunks.
     alone: seconds of the pass without an all-reduce.
-    beside: seconds of the tasks that cannot run at the same time as the all-reduce. It is the longest path
-        through the schedule that includes the all-reduce, without the all-reduce's own seconds.
+    beside: seconds of the tasks that cannot run at the same time as the all-reduce: the length of the longest
+        path through the schedule that includes the all-reduce, without the all-reduce's own seconds.
     """
 
     degree: int
@@ -257,7 +259,7 @@ class GeneralizedLayer:
 class Share:
     """The gradient bytes that are all-reduced during one layer's backward pass, and the number of chunks.
 
-    The gradients are those of layers whose backward pass has ended. A layer has an MoE part and a dense part.
+    The gradients belong to layers whose backward pass has ended. A layer has an MoE part and a dense part.
 
     moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
     dense_bytes: bytes of gradients that are all-reduced beside the dense part.

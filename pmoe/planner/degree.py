@@ -22,7 +22,7 @@ SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
 MAX_COMMON = 256
 """Largest number of equal parts into which a batch is cut to suit the chunks of both passes.
 
-The number of parts is a multiple of the numbers of chunks of both passes: their least common multiple.
+The number of parts is the least common multiple of the two passes' numbers of chunks.
 """
 
 TRIED = (1, 8)
@@ -38,7 +38,7 @@ SOLVE: SolveName = "solve"
 
 
 def check_pipeline(pipeline: bool | int | str) -> None:
-    """Checks a layer's argument ``pipeline``, the number of chunks n or how n is chosen.
+    """Checks a layer's argument ``pipeline``: the number of chunks n, or how the layer chooses n.
 
     Raises TypeError unless ``pipeline`` is a bool, an int or "solve". Raises ValueError for an int below 1 or
     above 2**31 - 1.
@@ -55,14 +55,14 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     """Checks a layer's argument ``pipeline_backward``, the number of chunks of the backward pass.
 
     pipeline: the argument of the same layer that gives the number of chunks of the forward pass.
-    pipeline_backward: the number; None stands for that of the forward pass.
+    pipeline_backward: the number of chunks; None if the backward pass has as many as the forward pass.
 
-    Rows are counted in equal ranges of tokens (bins), and the chunks of both passes consist of whole bins. If
-    neither number divides the other, the number of bins is their least common multiple, which may be at most
-    `MAX_COMMON`.
+    Rows are counted in equal ranges of tokens (bins), and the chunks of both passes consist of whole bins. So
+    if neither number of chunks divides the other, the number of bins is their least common multiple. It may
+    be at most `MAX_COMMON`.
 
     Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if the numbers of
-    chunks need too many bins, or if ``pipeline`` is True or "solve", which choose both numbers.
+    chunks need too many bins, or if ``pipeline`` is True or "solve": the layer then chooses both numbers.
     """
     if pipeline_backward is None:
         return
@@ -88,7 +88,7 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The two decisions about a layer's run of a batch: the numbers of chunks, and the restore pair.
+    """The two choices for a call of a layer: the numbers of chunks, and the restore pair.
 
     forward, backward: number of chunks of each pass.
     restore: what happens to the experts' inputs (T_DI) and hidden activations (T_M) between the passes: each

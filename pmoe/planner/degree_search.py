@@ -110,8 +110,8 @@ class ScheduleOptions:
     wgrad_share: fraction of the experts' backward seconds that weight gradients take. The layer computes them
         in tasks of their own. 0 gives the paper's schedule, in which the experts' backward is one task.
     restore: whether the experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
-        between the passes, if the layer has ring slots (reused buffers); else None. Copies from and to the
-        host count as free.
+        between the passes; None if the layer has no ring slots (reused buffers). Copies from and to the host
+        count as free.
     stays: fraction of the rows whose experts are on their own rank. These rows are computed while the other
         rows are sent.
     rearranged: whether backward has another number of chunks than forward, so that tensors that forward kept
@@ -232,7 +232,7 @@ def simulated_degrees(
 
 
 TIE = 1e-9
-"""Largest relative difference of two predicted seconds that count as equal.
+"""Two predictions of seconds count as equal if their relative difference is at most TIE.
 
 Equal predictions can differ a little, because their sums are rounded differently.
 """
@@ -241,7 +241,7 @@ T = TypeVar("T")
 
 
 def first_of_fastest(seconds: Mapping[T, float]) -> T:
-    """Returns the key with the fewest seconds; if several are equally fast, the first of them.
+    """Returns the key with the fewest seconds. If several keys are equally fast, the first is returned.
 
     seconds: predicted seconds by number of chunks, or by a pair of numbers. Seconds that differ by less than
         `TIE` count as equal.
@@ -282,8 +282,8 @@ class StepCosts:
 
     forward, backward: costs of each pass.
     forward_options, backward_options: the schedule of each pass.
-    copy_of_block: fixed seconds to copy one block of each kept tensor, times the number of a rank's experts.
-        A block holds an expert's rows that are in one given chunk of forward and in one given chunk of
+    copy_of_block: fixed seconds to copy one block of rows for every kept tensor and every expert of a rank. A
+        block has the rows of one expert that are in the same chunk of forward and in the same chunk of
         backward.
     copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.
     sort: seconds to sort the rows once more.
@@ -303,8 +303,8 @@ class StepCosts:
         """Returns costs and schedule of a backward pass in m chunks after a forward pass in n chunks.
 
         If n and m differ, kept tensors are copied to the chunks of backward. An expert's rows are then cut
-        wherever a chunk of either pass ends. In gcd(n, m) positions, chunks of both passes end. So there are
-        n + m - gcd(n, m) blocks, and copying each block costs `copy_of_block` seconds.
+        wherever a chunk of either pass ends. At gcd(n, m) positions, chunks of both passes end together. So
+        there are n + m - gcd(n, m) blocks, and copying each block costs `copy_of_block` seconds.
         """
         if n == m:
             return self.backward, self.backward_options
@@ -316,7 +316,7 @@ class StepCosts:
         )
 
     def seconds(self, pairs: Iterable[tuple[int, int]], t_gar: float = 0.0) -> dict[tuple[int, int], float]:
-        """Returns the predicted seconds of both passes for pairs (n, m), the gate included.
+        """Returns the predicted seconds of both passes, including the gate, for each pair (n, m).
 
         pairs: numbers of chunks: n of forward, m of backward.
         t_gar: seconds of the all-reduce of other layers' gradients in the backward pass.

@@ -1,8 +1,8 @@
 """Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with fewer trials.
 
-Each trial takes the time of a training step. So an n is tried only if earlier results do not exclude it as
-the fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B that is
-in no range, these n are tried:
+Each trial takes the time of a training step. So an n is tried only if, by the earlier results, it may be the
+fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B that is in no
+range, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
@@ -38,13 +38,13 @@ earlier results, and a new result is averaged with neighbouring results (`BatchR
 """
 
 WRONG = 2.0
-"""Predictions are no longer used if measured seconds differ from them by more than this factor."""
+"""If measured seconds differ from predicted seconds by more than this factor, predictions are not used."""
 
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
-"""A function that measures steps with the given degrees, in at most the given number of timed rounds.
+"""A function that measures steps with several degrees (numbers of chunks of both passes).
 
-Degrees are the numbers of chunks of both passes. The result has no entry for degrees that cannot run. It may
-have entries for further degrees that the function measured.
+Its second argument is the largest number of timed rounds. Its result has no entry for degrees that cannot
+run. It may have entries for further degrees that the function measured.
 """
 
 
@@ -84,8 +84,9 @@ def degrees_to_try(
     table: results of earlier measurements: ranges of B with the fastest degrees of each.
     B: number of tokens.
     numbers: the numbers of chunks that may be chosen, in rising order.
-    predicted: predicted seconds of a step by n; None if nothing is predicted. The n that is predicted to be
-        the fastest, and the degrees of the ranges next to B, are always tried.
+    predicted: predicted seconds of a step by n; None if nothing is predicted.
+
+    The n with the fewest predicted seconds, and the degrees of the ranges next to B, are always tried.
 
     Examples, for numbers (1, 2, 4, 8, 16), without a prediction:
 
@@ -114,10 +115,10 @@ def further_degrees(
     *,
     apart: bool,
 ) -> list[PassDegrees]:
-    """Returns degrees (numbers of chunks of both passes) to try next, because measurements suggest them.
+    """Returns the degrees (numbers of chunks of both passes) to try next, which follow from measurements.
 
-    If the smallest or largest n that was tried is the fastest, the next n beyond it is suggested. If forward
-    and backward are fastest with different n, the pair of both n is suggested.
+    If the smallest or largest n that was tried is the fastest, the next n beyond it is tried. If forward and
+    backward are fastest with different n, the pair of both n is tried.
 
     times: measured times of a step by degrees.
     numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.
@@ -157,10 +158,10 @@ def times_by_trials(
 ) -> dict[PassDegrees, PassTimes]:
     """Measures the degrees (numbers of chunks of both passes) that may be fastest, and returns their times.
 
-    The first degrees to try follow from the table and from predictions, further ones from the measurements.
-    The speed of a machine drifts. So when further degrees are measured, the fastest degrees so far are
-    measured again with them. The seconds of the further degrees are multiplied by (earlier seconds) / (new
-    seconds) of those fastest degrees. The result is empty if no degrees can run.
+    The first degrees to try follow from the table and from predictions, further degrees from the
+    measurements. The speed of a machine drifts. So when further degrees are measured, the fastest degrees so
+    far are measured again in the same rounds. The seconds of the further degrees are then multiplied by
+    (earlier seconds) / (new seconds) of the fastest degrees. The result is empty if no degrees can run.
 
     table: results of earlier measurements.
     B: number of tokens of the batch.

@@ -57,9 +57,9 @@ def part(kind: str, *args: Any, **options: Any) -> str:
 
 @functools.cache
 def template(name: str = "planner/page.html") -> Template:
-    """Returns a jinja2 template.
+    """Returns the jinja2 template of a page, read from a file of pmoe.
 
-    name: path of the template below pmoe/.
+    name: path of the file, relative to the folder pmoe/.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -81,8 +81,8 @@ def template(name: str = "planner/page.html") -> Template:
 class Point:
     """One marker of `scatter_figure`: a choice of n and restore pair, with its memory and time.
 
-    group: text in the legend. Points of one group have one colour and are joined by a line. Usually the
-        restore pair.
+    group: text in the legend, usually the restore pair. Points of one group have one colour and are joined by
+        a line.
     label: one or two letters on the marker.
     mib: memory in MiB.
     milliseconds: time of a step.
@@ -174,8 +174,8 @@ def inline_svg(figure: Figure, label: str) -> str:
 def _on_a_page(attribute: re.Match[str]) -> str:
     """Returns an SVG attribute, changed from matplotlib's form to the form that a page needs.
 
-    Numbered ids are removed, and other ids become classes. Numbers in paths are cut to two decimals. In
-    styles, names of fonts are removed, and colours become CSS variables.
+    An id that matplotlib numbered is removed; any other id becomes a class. Numbers in paths are cut to two
+    decimals. In styles, names of fonts are removed, and colours become CSS variables.
 
     attribute: a match of `ATTRIBUTE`, which finds ids, styles and paths.
     """

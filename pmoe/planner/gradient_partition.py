@@ -1,7 +1,7 @@
 """The gradient partition: when the gradients of data-parallel layers are all-reduced during backward.
 
 The method is FSMoE's (Section 5). An all-reduce between nodes costs no time while the dense part of a layer
-runs backward. It also costs no time beside experts, while all-to-alls leave the link between nodes idle.
+runs backward. It also costs no time while experts compute and no all-to-all uses the link between nodes.
 
 - Step 1 places gradients wherever their all-reduce costs no time.
 - Step 2 (`evolve`) places some of the other gradients beside MoE parts. This makes an MoE part slower, but
@@ -46,8 +46,8 @@ class Partition:
         backward.
     end_bytes: bytes that are all-reduced after the backward pass.
     plain_seconds: for comparison, seconds that backward takes longer if all gradients are reduced at the end.
-    filled_seconds: for comparison, seconds that backward takes longer if gradients are reduced where that
-        costs no time, and all other gradients at the end.
+    filled_seconds: for comparison, seconds that backward takes longer with step 1 only: gradients are reduced
+        wherever their all-reduce costs no time, and all other gradients at the end.
     exposed_seconds: seconds that backward takes longer with this partition; never more than plain_seconds or
         filled_seconds.
     """
@@ -215,8 +215,8 @@ def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
 
     Extra bytes come on top of the bytes that cost no time beside the part. The evolution (scipy's; FSMoE uses
     the same method) minimizes the seconds that all extra bytes add to the backward pass. A candidate has one
-    number from 0 to 1 for each layer: the fraction of the bytes still available that this layer takes. So
-    every candidate is valid.
+    number from 0 to 1 for each layer. Layers take bytes one after another, and a layer takes this fraction of
+    the bytes that the layers before it have left for it. So every candidate is valid.
 
     The added seconds are not smooth: as a layer takes more bytes, the seconds stay equal up to some number of
     bytes, and rise from that number on. The evolution comes near that number, but does not find it exactly.

@@ -10,8 +10,8 @@ Five things differ from the paper's algorithm, because measured seconds are nois
 
     rounding    B is rounded to a few percent (`rounded`), so that similar batches share an entry
     ranges      a range of values of B stores every n that was close to the fastest n in all measurements of
-                the range, and how much slower each n was. The n of the range is the one that loses least in
-                all these measurements together.
+                the range, and how much slower than the fastest each n was. The range uses the n for which
+                the sum of these losses over all measurements is smallest.
     merging     two neighbouring ranges become one if some n is close to the fastest in both
     hypothesis  if n falls as B grows, against the paper's assumption, the two ranges are merged too, unless
                 their measurements contradict each other by more than CONTRADICTED standard errors
@@ -39,10 +39,10 @@ BITS = 5
 """Number of significant binary digits to which B is rounded: neighbours differ by 3 to 6 percent."""
 
 CLOSE = 0.7
-"""A number of chunks counts as fast as the fastest if it is slower by at most this many standard errors."""
+"""A number of chunks is close to the fastest if it is at most this many standard errors slower."""
 
 CONTRADICTED = 4.0
-"""Standard errors beyond which measurements count more than the hypothesis of the search.
+"""Measurements overrule the search's hypothesis if they contradict it by more standard errors than this.
 
 The hypothesis is that the best number of chunks never falls as the number of tokens grows.
 """
@@ -66,8 +66,7 @@ def rounded(B: int) -> int:
 class PassDegrees:
     """Number of micro-batches (chunks) of the forward pass and of the backward pass.
 
-    Pairs are sorted by the number of forward, then by that of backward. Raises ValueError for a number below
-    1.
+    Pairs are sorted by the number of the forward pass first. Raises ValueError for a number below 1.
     """
 
     forward: int
@@ -78,7 +77,7 @@ class PassDegrees:
             raise ValueError(f"degrees ({self.forward}, {self.backward}) must be at least 1")
 
     def __str__(self) -> str:
-        """Returns both numbers, such as "2/4"."""
+        """Returns both numbers as a text: "2/4" for 2 chunks in forward and 4 in backward."""
         return f"{self.forward}/{self.backward}"
 
     @property
@@ -93,13 +92,14 @@ class PassDegrees:
 
 @dataclass(frozen=True)
 class Excess:
-    """A measure of how much slower some degrees were than the fastest degrees, in a range's measurements.
+    """A measure of how much slower some degrees were than the fastest degrees, in a `BatchRange`.
 
-    Degrees are the numbers of chunks of both passes. A range is an interval of numbers of tokens. The excess
-    of one measurement is seconds / (seconds of the fastest degrees) - 1.
+    Degrees are the numbers of chunks of both passes. For one measurement,
+
+        excess = seconds / (seconds of the fastest degrees) - 1
 
     total: sum of the excess over the measurements of the range.
-    worst: the largest (excess / its standard error) of any measurement.
+    worst: the largest (excess / standard error of the excess) of any measurement.
     """
 
     total: float
@@ -114,7 +114,7 @@ class BatchRange:
 
     lower, upper: the smallest and the largest B of the range.
     measured: number of values of B in the range that were measured.
-    excess: {degrees: how much slower they were than the fastest degrees}. Degrees are left out if any
+    excess: maps degrees to how much slower they were than the fastest degrees. Degrees are left out if some
         measurement of the range did not try them, or found them slower by more than CONTRADICTED standard
         errors.
     """
@@ -128,17 +128,15 @@ class BatchRange:
     def degrees(self) -> PassDegrees:
         """The degrees (numbers of chunks of both passes) that batches in this range should use.
 
-        These are the degrees with the smallest `Excess.total`: the sum, over all measurements of the range,
-        of how much slower they were than the fastest degrees. If sums are equal, the degrees with fewer
-        chunks are taken.
+        They are the degrees that lost least in all measurements of the range together: `Excess.total` is
+        smallest. If totals are equal, the degrees with fewer chunks are taken.
         """
         return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
 
     def joined(self, other: BatchRange) -> BatchRange:
         """Returns one range that covers this range, ``other``, and all B (numbers of tokens) between them.
 
-        Of the degrees (numbers of chunks) that were measured, the joined range keeps those that were measured
-        in both ranges.
+        The joined range keeps only degrees (numbers of chunks) that both ranges have in ``excess``.
         """
         excess = {
             degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))
@@ -151,10 +149,10 @@ class BatchRange:
     def joins(self, other: BatchRange) -> bool:
         """Returns whether this range and a neighbouring range can be merged into one.
 
-        Two ranges can be merged in two cases. In the first, they have the same degrees (numbers of chunks).
-        In the second, some degrees are, in both ranges, at most `CLOSE` standard errors slower than the
-        fastest degrees. If the range with more tokens has fewer chunks, the limit is `CONTRADICTED` instead
-        of `CLOSE`, because the paper assumes that the number of chunks never falls as the number of tokens
+        Two ranges can be merged if they have the same degrees (numbers of chunks). They can also be merged if
+        there are degrees that in both ranges were at most `CLOSE` standard errors slower than the fastest
+        degrees. If the range with more tokens has fewer chunks, the limit is `CONTRADICTED` instead of
+        `CLOSE`, because the paper assumes that the number of chunks never falls as the number of tokens
         grows.
         """
         below, above = sorted((self, other), key=lambda batch_range: batch_range.lower)
@@ -165,14 +163,14 @@ class BatchRange:
 
 
 class GranularityTable:
-    """Table of the fastest numbers of chunks, by B, the number of tokens of a batch.
+    """A table of the fastest numbers of chunks for batches of B tokens.
 
-    The table holds disjoint ranges of B in rising order. It also holds answers for single B that were looked
-    up or remembered since the last measurement. All B are rounded (`rounded`): there are 16 rounded values
+    The table has disjoint ranges of B in rising order. It also has answers for single B that were looked up
+    or remembered since the last measurement. All B are rounded (`rounded`). There are only 16 rounded values
     between a number of tokens and its double, so the number of ranges is bounded.
 
-    Every rank has a table of its own. The tables are equal if all ranks record the same seconds. Example,
-    with the number of chunks after each arrow:
+    Every rank has a table of its own. The tables are equal if all ranks record the same seconds. In this
+    example, the number after each arrow or colon is the number of chunks:
 
         record       96 -> 2    400 -> 2    896 -> 4
         ranges       96 .. 400: 2           896 .. 896: 4
@@ -217,7 +215,7 @@ class GranularityTable:
 
         None stands for a range that does not exist. If B is in a range, that range is the first result.
 
-        B: a number of tokens that is rounded, or the end of a range.
+        B: a number of tokens that the caller has rounded (`rounded`), or the end of a range.
         """
         above = self.ranges.bisect_right(B)
         ranges = self.ranges.values()
@@ -229,8 +227,8 @@ class GranularityTable:
     def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
         """Stores measurements for a batch of B tokens. Returns the degrees (numbers of chunks) to use for B.
 
-        These are the fastest degrees, with one exception: B may be merged into a range with other degrees
-        that are as fast within the noise of the measurements.
+        They are the fastest degrees, with one exception: B may be merged into a range with other degrees that
+        are equally fast within the noise of the measurements.
 
         B: number of tokens.
         times: measured times of a step by degrees.
@@ -263,9 +261,13 @@ class GranularityTable:
                 return new
 
             def loss(merger: tuple[BatchRange, BatchRange], alone: BatchRange = new) -> float:
-                """Returns how much slower steps become by a merger, as a fraction.
+                """Returns how much slower steps become if two ranges of batch sizes are merged.
 
-                They become slower because both ranges then share degrees.
+                All batches of the merged range use the same degrees (numbers of chunks), which may not be
+                the fastest for some of them. The result is a fraction, summed over all measurements.
+
+                merger: (the merged range, the range of the table that is merged with ``alone``).
+                alone: the range to add, before it is merged.
                 """
                 merged, neighbour = merger
                 parts = sum(part.excess[part.degrees].total for part in (alone, neighbour))
@@ -275,10 +277,9 @@ class GranularityTable:
             del self.ranges[neighbour.lower]
 
     def all_degrees(self) -> Iterator[PassDegrees]:
-        """Yields the degrees that have measurements, range by range.
+        """Yields the degrees (numbers of chunks of both passes) that have measurements, range by range.
 
-        Degrees are a pair: the numbers of chunks of forward and of backward. Degrees that several ranges have
-        come several times.
+        Degrees that several ranges have are yielded several times.
         """
         for batch_range in self.ranges.values():
             yield from batch_range.excess
@@ -329,10 +330,12 @@ class GranularityTable:
 
     @classmethod
     def from_points(cls, points: Mapping[int, set[PassDegrees]]) -> GranularityTable:
-        """Returns a table of the fastest degrees at measured B, from files of older versions without seconds.
+        """Returns a table made from the fastest degrees at measured B, which older files have.
 
-        points: the fastest degrees (numbers of chunks of both passes) by number of tokens B. Several degrees
-            of one rounded B count as equally fast.
+        These files have no seconds. Degrees are the numbers of chunks of both passes.
+
+        points: maps a rounded number of tokens B to its fastest degrees. If there are several, they count as
+            equally fast.
         """
         table = cls()
         by_entry: dict[int, set[PassDegrees]] = {}
@@ -344,7 +347,7 @@ class GranularityTable:
 
 
 def points_of(fields: Mapping[str, Any]) -> dict[int, PassDegrees]:
-    """Returns the fastest degrees (numbers of chunks) by measured number of tokens, read from an old file.
+    """Returns the fastest degrees (numbers of chunks) for each measured number of tokens of an old file.
 
     fields: the fields of a table of file version 1 or 2: {"points": [[B, forward, backward], ...]}.
 

@@ -31,7 +31,8 @@ def even_task_costs(
     profile: measured rates.
     num_tokens: tokens of this rank, evenly routed.
     n: number of chunks of the pass.
-    direction: the pass. It matters only if dispatched rows are sent in a narrower number format (`Wires`).
+    direction: "forward" or "backward". It matters only if rows are sent in a narrower number format
+        (`Wires`), because each pass may have a format of its own.
     """
     rows = num_tokens * sizes.top_k / n
     crossing = (sizes.ep_size - 1) / sizes.ep_size  # rows for the own rank cross no link

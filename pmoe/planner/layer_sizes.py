@@ -45,7 +45,7 @@ class CopyNumbers:
 
     hosted: copies of other ranks' experts that this rank hosts.
     sent: experts of this rank that have copies on other ranks.
-    relays: whether an expert has several copies, whose ranks pass its weights on to each other.
+    relays: whether an expert may have several copies. Their ranks then pass its weights on to each other.
     """
 
     hosted: int = 0
@@ -72,38 +72,42 @@ class CopyNumbers:
 class LayerSizes:
     """Sizes of one layer: numbers of elements and ranks, and bytes of an element.
 
-    d_model: M, columns of a row that is sent to experts: those of a token, or d_latent if the layer has it.
+    d_model: M, columns of a row that is sent to experts: d_latent if the layer has it, else the columns of a
+        token.
     num_experts: E, experts of all ranks together.
     top_k: K, experts of a token.
     num_ranks: W, ranks of the layer's process group.
-    columns: columns of the tensors that experts hold between their two products, one row for each input row.
+    columns: numbers of columns of the tensors that experts compute between their two products. These tensors
+        have one row for each input row.
     element_size: bytes of an element of the rows.
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
-    frozen_parameters: how many of these elements need no gradient.
-    shared_over: number of ranks over which FSDP2 shards these elements. A call gathers them before use. 0 if
-        every rank that holds a copy keeps it.
+    frozen_parameters: how many elements of this rank's experts need no gradient.
+    shared_over: number of ranks over which FSDP2 shards these elements. Each call then gathers them before
+        use. 0 if FSDP2 does not shard them.
     keeps_gathered: whether gathered elements stay from forward to backward (reshard_after_forward=False).
-    scaled_parameters: how many of these elements a call copies and multiplies by a factor: those of the
-        second matrix (B) of each adapter. The factor is the adapter's scale.
+    scaled_parameters: number of elements of the adapters' second matrices (B), which a call copies and
+        multiplies by the adapter's scale.
     gate_parameters: elements of the gate that need a gradient.
     has_shared_gate: whether the shared expert's output is scaled by a gate; only read with d_latent.
-    outer: columns of a token of a layer with d_latent, whose rows are narrower; 0 without d_latent.
+    outer: columns of a token, if the layer has d_latent, so that rows are narrower than tokens; else 0.
     bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
     has_drops: whether some choices of a token may have no row, because the chosen expert is full.
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
-    cast_from: under autocast, bytes of an element of the tokens and parameters before the cast; else 0.
+    cast_from: under autocast, bytes of an element of the tokens and parameters before the cast. 0 without
+        autocast.
     esp_size: number of ranks that each expert is split over.
     rotates: whether chunks share a few buffers of fixed size (ring slots), which they use in turn.
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
     wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
-    products: the number format to which the experts' operands are rounded; None if they are not.
+    products: the number format to which the operands of the experts' matrix products are rounded, "e4m3" or
+        "mxfp8"; None if they are not rounded.
     copies: numbers of copies of busy experts.
-    copy_work: what the copies of a call add to its tasks; nothing where only bytes are predicted.
-    shared_columns: as ``columns``, but of the shared expert, which computes every token; 0 without a shared
-        expert.
+    copy_work: the work that copies add to the tasks of a call; `NO_COPIES` if only bytes are predicted.
+    shared_columns: the same as ``columns``, for the shared expert, which computes every token; 0 without a
+        shared expert.
     shared_parameters: elements of the shared expert; 0 without a shared expert.
     """
 
@@ -159,7 +163,7 @@ class LayerSizes:
 
     @property
     def multiply_adds(self) -> int:
-        """Multiply-adds of one row in the experts' products in forward, those of an adapter included."""
+        """Multiply-adds of one row in the experts' products in forward, including those of an adapter."""
         columns = self.columns
         widths = columns.hidden + columns.scratch
         return self.d_model * widths + columns.adapter * (2 * self.d_model + widths)

@@ -1,11 +1,11 @@
 """The memory model: predicts the bytes of a layer's passes from its schedules and row counts.
 
-At any time a pass holds
+At any time, the memory of a pass consists of three parts:
 
 - its buffers. If the layer has ring slots (buffers of fixed size that chunks use in turn), all slots of the
   schedule count, with the sizes that the engine allocates (`pmoe.schedule.buffer_sizes`). Otherwise each
   buffer counts from its allocation until its last use.
-- tensors that forward saves for backward, and the pass's result;
+- the tensors that forward saves for backward, and the result of the pass.
 - small tensors with a few numbers for each row.
 
 Nothing is measured or fitted. tests/unit/test_memory_model.py derives MPipeMoE's Eq. 1-6 from the slots.
@@ -38,7 +38,7 @@ INDEX = 8
 """Bytes of an index (int64)."""
 
 SMALL = 4096
-"""Bytes added for everything too small to be listed: scalars, counts, and what allocators round up."""
+"""Bytes added for all tensors too small to list, such as scalars and counts, and for sizes rounded up."""
 
 WIDE = 4
 """Bytes of a float32 element. Elements of narrower dtypes are summed in float32."""
@@ -51,19 +51,20 @@ class PredictedMemory:
     The layer's input, its parameters and the incoming gradient belong to the caller and are not counted.
     Parameters that FSDP2 gathers before use (``shard_experts`` of `pmoe.parallelize`) are counted.
 
-    - saved: held between the passes, the output included.
-    - temporary: the most that a pass holds in addition to ``saved``, without the gradients of the input and
-      of the parameters.
-    - gradients: the parameters' gradients after the pass; of sharded experts this rank's part.
-    - host: offloaded to host memory.
-    - peak: the most that the device holds at once, over both passes.
+    - saved: bytes of the tensors that exist between the passes, including the layer's output.
+    - temporary: the most bytes that a pass needs in addition to ``saved``, without the gradients of the input
+      and of the parameters.
+    - gradients: bytes of the parameters' gradients after the pass. If experts are sharded, only this rank's
+      part counts.
+    - host: bytes that are offloaded to host memory.
+    - peak: the most bytes in use on the device at once, over both passes.
     - forward_peak, backward_peak: the peak of each pass.
     - promised: the peak without the parameters' gradients. A memory budget limits this number.
     - is_bound: True if row counts were not known. All numbers are then upper bounds for any routing.
-    - tensors: bytes by name of a tensor.
-    - unknown: tensors of the user's own modules, which are not counted, in words.
+    - tensors: maps the name of a tensor to its bytes.
+    - unknown: descriptions of tensors that are not counted, because the user's own modules allocate them.
     - candidates: the bytes of each choice, if n (number of chunks) or the restore pair is chosen at each
-      call; the numbers above are then those of the choice with the largest peak. {} if both are fixed.
+      call. All other fields are then those of the choice with the largest peak. {} if both are fixed.
     """
 
     saved: int
@@ -142,12 +143,12 @@ def predict(
     rounding = _rounded_gradient(sizes, expert_gradients)
     expert_gradients += sizes.shared_parameters * sizes.element_size
 
-    # With padded or mixed rows the pass does not hold the output, which is made from the pass's result later.
+    # With padded or mixed rows, the layer's output is made after the pass, from the pass's result.
     in_forward = saved + forward_work - rows_T * bool(inner_bytes) - around.not_in_forward
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
     beside_work = saved + (inner_bytes or rows_T) + wide_dx + around.of_shared - around.not_in_backward
     in_backward = beside_work + backward_work
-    # The sums of gradients are rounded after the last task, when only the buffers are still held.
+    # The sums of gradients are rounded after the last task, when only the buffers still exist.
     at_the_end = beside_work + backward_held.summing + rounding + _held_weights(sizes, call, backward)
     at_the_end += rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
@@ -162,8 +163,8 @@ def predict(
         + small
         + _gate_gradients(sizes, call)
     )
-    # A rank keeps its part of the gradient of sharded experts. FSDP2 frees the message of the whole gradient
-    # later.
+    # If experts are sharded, a rank keeps only its part of their gradient. FSDP2 sends the whole gradient in
+    # one message, and frees the message later.
     experts = sizes.trained_parameters // max(sizes.shared_over, 1)
     trained = experts + sizes.shared_parameters + around.parameters
     reduction = sizes.trained_parameters * (sizes.shared_over > 1)
@@ -206,14 +207,17 @@ class AroundLatent(NamedTuple):
     The pass sends and computes rows of d_latent columns. The projections and the shared expert work on
     d_model columns. All numbers are bytes, except ``parameters``. All are 0 without d_latent.
 
-    tokens: the layer's output; as large as its input and the input's gradient.
-    saved: tensors between forward and backward, in addition to those of the pass.
-    not_in_forward, not_in_backward: those of ``saved`` that do not exist while the pass runs.
-    gradients: gradients of parameters that exist while the pass's backward runs.
-    first: what exists in addition to ``saved`` at two moments: when the shared expert's output is added, at
-        the end of forward, and when the shared expert is differentiated, at the start of backward.
-    first_peak: the same, with the gradient of the shared expert's second weight.
-    of_shared: the gradient of the input that comes from the shared expert, which exists until the end of
+    tokens: the layer's output. The layer's input and the input's gradient have the same size.
+    saved: tensors that exist between forward and backward, in addition to those of the pass.
+    not_in_forward: the part of ``saved`` that does not exist yet while the forward pass runs.
+    not_in_backward: the part of ``saved`` that no longer exists while the backward pass runs.
+    gradients: the parameters' gradients that exist already while the backward pass runs: those of the
+        up-projection and of the shared expert.
+    first: temporary tensors, in addition to ``saved``, at one of two moments, whichever needs more: at the
+        end of forward, when the shared expert's output is added, or at the start of backward, when the shared
+        expert is differentiated.
+    first_peak: ``first`` with the gradient of the shared expert's second weight.
+    of_shared: the part of the input's gradient that comes from the shared expert. It exists until the end of
         backward.
     parameters: number of elements of the projections' and the shared expert's parameters.
     """
@@ -237,15 +241,16 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
 
     - the pass's output, for the up-projection;
     - the tokens after the down-projection, if backward copies them to rows again;
-    - the shared expert's hidden activation before the nonlinearity, in float32 or wider, and after it. If the
-      expert is gated, also the activated half of it, before the other half multiplies it;
+    - the shared expert's hidden activation before the nonlinearity (in float32 or wider) and after it. If the
+      expert is gated, also the half that the nonlinearity was applied to, before it is multiplied by the
+      other half;
     - the shared expert's output, if a shared gate scales it.
 
     A shared expert is computed after the forward pass, and differentiated before the backward pass.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
-    restore: the restore pair: how backward gets the experts' input.
+    restore: the restore pair. Its first part says how backward gets the experts' input.
     """
     if not sizes.outer:
         return AroundLatent()
@@ -259,11 +264,12 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     is_gated = columns.hidden > columns.scratch
     row_bytes = columns.hidden * wide + columns.scratch * (size + wide * is_gated)
     shared = has_shared * call.tokens * row_bytes + sizes.has_shared_gate * tokens
-    # When the shared expert's output is scaled and added, and when the scaling is differentiated.
+    # The bytes when the shared expert's output is scaled and added, and when the scaling is differentiated.
     factors = 4 * call.tokens * sizes.weight_size
     scaled = 2 * tokens + (projected - again) + factors
     logits = sizes.has_shared_gate * (tokens + _widened(sizes, call) + factors)
-    # When its second product is differentiated, and then its nonlinearity, after the activation is freed.
+    # The bytes when its second product is differentiated. Then the activation is freed, and the nonlinearity
+    # is differentiated.
     product = tokens + call.tokens * columns.scratch * size
     nonlinearity = call.tokens * columns.scratch * (wide * (2 + is_gated) - size)
     of_weight = sizes.shared_parameters * size * columns.scratch // max(columns.hidden + columns.scratch, 1)
@@ -285,6 +291,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
 class CopyBytes(NamedTuple):
     """Bytes that copies of busy experts take on a rank.
 
+    A busy expert is one that many tokens choose. With the option ``balance``, other ranks get copies of it.
+
     saved: weights that stay between the passes.
     forward, backward: weights, gradients and messages in each pass, in addition to ``saved``.
     """
@@ -297,9 +305,9 @@ class CopyBytes(NamedTuple):
 def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyBytes:
     """Returns an upper bound of the bytes that copies of busy experts take on a rank.
 
-    A rank sends the weights of each of its experts that has copies once. If an expert has several copies,
-    their ranks pass parts of the weights on to each other, in messages that together hold at most two
-    experts.
+    If an expert has copies, its rank sends the expert's weights once. If there are several copies, the ranks
+    that host them pass parts of the weights on to each other. All messages of a rank for one copy that it
+    hosts have together at most the size of two experts.
 
     sizes: sizes of the layer, with the numbers of copies.
     backward: numbers of rows of the backward pass.
@@ -311,7 +319,7 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
         return CopyBytes(0, 0, 0)
     expert = sizes.expert_bytes
     hosted = copies.hosted * expert
-    # Messages of weights are freed before those of gradients have memory.
+    # Messages of weights are freed before messages of gradients are allocated.
     messages = copies.sent * expert + 2 * hosted * copies.relays
     is_kept = restore.dispatched != "communicate"
     weights = hosted * (not is_kept)
@@ -323,11 +331,11 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
 
 
 def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) -> tuple[dict[str, int], int]:
-    """Returns (bytes on the device between the passes by tensor, bytes offloaded to the host).
+    """Returns (bytes of each tensor on the device between the passes, bytes offloaded to the host).
 
-    The tensors are "T_DI", the experts' inputs, and "T_M", their hidden activations. A tensor that is
-    offloaded or made again has 0 bytes on the device. A tensor that is kept in messages or in e4m3 has the
-    bytes of that format. The second result is the sum over both tensors.
+    The first result is a dict with the keys "T_DI" (the experts' inputs) and "T_M" (their hidden
+    activations). A tensor that is offloaded or made again has 0 bytes on the device. A tensor that is kept in
+    messages or in e4m3 has the bytes of that format. The second result is the sum over both tensors.
 
     sizes: sizes of the layer.
     forward: numbers of rows of the forward pass.
@@ -350,9 +358,10 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(
     sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
 ) -> PassBytes:
-    """Returns the bytes of a pass's buffers at these moments: start, experts, before combine, and end.
+    """Returns the bytes that the buffers of a pass take at four moments (`PassBytes`).
 
-    If the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
+    The moments are the start of the pass, the experts' computation, the time before combine, and the end. If
+    the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
     Otherwise a buffer counts only while it is needed.
 
     sizes: sizes of the layer.
@@ -373,8 +382,9 @@ def _held(
         return without_rings(sizes, rows, buffers)
     schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
-    # A chunk's messages of results exist from the end of its experts until the rows of its tokens are summed,
-    # which is after the experts of the next chunk. In the last chunk, rows that stay are computed last.
+    # The messages with a chunk's results exist from the end of its experts until the rows of its tokens are
+    # summed. That is after the experts of the next chunk, so messages of two chunks can exist together. In
+    # the last chunk, the rows that stay on their rank are computed last.
     messages = sorted(_result_messages(sizes, buffers, i) for i in range(rows.num_chunks))
     one, two = (sum(messages[-count:]) for count in (1, 2))
     before = one * (rows.num_chunks > 1)
@@ -383,11 +393,11 @@ def _held(
 
 
 def _result_messages(sizes: LayerSizes, buffers: BufferSizes, chunk: int) -> int:
-    """Returns the bytes of the messages of one chunk's results: those sent and those received.
+    """Returns the bytes of one chunk's messages with experts' outputs, both sent and received.
 
-    Results are the experts' outputs. A rank sends them to the ranks of the tokens, and receives those of its
-    own tokens. The function is for results that are converted to another number format for their messages. If
-    results are sent in the rows' own dtype, they need no separate messages, and the result is 0.
+    A rank sends the outputs to the ranks of the tokens, and receives the outputs for its own tokens. Only
+    outputs that are converted to another number format before they are sent need messages of their own. If
+    outputs are sent in the rows' own dtype, the function returns 0.
 
     sizes: sizes of the layer.
     buffers: rows and columns of each buffer of the pass.
@@ -410,9 +420,9 @@ def _forward_work(
     buffers: PassBytes,
     restore: Restore,
 ) -> int:
-    """Returns the most bytes that forward holds at once, without the tensors that it saves for backward.
+    """Returns the most bytes that forward needs at once, without the tensors that it saves for backward.
 
-    The result is the largest of the bytes held
+    The result is the largest of the bytes needed
 
     - while the shared expert computes, at the start of the pass;
     - while the experts compute;
@@ -420,13 +430,13 @@ def _forward_work(
     - when the experts' results are ready, before combine sends them;
     - while the rows of each token are summed.
 
-    To each of these are added: routing weights, small tensors (`_unit_bytes`), and rows that are not cut into
-    chunks (`_whole_rows`).
+    Some bytes are needed at all these times, and are added: routing weights, small tensors (`_unit_bytes`),
+    and rows that are not cut into chunks (`_whole_rows`).
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
-    buffers: bytes of forward's buffers at the four moments.
+    buffers: bytes of forward's buffers at the moments of `PassBytes`.
     restore: the restore pair.
     """
     rounded = bytes_of_rounded(sizes, forward, "forward", restore)
@@ -452,23 +462,23 @@ def _forward_work(
 def _backward_work(
     sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes, restore: Restore
 ) -> int:
-    """Returns the most bytes that backward holds at once, without two things that the caller adds.
+    """Returns the most bytes that backward needs at once, without two parts that the caller adds.
 
-    These two are the tensors that forward saved, and the sums of the parameters' gradients. The result is the
-    largest of the bytes held
+    These two parts are the tensors that forward saved, and the sums of the parameters' gradients. The result
+    is the largest of the bytes needed
 
     - while the shared expert's backward runs, at the start of the pass;
     - while the experts' backward runs;
     - when the gradients of the experts' inputs are ready, before they are sent back;
     - while the gradient rows of each token are summed.
 
-    Experts compute the gradient of a routing weight as an inner product over the hidden columns, for a block
-    of rows at a time, in float32 at least.
+    The gradient of a routing weight is an inner product over the hidden columns. Experts compute it in
+    float32 or wider, one block of rows at a time.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
-    buffers: bytes of backward's buffers at the four moments.
+    buffers: bytes of backward's buffers at the moments of `PassBytes`.
     restore: the restore pair.
     """
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
@@ -479,11 +489,11 @@ def _backward_work(
     unit = _unit_bytes(sizes, backward)
     widened = 0
     if sizes.columns.staged:
-        # A weight's gradient, too, is computed in other memory and then copied.
+        # A weight's gradient, too, is computed in temporary memory and then copied.
         unit = max(unit, _largest_weight(sizes) * sizes.element_size)
     elif sizes.element_size < WIDE:
-        # Rows are multiplied by their routing weights after the products of a chunk. An expert's narrow
-        # gradient, and its float32 copy, exist before they are added to the wide sum.
+        # Rows are multiplied by their routing weights after the products of a chunk. An expert's gradient
+        # exists in the narrow dtype and as a float32 copy before the copy is added to the float32 sum.
         trained = min(_largest_weight(sizes), sizes.trained_parameters)
         one_expert = trained // (sizes.num_experts // sizes.ep_size)
         of_sums = (sizes.element_size + WIDE) * _sums_are_widened(sizes, backward)
@@ -510,7 +520,7 @@ def _backward_work(
 def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
     """Returns the bytes of routing weights and of their gradients in backward.
 
-    Both exist twice: in the order of arrival, and sorted by expert.
+    Weights exist twice, and so do gradients: in the order of arrival, and sorted by expert.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -538,7 +548,10 @@ def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
 
 
 def _result_packing(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes that packing or unpacking the results of one chunk takes; 0 without packing.
+    """Returns the bytes needed to pack or unpack the experts' outputs of one chunk.
+
+    Packing converts outputs to the number format of their messages. If they are sent in the rows' own dtype,
+    nothing is packed, and the function returns 0.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -552,7 +565,9 @@ def _result_packing(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _hidden_packing(sizes: LayerSizes, rows: PassRows, restore: Restore) -> int:
-    """Returns the bytes of temporary tensors in which T_M is packed to e4m3 or unpacked, a block at a time.
+    """Returns the bytes of temporary tensors needed to pack T_M to e4m3, or to unpack it.
+
+    T_M is packed and unpacked one block at a time, so only one block counts.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -564,10 +579,10 @@ def _hidden_packing(sizes: LayerSizes, rows: PassRows, restore: Restore) -> int:
 
 
 def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
-    """Returns the bytes of rows that are held for the whole batch at once, not chunk by chunk.
+    """Returns the bytes of rows that are in memory for the whole batch at once, not chunk by chunk.
 
-    These are the shared expert's results for all tokens, and two copies of the rows of other ranks that this
-    rank passes on in a hierarchical all-to-all.
+    These are the shared expert's results for all tokens, and two copies of each relayed row. Rows are relayed
+    in a hierarchical all-to-all: this rank passes them on from one rank to another.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -578,11 +593,12 @@ def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 
 
 def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes that the shared expert's backward holds; 0 without a shared expert.
+    """Returns the bytes that the shared expert's backward needs; 0 without a shared expert.
 
     These are the incoming gradient, the gradient of the hidden activation, the hidden activation after the
-    nonlinearity, and the products of one block of rows. Narrow rows are multiplied by float32 weights in
-    float32: first each block of the hidden activation's gradient, at the end the incoming gradient.
+    nonlinearity, and the products of one block of rows. If rows are bfloat16 or float16, they are copied to
+    float32 to be multiplied by float32 routing weights. This happens to each block of the hidden activation's
+    gradient, and at the end to the incoming gradient.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -601,8 +617,8 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 def _product_size(sizes: LayerSizes) -> int:
     """Returns the bytes of temporary tensors for each element of a block of the hidden activation.
 
-    An element is multiplied by its row's float32 weight. Narrow elements are copied to float32 before, and
-    the product is float32, too.
+    An element is multiplied by the float32 routing weight of its row. If the element is bfloat16 or float16,
+    it is first copied to float32, and the product is float32, too.
     """
     return sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
 
@@ -631,9 +647,9 @@ def _summed_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     """Returns the bytes of the temporary copy of rows that is made to sum the rows of each token.
 
     The copy has the rows of one chunk, sorted by token. Chunks are summed one after another, so only the
-    largest counts. On the CPU, if elements have four bytes or more, the rows of the first choices of all
-    tokens are added, then those of the second choices, and so on. The copy then has only one row for each
-    token of a chunk. With top_k = 1 there is nothing to sum, and the result is 0.
+    largest chunk counts. On the CPU, if elements have four bytes or more, the copy has only one row for each
+    token of a chunk: the rows of all tokens' first choices are added, then the rows of their second choices,
+    and so on. With top_k = 1 there is nothing to sum, and the result is 0.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -651,7 +667,7 @@ def _summed_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     """Returns the bytes of temporary tensors that belong to the largest matrix product of a pass.
 
-    These are
+    The tensors are
 
     - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
     - the product's results, if they are computed in temporary memory and then copied to their buffer;
@@ -666,7 +682,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
-    """Returns the bytes of two float32 copies of the rows of the largest matrix product of a pass.
+    """Returns the bytes of two float32 copies of a product's rows, for the largest product of a pass.
 
     The copies exist while bfloat16 or float16 rows are multiplied by float32 routing weights outside of a
     kernel. In all other cases the result is 0.
@@ -679,10 +695,10 @@ def _widened_rows(sizes: LayerSizes, rows: PassRows) -> int:
 
 
 def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
-    """Returns the bytes of the sums, over all chunks, of the gradients of the experts' trained parameters.
+    """Returns the bytes of the experts' parameter gradients, which are summed over all chunks.
 
-    If there are several additions in bfloat16 or float16, the sums are float32, because narrower sums would
-    lose bits.
+    Parameters that need no gradient do not count. If gradients are bfloat16 or float16, and there are several
+    to add, the sums are float32, because narrower sums would lose bits.
 
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
@@ -691,7 +707,9 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 
 
 def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
-    """Returns whether gradients in bfloat16 or float16 are summed in float32: if there are several to add.
+    """Returns whether the experts' gradients are summed in float32 although their dtype is narrower.
+
+    They are if there are several gradients to add for the same parameter.
 
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
@@ -756,8 +774,7 @@ def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     """Returns the bytes of the indices with which rows are gathered, sorted and summed.
 
-    These are the position and the token of each row, and the order in which received rows are sorted by
-    expert.
+    These are the position and the token of each row, and the order that sorts received rows by expert.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -772,7 +789,7 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
 
 
 def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:
-    """Returns the bytes of gradients between the routing weights and the gate's logits.
+    """Returns the bytes of the gradients that the gate's backward computes on the way to its logits.
 
     These are the gradients of the routing weights, and of two intermediate results.
 
@@ -805,8 +822,8 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 
 # ---- memory of a pass without ring slots
 #
-# A buffer that a collective reads or writes is held until the pass ends. A buffer that the experts make for a
-# chunk is held until the last task that uses it:
+# A buffer that a collective reads or writes stays until the pass ends. A buffer that the experts make for a
+# chunk stays until the last task that uses it:
 #
 #     tasks of a chunk in backward     ... S1      C1                W1
 #     stay     (dT_DI)                             |================================> end of the pass
@@ -816,10 +833,9 @@ def _widened(sizes: LayerSizes, call: CallRows) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferLifetimes:
-    """Names of the buffers that a kind of task allocates, by how long they are needed.
+    """Names of the buffers that a kind of task allocates, grouped by how long they are needed.
 
-    The record is used for passes without ring slots (reused buffers), in which each buffer has memory of its
-    own.
+    The record is used for passes without ring slots (reused buffers): each buffer has memory of its own.
 
     stay: needed until the pass ends, because a collective reads or writes them. The first name is the
         experts' result in the order in which rows arrived. It is allocated when the experts start, or after
@@ -827,8 +843,8 @@ class BufferLifetimes:
         sharded over ranks, and are allocated after the experts.
     pending: needed until the weight gradient of the same chunk is computed.
     brief: needed until the experts' products are done.
-    result: the experts' result, sorted by expert. It is needed until the end of the task, which copies the
-        result to the first buffer of ``stay``.
+    result: the experts' result, sorted by expert. It is needed until the end of the task: the task copies it
+        to the first buffer of ``stay``.
     """
 
     stay: tuple[str, ...] = ()
@@ -853,20 +869,20 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
         Kind.LOCAL: BufferLifetimes(pending=("dT_M_L", "active_L", "dT_DO_L")),
     },
 }
-"""Buffers that each kind of task allocates, by direction. Kinds that are missing allocate none."""
+"""The buffers that tasks allocate, by direction and kind of task. A kind that is missing allocates none."""
 ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
-"""Maps a kind of task to the kind of task that allocated the ``pending`` buffers which it uses last."""
+"""Maps a kind of task that frees ``pending`` buffers, as their last user, to the kind that allocated them."""
 
 
 class PassBytes(NamedTuple):
-    """Bytes that the buffers of a pass hold at four moments.
+    """Bytes that the buffers of a pass take at four moments, and at a fifth with ring slots.
 
-    first: at the start of the pass.
-    computing: the most while experts compute.
-    leaving: the most when experts are done and results are prepared for combine.
-    summing: at the end, while the rows of each token are summed.
-    staying: while the last chunk's rows that stay on their rank are computed, beside messages of its results.
-        0 if ``computing`` counts this.
+    first: bytes at the start of the pass.
+    computing: the most bytes while experts compute.
+    leaving: the most bytes when experts are done and results are prepared for combine.
+    summing: bytes at the end, while the rows of each token are summed.
+    staying: bytes while the last chunk's rows that stay on their rank are computed. Messages with the results
+        of its other rows exist at the same time. 0 without ring slots, where ``computing`` includes this.
     """
 
     first: int
@@ -877,16 +893,16 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Returns the row counts of a pass that computes the rows that stay on their rank in few tasks.
+    """Returns a pass's row counts after the rows that stay on their rank are joined into fewer tasks.
 
-    Rows whose expert is on their own rank are not sent. A pass without ring slots (reused buffers) computes
-    them in fewer tasks than there are chunks, because small products are slow: the first task has the rows of
+    A row stays if its expert is on its own rank. Small products are slow, so a pass without ring slots
+    (reused buffers) computes rows that stay in fewer tasks than it has chunks: the first task has the rows of
     several chunks.
 
     sizes: sizes of the layer.
     rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
-    Example: rows that stay (4, 4, 4), computed in 2 tasks -> (8, 4).
+    Example: 3 chunks have (4, 4, 4) rows that stay. If 2 tasks compute them, the result has (8, 4).
     """
     n = rows.num_chunks
     local = rows.extent.local
@@ -903,12 +919,11 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
 
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
-    """Returns the bytes that the buffers hold at four moments of a pass without ring slots.
+    """Returns the bytes that buffers take at four moments (`PassBytes`) of a pass without ring slots.
 
     Without ring slots (buffers that chunks use in turn), every buffer has memory of its own. The function
     goes through the tasks in order. It adds the buffers that a task allocates, and removes those that the
-    task uses last. The moments are the start of the pass, the experts, the results before combine, and the
-    end of the pass.
+    task is the last to use.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass, from `in_pieces`.
@@ -924,7 +939,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
 
     sharded = sizes.esp_size > 1
     start = ["send", "T_DI" if direction == "forward" else "dT_DO"] + ["arrived", "copies"] * sharded
-    # Before the first task, the engine makes the buffers of collectives and of results that are sent back.
+    # Before the first task, the engine allocates the buffers of collectives and of results that come back.
     home = sum(rows.extent.send) + sum(rows.extent.local) + sizes.has_drops
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
@@ -942,7 +957,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
         if task_buffers.stay and rows.extent.regrouped[i]:
             early, late = (), (*early, *late)
         live += num_bytes(early, i)
-        # While the experts run, the pass holds all buffers made so far, brief buffers, and the result.
+        # While the experts run, all buffers allocated so far exist, and the brief buffers, and the result.
         computing = max(
             computing, live + num_bytes(task_buffers.brief, i) + num_bytes(task_buffers.result, i)
         )

@@ -1,7 +1,7 @@
-"""Predicts the seconds and bytes of candidates, choices of n and the restore pair, and takes the best.
+"""Predicts the seconds and bytes of choices of n and the restore pair, and takes the best choice.
 
 n is the number of chunks. The restore pair says how backward gets the experts' inputs and hidden activations.
-Nothing runs in this file: sizes, schedules and a profile (measured rates) are enough. A layer asks for the
+Nothing runs in this file: it needs only sizes, schedules and a profile (measured rates). A layer asks for the
 fastest choice within its memory budget. The answer follows from numbers that all ranks of the layer share, so
 all ranks choose the same. `pmoe plan` uses the same functions to give advice before anything runs.
 """
@@ -37,7 +37,7 @@ class PricedChoice(Choice):
     The restore pair says what is kept, offloaded or made again between the passes.
 
     seconds: seconds of a forward and a backward pass, if tokens are evenly routed; 0 if no profile was given.
-    memory: bytes for the worst routing.
+    memory: predicted bytes for the routing that needs most memory.
     """
 
     seconds: float
@@ -67,9 +67,9 @@ def bound(
         choice: number of chunks of each pass, and the restore pair (what is kept, offloaded or made again).
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
             with K experts each and n chunks. If a chunk has more rows, the batch is cut into more chunks.
-        bins: number of equal parts of the batch in which rows are counted. No chunk can be cut finer than
-            such a part, so this number limits the rows of the largest chunk. None takes the number that a
-            layer with only this choice uses.
+        bins: number of equal parts of the batch in which rows are counted. A chunk has at least one part, so
+            this number limits how far the largest chunk can be cut. None: the number that a layer with only
+            this choice uses.
     """
     degrees = (choice.forward, choice.backward)
     of_slots = 1.0
@@ -99,9 +99,9 @@ def evaluate(
         again).
     profile: measured rates of the machine. With None all seconds are 0.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
-    bins: number of equal parts of the batch in which rows are counted. The worst bytes depend on it: chunks
-        with too many rows for a ring slot are cut finer, but not finer than such a part. None takes, for each
-        choice, the number that a layer with only this choice uses.
+    bins: number of equal parts of the batch in which rows are counted. If a chunk has too many rows for a
+        ring slot, the batch is cut into more chunks, but a chunk has at least one part. So this number
+        changes the bytes. None: for each choice, the number that a layer with only this choice uses.
     """
     return [
         PricedChoice(
@@ -116,8 +116,8 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    If several candidates are equally fast, those that round no tensor (to e4m3) are preferred, and of these
-    the one with the fewest bytes.
+    Of several equally fast candidates, the function takes one that does not round T_M to e4m3, if there is
+    one. Of these it takes the one with the fewest bytes.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -169,9 +169,9 @@ class Advice:
 
     @property
     def choice_fields(self) -> dict[str, Any]:
-        """The decision as a dict, with the names of a layer's options as keys, and the predicted seconds.
+        """The decided options of the layer, and the predicted seconds of a step, as a dict.
 
-        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds (of a step).
+        Keys: dispatch, esp (number of ranks that share each expert), n, restore, seconds.
         """
         choice = self.decision
         place = {"dispatch": self.dispatch, "esp": self.sizes.esp_size}
@@ -184,9 +184,9 @@ class Advice:
 
     @property
     def even_bytes(self) -> int:
-        """Upper bound of the decision's bytes under even routing.
+        """Upper bound of the layer's bytes with the advised choice (``decision``), if routing is even.
 
-        Under even routing each rank receives as many rows as it sends.
+        If routing is even, each rank receives as many rows as it sends.
         """
         sizes = self.sizes
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
@@ -209,8 +209,8 @@ def advise(
     n is the number of chunks. The restore pair says what is kept, offloaded or made again between the passes.
     With a budget, the function takes the fastest candidate whose bytes stay within the budget for any
     routing; the simulator predicts the seconds. Without a budget, it first takes the cheapest of MPipeMoE's
-    four restore pairs, S1 to S4, by the paper's Eq. 10, and then the n with the least simulated time. With
-    ``allow``, pairs that keep a tensor in fewer bytes are among them (`pairs_to_choose`).
+    four restore pairs, S1 to S4, by the paper's Eq. 10, and then the n with the least simulated time.
+    ``allow`` adds restore pairs that keep a tensor in fewer bytes (`pairs_to_choose`).
 
     Args:
         sizes: sizes of the layer.
@@ -295,16 +295,17 @@ PRICE = operator.attrgetter("seconds", "restore.rounds", "memory.promised")
 So of two candidates that are equally fast, one that rounds nothing is taken.
 """
 NEAR = 1.25
-"""Trials measure a restore pair only if it takes at most this many times the cheapest pair's seconds.
+"""Trials measure a restore pair only if its predicted seconds are at most NEAR times the lowest.
 
-The seconds are predicted by MPipeMoE's Eq. 10. A pair that is slower by this equation may really be faster,
-because the equation counts only the slowest of computation, communication and copies.
+MPipeMoE's Eq. 10 predicts the seconds. A pair that is slower by this equation may really be faster, because
+the equation counts only the slowest of computation, communication and copies.
 """
 
 Measured = Sequence[PassTimes] | None
-"""Measured times of each choice, the same on every rank; `OUT_OF_MEMORY` for a choice that cannot run.
+"""Measured times of each choice, the same on every rank.
 
-None if the layer allows no trials, or if no trial could run.
+The times of a choice that cannot run are `OUT_OF_MEMORY`. None stands for no measurement: the layer allows no
+trials, or no trial could run.
 """
 TriedBy = Callable[[Sequence[T]], Measured]
 """A function that measures the given choices by trials on the batch of the call."""
@@ -318,9 +319,9 @@ class Chooser:
     pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the passes.
     budget: bytes that must be enough for any routing, or None.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
-    bins: number of equal parts of the batch in which rows are counted. The worst bytes depend on it: chunks
-        with too many rows for a ring slot are cut finer, but not finer than such a part. None takes, for each
-        choice, the number that a layer with only this choice uses.
+    bins: number of equal parts of the batch in which rows are counted. If a chunk has too many rows for a
+        ring slot, the batch is cut into more chunks, but a chunk has at least one part. So this number
+        changes the bytes. None: for each choice, the number that a layer with only this choice uses.
     """
 
     pairs: tuple[Restore, ...]
@@ -343,9 +344,9 @@ class Chooser:
     ) -> Restore:
         """Returns the restore pair that takes least time, by MPipeMoE's Eq. 10 and by trials.
 
-        A restore pair says what is kept, offloaded or made again between the passes. If several pairs take at
-        most `NEAR` times the least seconds by the equation, and trials are allowed, trials compare them. The
-        pair that is cheapest by the equation is taken unless trials show that another one is clearly faster.
+        A restore pair says what is kept, offloaded or made again between the passes. The pair that is fastest
+        by the equation is taken, unless trials show that another pair is clearly faster. If trials are
+        allowed, they compare all pairs whose seconds by the equation are at most `NEAR` times the fewest.
 
         Args:
             sizes: sizes of the layer.
@@ -441,12 +442,13 @@ class Chooser:
         profile: Callable[[], Profile],
         tried: TriedBy[PricedChoice],
     ) -> Choice:
-        """Returns the fastest choice within the budget, for ``tokens`` tokens on the rank with most tokens.
+        """Returns the fastest choice within the memory budget.
 
-        Trials decide among the choices that `_worth_trying` selects, if trials are allowed; otherwise
-        predicted seconds do. Raises ValueError if no choice stays within the budget.
+        If trials are allowed, they decide between the choices that `_worth_trying` selects. Otherwise
+        predicted seconds decide. Raises ValueError if no choice stays within the budget.
 
         sizes: sizes of the layer.
+        tokens: number of tokens of the rank with most tokens.
         choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
             made again).
         profile: returns the machine's rates.

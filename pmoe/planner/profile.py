@@ -1,6 +1,7 @@
 """A profile: measured costs of a device and a group of ranks, and a record of what was measured.
 
-This file measures nothing and reads no file. `pmoe.measure.rates` measures, `pmoe.measure.profile` stores.
+This file measures nothing and reads no file. `pmoe.measure.rates` measures the costs, and
+`pmoe.measure.profile` stores them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WIDTH = {"cpu": 512, "cuda": 4096}
 
 
 def alphas(weights: float, device_type: str) -> float:
-    """Returns the fixed time of a product, as a multiple of the fixed time that was measured; at least 1.
+    """Returns the fixed time of a matrix product as a multiple, at least 1, of the measured fixed time.
 
     The fixed time (alpha) is the part of the seconds that does not depend on the number of rows.
 
@@ -82,7 +83,7 @@ class Identity:
 
         Example: "num_ranks 4, here 8". Versions are compared one by one.
 
-        other: the identity of the present device and group ("here").
+        other: the identity of the present device and group of ranks, which the text calls "here".
         """
         own_fields, other_fields = (
             asdict(identity) | asdict(identity.versions) for identity in (self, other)
@@ -97,21 +98,24 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Costs of FSMoE's operations (Eq. 1, Section 5.1): lines that give the seconds of each by its size.
+    """Costs of FSMoE's operations (Eq. 1, Section 5.1): a line for each gives its seconds by its size.
 
     Each line is fitted by least squares over the sizes of the paper's Section 6.2. Ranks form groups that
     share experts: num_ranks = num_across * num_inside.
 
     num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
-    num_inside: number of ranks of a group, which split the hidden columns of each of their experts.
+    num_inside: number of ranks of a group. They split the hidden columns of each expert of the group.
     gemm: a matrix product, by its number of multiply-adds. An expert has several products.
-    all_to_all: by bytes that a rank sends to other ranks, among num_across ranks, with equal splits.
-    all_gather, reduce_scatter: by bytes that a rank sends to other ranks, among num_inside ranks: num_inside
-        - 1 times the bytes of its input to an all-gather, or of its result of a reduce-scatter.
-    all_reduce: by bytes of a tensor that num_across ranks add up, as they do with gradients.
+    all_to_all: a flat all-to-all with equal splits among num_across ranks, by the bytes that a rank sends to
+        other ranks.
+    all_gather, reduce_scatter: collectives among num_inside ranks, by the bytes that a rank sends to other
+        ranks: (num_inside - 1) times the bytes of its input to an all-gather, or of its result of a
+        reduce-scatter.
+    all_reduce: the sum of one tensor, such as gradients, over num_across ranks, by the bytes of the tensor.
     seconds: how long the measurement took.
-    exchanges: the same as ``all_to_all`` for all-to-alls that are not flat, such as hierarchical ones, by
-        name. Only those that a layer asked for are measured; {} in older files.
+    exchanges: maps the name of an all-to-all that is not flat, such as a hierarchical one, to its cost, by
+        the same size as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in older
+        files.
 
     If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes is 0.
 
@@ -130,14 +134,14 @@ class Operations:
 
     @property
     def fits(self) -> list[Fit]:
-        """All lines that were fitted to measurements."""
+        """All lines of this object that were fitted to measurements."""
         own_lines = (line for line in vars(self).values() if isinstance(line, Fit))
         return [*own_lines, *self.exchanges.values()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Identity):
-    """Measured costs of a device and a group of ranks, with a record of what was measured (`Identity`).
+    """Measured costs of a device and a group of ranks, and the `Identity` of device and ranks.
 
     compute: seconds of a matrix product, by its number of multiply-adds.
     message: seconds of an even all-to-all, by the bytes that a rank sends to other ranks; 0 if num_ranks is
@@ -148,7 +152,7 @@ class Profile(Identity):
     seconds: how long the measurement took.
     when: time at which the measurement ended, ISO 8601, UTC.
     r_squared: the smallest coefficient of determination of the fitted lines above.
-    operations: costs that FSMoE's solver needs, for one arrangement of the ranks in nodes; None until a
+    operations: costs that FSMoE's solver needs, for one division of the ranks into groups; None until a
         solver needs them.
     """
 
@@ -164,7 +168,7 @@ class Profile(Identity):
 
     @property
     def slower_copy(self) -> LineCost:
-        """The cost of the slower copy direction (to or from the host), for models with only one copy cost."""
+        """The cost of copies in the slower direction, to or from the host, for models with one copy cost."""
         return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
 
     def __str__(self) -> str:

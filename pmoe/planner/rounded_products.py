@@ -1,13 +1,15 @@
-"""Predicts the bytes of rounded weights and rows in a layer with ``products``.
+"""Predicts the bytes of rounded weights and rows in a layer with the option ``products``.
 
-A pass rounds each weight at its first product with it, and keeps the rounded weight until the pass ends. The
-rows of a product are rounded before the product, and freed after it:
+With this option, both operands of each of the experts' matrix products (a weight and rows) are rounded to
+8-bit numbers (e4m3) with scales. A pass rounds each weight before the first product that uses it, and keeps
+the rounded weight until the pass ends. Rows are rounded before each product, and the rounded rows are freed
+after it:
 
     task of chunk 0    round w1, round rows, multiply; round w2, round rows, multiply
     of later chunks              round rows, multiply;           round rows, multiply
 
-Products are computed from float32 copies of one expert's rounded matrix and rows. Where torch has a product
-for rounded operands, it needs no such copies, and the prediction is an upper bound.
+For each product, the rounded matrix and rows of one expert at a time are copied to float32 and multiplied.
+If torch has a product for rounded operands, no float32 copies are made, and the prediction is an upper bound.
 
 Letters: K columns that a product sums over, O columns of its result.
 """
@@ -24,10 +26,10 @@ from pmoe.schedule.restore import Restore
 
 
 class RoundedBytes(NamedTuple):
-    """Bytes of rounded operands in one pass.
+    """Bytes of the rounded operands of matrix products in one pass.
 
-    held: the rounded weights, from the first chunk until the pass ends.
-    computing: the most in addition to ``held`` while experts compute.
+    held: bytes of the rounded weights, which exist from the first chunk until the pass ends.
+    computing: the most bytes needed in addition to ``held`` while experts compute.
     """
 
     held: int
@@ -38,7 +40,10 @@ NOTHING_ROUNDED = RoundedBytes(0, 0)
 
 
 def bytes_of_rounded(sizes: LayerSizes, rows: PassRows, direction: str, restore: Restore) -> RoundedBytes:
-    """Returns the bytes of rounded operands in a pass; zeros for a layer without ``products``.
+    """Returns the bytes that the rounded operands of the experts' products take in one pass.
+
+    With the option ``products``, a layer rounds the operands (weights and rows) to 8-bit numbers (e4m3) with
+    scales. Without this option, all numbers are 0.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.

@@ -43,7 +43,7 @@ class PassRows:
 
     @property
     def largest_unit(self) -> int:
-        """Rows of the largest matrix product of the pass.
+        """Number of rows of the largest matrix product of the pass.
 
         The received rows of a chunk are one product. Rows that stay on this rank are further products: one
         for each chunk, or one for several chunks together.
@@ -71,8 +71,8 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     recv = counts.recv
     leaving = counts.sent_rows
     coming = counts.received_rows
-    # One more row, of zeros, stands for choices without a row of their own: dropped choices, and choices
-    # that share a row, because the token has several experts on the same rank.
+    # An additional row of zeros stands for choices without a row of their own: dropped choices, and choices
+    # that share a row because the token has several experts on the same rank.
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     busiest_local = [0] * n

@@ -78,10 +78,10 @@ def simulate_slowed(
 ) -> list[Simulated[T]]:
     """Returns each task with its start and end, for lanes that slow each other while they are busy.
 
-    Two tasks that run at the same time share the device's memory and multiprocessors. A lane is a queue, such
-    as a CUDA stream: it runs one task at a time. A task starts when its lane is free and the tasks that it
-    waits for have ended. A task that takes x seconds alone takes x / speed. Speeds change only when a task
-    ends, because the same lanes are busy until then.
+    Two tasks that run at the same time share the device's memory and multiprocessors, so each may be slower
+    than alone. A lane is a queue, such as a CUDA stream: it runs one task at a time. A task starts when its
+    lane is free and the tasks that it waits for have ended. A task that takes x seconds alone takes x / speed
+    seconds. Speeds change only when a task ends, because the same lanes are busy until then.
 
     Args:
         tasks: the tasks, in the order in which lanes run them.
@@ -141,7 +141,7 @@ COSTS_AS: Mapping[Kind, Kind] = {
 LOCAL_TWIN: Mapping[Kind, Kind] = {Kind.COMPUTE: Kind.LOCAL} | {
     Kind[kind.name.removeprefix("LOCAL_")]: kind for kind in Kind if kind.name.startswith("LOCAL_")
 }
-"""Maps a kind of task on received rows to the kind that does the same for rows that stay on their rank."""
+"""Maps a kind of task for received rows to the kind with the same work for rows that stay on their rank."""
 
 
 def task_seconds(costs: Mapping[Kind, TaskCost]) -> Callable[[Task], float]:

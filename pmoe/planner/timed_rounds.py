@@ -1,8 +1,8 @@
 """Timed rounds: measures several choices on a noisy machine, and stops as soon as the fastest is clear.
 
-A choice, such as a number of chunks, is timed in runs of both passes of a layer. Equal runs take different
-times, so a difference between two choices counts only if it is larger than the differences between equal
-runs:
+A choice is, for example, a number of chunks. One run of a choice times both passes of a layer. Equal runs
+take different times, so a difference between two choices counts only if it is larger than the differences
+between equal runs:
 
     noise        relative standard deviation of one run, from the repeated runs of all choices together
     resolution   smallest relative difference between two choices that counts as real: CLEAR times the
@@ -43,9 +43,10 @@ MOST_ROUNDS = 9
 """Largest number of timed rounds, unless the caller says otherwise."""
 
 USUAL_NOISE = 0.01
-"""Relative standard deviation of one run that is assumed before any run is repeated.
+"""The relative standard deviation of one run that is assumed as long as no run is repeated.
 
-It also counts afterwards, like `USUAL_RUNS` repeats, because a few repeats may agree by accident.
+When runs are repeated, the assumption still counts as if it came from `USUAL_RUNS` repeats, because a few
+repeats may agree by accident.
 """
 
 USUAL_RUNS = 2
@@ -108,8 +109,8 @@ OUT_OF_MEMORY = PassTimes(math.inf, math.inf, step=math.inf, runs=1, noise=0.0)
 def relative_noise(samples: Sequence[Sequence[float]]) -> float:
     """Returns the relative standard deviation of one run, from the repeated runs of all choices.
 
-    The largest deviation of all is left out. Another process may have slowed this one run, and the noise
-    would look larger than the differences between choices.
+    The run with the largest deviation is left out. Another process may have slowed it, and the noise would
+    then look larger than the differences between choices.
 
     samples: for each choice, the seconds of its runs.
 
@@ -140,10 +141,10 @@ def timed_rounds(
     The rounds end if one choice is left, if the resolution is at most FINE, or after ``most_rounds``. The
     fastest choice is timed at least twice.
 
-    choices: the choices to measure, each once.
-    run_round: runs each of the given choices once. It returns the seconds of (forward, backward) of each
-        choice, the same on every rank. Infinite seconds mean that the choice cannot run. It is then not run
-        again, and is left out of the result.
+    choices: the choices to measure, without repeats.
+    run_round: a function that runs each of the given choices once. It returns the seconds of (forward,
+        backward) of each choice, the same on every rank. Infinite seconds mean that a choice cannot run. This
+        choice is then not run again, and is left out of the result.
     most_rounds: largest number of timed rounds.
 
     Returns a dict in the order of ``choices``.

@@ -58,8 +58,8 @@ def bars(spans: Iterable[Span]) -> list[Span]:
     """Returns measured spans as bars of a drawing that starts at 0 seconds.
 
     A lane is a queue of tasks. A message may be issued while an earlier message of its lane is still being
-    sent. Its measured span then includes a waiting time. Its bar does not: the bar starts when the earlier
-    message has ended.
+    sent. The measured span of the later message then includes a waiting time. Its bar leaves this time out:
+    the bar starts when the earlier message has ended.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)
@@ -92,8 +92,9 @@ def _bar(direction: str, task: Span | Task, start: float, end: float) -> Span:
 PICTURES: Mapping[str, Any] = json.loads(
     files("pmoe.planner").joinpath("pictures.json").read_text(encoding="utf-8")
 )
-"""Contents of pictures.json: the colours of pages ("theme"), and the colours and words of timelines
-("legend").
+"""Contents of pictures.json.
+
+"theme" has the colours of pages, "legend" has the colours and words of timelines.
 """
 
 LEGEND: Mapping[str, tuple[str, str]] = PICTURES["legend"]
@@ -112,11 +113,12 @@ SHARED: Mapping[str, str] = (
 """Maps kinds of tasks without an entry in the legend to the kind that has their colour and meaning."""
 
 HATCHES = ("", "////", "....", "xxxx", "----", "||||", "++++", "oo", "\\\\\\\\", "**")
-"""Patterns on bars of kinds whose letters do not fit on each bar. The first pattern is a solid bar."""
+"""Fill patterns for kinds of tasks with bars that are too small for their names. The first is a solid bar."""
 
 LANES = ("communicate", "intra-node", "compute", "copy out", "copy in")
-"""Lanes from top to bottom. The lanes of copies and of messages inside a node are drawn only if they have
-tasks.
+"""The lanes of a drawing, from top to bottom.
+
+The lanes of copies, and of messages inside a node, are drawn only if they have tasks.
 """
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
@@ -191,7 +193,7 @@ def _has_room(bar: Span, longest: float) -> bool:
 
 
 def _hatches(spans: Sequence[Span], longest: float) -> dict[str, str]:
-    """Returns a fill pattern by kind of task, for the kinds with a bar that is too small for its name.
+    """Returns a fill pattern for each kind of task that has a bar too small for its name.
 
     The pattern is for readers who cannot tell the colours apart. Bars of a fused kernel have no pattern,
     because they are too many and too small.
@@ -215,9 +217,9 @@ def _draw_panel(
     axis: the part of the figure to draw on.
     name: title of the timeline.
     content: the spans.
-    longest: end in seconds of the figure's last span. A bar's name is written on it only if the bar is long
-        enough, as a fraction of this time.
-    hatches: the pattern of bars that are too narrow for their names, by kind of task.
+    longest: end in seconds of the figure's last span, so the width of the figure. A bar's name is written on
+        the bar only if the bar is wide enough.
+    hatches: maps a kind of task to the pattern of its bars, if some are too narrow for their names.
     """
     lanes = _lanes(content)
     total = max((bar.end for bar in content), default=1.0)
@@ -278,8 +280,8 @@ class Overlap:
 def overlap(spans: Sequence[Span]) -> Overlap:
     """Returns how much of the communication in the spans of one pass is hidden by computation.
 
-    Example: S (message) from 0 to 3 s, C (computation) from 2 to 6 s, R (message) from 5 to 8 s -> 8 seconds,
-    communication 6, exposed 2 + 2.
+    Example: message S from 0 to 3 s, computation C from 2 to 6 s, message R from 5 to 8 s -> seconds 8,
+    communication 6, exposed 4 (from 0 to 2 and from 6 to 8).
     """
     travel_times = [(span.start, span.end) for span in spans if span.lane in LINKS]
     compute_times = [(span.start, span.end) for span in spans if span.lane == Lane.COMPUTE]
@@ -293,7 +295,7 @@ def overlap(spans: Sequence[Span]) -> Overlap:
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Returns the total length that intervals cover, where overlaps count once.
+    """Returns the total length that intervals cover. Parts where intervals overlap count once.
 
     intervals: (start, end) of each.
     """

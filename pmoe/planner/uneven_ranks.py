@@ -1,4 +1,4 @@
-"""Simulates passes in which ranks compute different numbers of rows: all ranks together.
+"""Simulates passes in which ranks compute different numbers of rows. It simulates all ranks together.
 
 The other simulations of this folder simulate one rank, and assume that all ranks are equal. In this file each
 rank has its own tasks on its compute lane. A collective is one task of all ranks: it starts when all ranks
@@ -43,9 +43,10 @@ class RankTask:
 
 
 def tasks_of_ranks(schedule: Schedule, num_ranks: int) -> list[RankTask]:
-    """Returns the tasks of all ranks together, which run the same schedule.
+    """Returns the tasks of all ranks in one list. All ranks run the same schedule.
 
-    If a collective waits for a task in the schedule, it waits for this task of every rank.
+    A collective is one task of all ranks. If it waits for a task in the schedule, it waits for the task of
+    every rank.
 
     schedule: the tasks of one rank.
     num_ranks: number of ranks.
@@ -98,7 +99,7 @@ def nodes_of(cluster: Cluster) -> list[int]:
 
 
 def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[int, int]:
-    """Returns (price of a copy on its owner's node, price on a different node), in rows, rounded up.
+    """Returns the prices of a copy on its owner's node and on a different node, in rows, rounded up.
 
     The price is the number of rows that a rank could compute while the copy's weights are sent, and also its
     gradients if the layer is trained. The time of a row is that of its products, or of its messages if these
@@ -196,7 +197,7 @@ def _task_costs(
 
 
 def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[list[int], list[int]]:
-    """Returns the numbers of rows that each rank computes with its own experts, and with copies of others.
+    """Returns the rows of each rank: (rows for its own experts, rows for copies of other ranks' experts).
 
     layer: sizes of the layer, and the loads of its experts.
     num_ranks: number of ranks.
@@ -243,8 +244,8 @@ def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int)
 def _broadcast(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan | None) -> float:
     """Returns the seconds to send the weights of all copies to their hosts, or their gradients back.
 
-    A rank receives the weights of its copies. It sends the weights of each of its own experts that has copies
-    once over each link (inside the node, between nodes) that leads to a host.
+    A rank receives the weights of the copies that it hosts. If one of its own experts has copies, the rank
+    sends the expert's weights once over each link (inside the node, between nodes) that leads to a host.
 
     layer: sizes of the layer.
     cluster: the machines.

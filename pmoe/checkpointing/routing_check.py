@@ -1,8 +1,8 @@
 """Detects routing that changed when an activation checkpoint recomputed a layer, by comparing hashes.
 
-It checks checkpoints that do not use `pmoe.checkpoint_contexts`, which repeats the routing by itself. If
-tokens were routed differently in the recomputation, gradients would belong to another output. Each call of a
-layer in a forward pass that may be recomputed stores a hash of its routing, of 8 bytes. A call in a
+The check is for activation checkpoints without `pmoe.checkpoint_contexts`, which repeats the routing by
+itself. If tokens were routed differently in the recomputation, gradients would belong to another output. Each
+call of a layer in a forward pass that may be recomputed stores a hash of its routing, of 8 bytes. A call in a
 recomputation computes the hash of its own routing, which must be among the stored ones.
 """
 
@@ -34,7 +34,7 @@ REMEMBERED_AT_FIRST = 128
 
 
 class _Remembered:
-    """Hashes of a layer's routing in its last forward passes that a checkpoint may recompute.
+    """Hashes of a layer's routing in its last forward passes, which a checkpoint may recompute.
 
     hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest one.
     num_tokens: number of tokens of each of these calls, on the host.

@@ -39,9 +39,9 @@ MAX_INT16 = 2**15 - 1
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
     """Returns the bounds at which T tokens are divided into n chunks: floor(i * T / n) for i = 0 .. n.
 
-    Chunk i has the tokens from bound i up to but not including bound i + 1. Numbers of tokens of two chunks
-    differ by at most one. If T < n, some chunks are empty. The bounds of 2 n, 3 n, ... chunks include those
-    of n chunks, so each chunk can be divided further without moving tokens between chunks.
+    Chunk i has the tokens from bound i up to but not including bound i + 1. The numbers of tokens of any two
+    chunks differ by at most one. If T < n, some chunks are empty. The bounds of 2 n, 3 n, ... chunks include
+    those of n chunks, so each chunk can be divided further without moving tokens between chunks.
 
     num_tokens: T, the number of this rank's tokens.
     n: number of chunks.

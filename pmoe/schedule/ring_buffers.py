@@ -50,8 +50,8 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
 
     tasks: the tasks of a pass, in order.
     sizes: the number of slots of each ring, by the ring's name. Buffer "T_M_L.3" is in the ring "T_M_L" if
-        there is one, else in the ring "T_M". Names with "_again" are shortened in the same way. Buffers
-        without a ring, or with a ring of 0 slots, get no slot.
+        there is one, else in the ring "T_M". Buffer "T_DI_again.3" is in the ring "T_DI_again" if there is
+        one, else in "T_DI". Buffers without a ring, or with a ring of 0 slots, get no slot.
     homes: names of buffers that get their slots before all others, in this order: "home.i" and "home_L.i",
         the results of chunk i on the tokens' rank. "home_L.i" (rows that stay on this rank) is a part of the
         memory of "home.i", so both need the same slot number, which the order of writing would not give.
@@ -78,7 +78,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     n: number of chunks.
     stages: the stages that the layer has.
     restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
-        again until backward; None if no backward pass follows, so that neither is needed again.
+        again until backward; None if no backward pass follows.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
@@ -156,7 +156,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: what forward has done with T_DI and T_M: kept, offloaded, or dropped, to be made again.
+    restore: whether forward has kept T_DI and T_M, offloaded them, or dropped them, so that backward makes
+        them again.
     rearranged: whether forward had another number of chunks. Tensors that forward kept are then copied into
         slots, chunk by chunk.
     """
@@ -183,7 +184,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     def dispatch(i: int) -> None:
         """Adds the tasks that gather the output's gradient of chunk i and send it to the experts.
 
-        If backward sends forward's dispatched rows (T_DI) again, their tasks are added first.
+        If backward sends forward's dispatched rows (T_DI) again, the tasks that gather and send T_DI come
+        first.
 
         i: number of the chunk.
         """
@@ -206,9 +208,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         tasks.open(i)
 
     def fetch(i: int, place: str) -> None:
-        """Adds the copies from the host of chunk i's tensors that forward has offloaded.
+        """Adds the tasks that copy chunk i's tensors back from the host, if forward has offloaded them.
 
-        These may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
+        The tensors may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
 
         i: number of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that

@@ -58,7 +58,7 @@ class Lane(str, enum.Enum):
 class Kind(str, enum.Enum):
     """The kinds of tasks, by the letters that schedules and timelines show.
 
-    The main ones are S, the dispatch all-to-all; C, which computes the experts; and R, the combine
+    The main kinds are S, the dispatch all-to-all; C, which computes the experts; and R, the combine
     all-to-all. A comment beside each kind says what its tasks do. "Rows that stay" have their expert on their
     own rank and are not sent.
     """
@@ -129,8 +129,9 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks that compute rows that stay on
-        this rank are numbered by themselves (`piece_of`), because one such task may compute several chunks.
+    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks for rows that stay on this rank
+        have a numbering of their own (`piece_of`), because one of these tasks may compute rows of several
+        chunks.
     lane: the queue in which the task runs.
     reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
@@ -189,9 +190,9 @@ class Schedule:
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """Maps each task's name to the tasks of other lanes for which its lane must still wait.
+        """Maps each task's name to tasks of other lanes: before the task, its lane must wait for these.
 
-        These are tasks that the task's ``waits`` names. A task X in ``waits`` is left out in three cases:
+        The tasks are taken from the task's ``waits``. A task X in ``waits`` is left out in three cases:
 
         - X is in the same lane, which runs its tasks in order.
         - Another task in ``waits`` certainly runs after X.
@@ -224,11 +225,12 @@ class Schedule:
 
     @functools.cached_property
     def joint_copies(self) -> dict[str, tuple[Task, ...]]:
-        """The copies of rows that one launch can make together with those of each task GI, by GI's name.
+        """Maps the name of each task GI to the tasks whose rows can be copied in the same launch as GI's.
 
-        They are made by the tasks G and LM if these follow GI in the compute lane, in this order, and wait
-        for no other lane any more. The memory that they write is then free when GI runs. A task O may come
-        before LM, because it uses none of that memory.
+        GI gathers rows that backward sends again. The result may have a task G and a task LM, which copy
+        rows, too. They must follow GI in the compute lane, in this order, and must not wait for another lane
+        any more. The memory that they write is then free when GI runs. A task O may come before LM, because O
+        uses none of that memory.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """
@@ -282,8 +284,8 @@ class Schedule:
     def halves(self) -> tuple[Schedule, Schedule]:
         """This schedule divided into two: one without and one with the gradients of parameters.
 
-        The second schedule has the tasks W, LW and XW, which compute gradients of parameters. The first one
-        has all other tasks.
+        The second schedule has the tasks W, LW and XW, which compute gradients of parameters. The first
+        schedule has all other tasks.
 
         No task can wait for a task of the other schedule. If X is in the other schedule, a task that waited
         for X now waits for the tasks of its own schedule for which X waited.
@@ -657,8 +659,8 @@ class PassBuilder:
     def copy_weights(self) -> None:
         """Appends task V, which sends the weights of busy experts to the ranks of their copies.
 
-        It comes first in the pass, so that two tasks hide it: gathering the first chunk, and computing rows
-        that stay. Nothing is appended if this pass sends no weights (`Stages.sends_copies`).
+        V is the first task of the pass. While the weights are sent, the rank gathers the first chunk, and
+        computes rows that stay. Nothing is appended if this pass sends no weights (`Stages.sends_copies`).
         """
         if self.stages.sends_copies(self.direction):
             self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])
@@ -675,9 +677,9 @@ class PassBuilder:
 
     @property
     def copied(self) -> list[str]:
-        """The buffers with weights of copied experts that tasks of the experts read: ["w_K"], or [].
+        """Names of buffers that the experts' tasks read only if a call has copies of busy experts.
 
-        The list is empty if no expert has copies.
+        The list is ["w_K"], the buffer with the weights of the copies; [] if no expert has copies.
         """
         return ["w_K"] * (self.stages.copies is not None)
 

@@ -1,7 +1,7 @@
 """The autograd Function of pmoe's layers: a single node of autograd's graph for the whole computation.
 
-So one node runs the whole backward pass, and the tasks of the pass run in the order of pmoe's schedule. With
-a node for each operation, autograd would choose the order.
+This node runs the whole backward pass, so the tasks of the pass run in the order of pmoe's schedule. With a
+node for each operation, autograd would choose the order.
 """
 
 from __future__ import annotations

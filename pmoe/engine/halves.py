@@ -10,8 +10,8 @@ parameter gradients later, when the stage would otherwise wait. So they call aut
 
 So each matrix product and each all-to-all runs once. The second call must have the same output gradient dy as
 the first call. If autograd passes a different tensor object, each rank compares the values of the two
-tensors, and one reduction tells all ranks whether they differ anywhere; if they do, the whole pass runs
-again. If autograd passes the same object, the second half communicates nothing.
+tensors. One reduction then tells all ranks whether the values differ on any rank. If they differ, the whole
+pass runs again. If autograd passes the same object, the second half communicates nothing.
 
 Between the halves, the operands of the parameter gradients are kept for all rows: the experts' inputs T_DI,
 the gradients of their outputs dT_DO, the activated T_M and its gradient dT_M. If chunks share buffers
@@ -79,7 +79,7 @@ class Later:
         """Returns whether the first half ran for the same gradient of the output. Equal on all ranks.
 
         The result is True if autograd passes the tensor object of the first half, and the tensor was not
-        changed. All ranks run the same program, so all ranks find this or none does. Otherwise each rank
+        changed. All ranks run the same program, so this is true on all ranks or on none. Otherwise each rank
         compares the values of the two tensors. A collective then makes the result False on all ranks if the
         values differ on any rank.
 
@@ -102,7 +102,8 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
     which autograd asks no gradient.
 
     ctx: the context of the call's autograd Function. If an earlier backward call returned only the gradients
-        of inputs, it left in ``ctx.later`` what the gradients of parameters are now computed from.
+        of inputs, it left a record in ``ctx.later`` (`Later`). The gradients of parameters are now computed
+        from this record.
     grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
     run: function (ctx, grad_TM, backward) that runs the function ``backward``, and the checks that every
         backward pass needs.

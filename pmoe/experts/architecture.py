@@ -38,7 +38,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class UnknownAttributeError(ValueError):
-    """A module has an attribute whose value cannot be compared between ranks."""
+    """Raised if a module has an attribute whose value cannot be compared between ranks."""
 
 
 def why_not_copied(experts: Sequence[nn.Module]) -> str:
@@ -134,8 +134,8 @@ def _described(value: Any, path: str, known: dict[int, str], depth: int) -> str:
 
     value: the value.
     path: the attribute's name, for errors.
-    known: the objects that contain the value: from ``id(object)`` to a text. If the value is one of them,
-        this text is returned, which ends the recursion.
+    known: for each object that contains the value, a text, by ``id(object)``. If the value is one of these
+        objects, its text is returned, which ends the recursion.
     depth: how many objects contain the value.
 
     Raises UnknownAttributeError if no such text can be made.

@@ -80,7 +80,8 @@ class Stacks:
     def stand_ins(self) -> Stacks:
         """Returns stand-ins for the parameters: tensors of the same shapes, dtypes and device without memory.
 
-        A layer holds these between calls. So it knows the sizes and does not keep the module's tensors alive.
+        A layer keeps the stand-ins between calls. So it knows the sizes, and does not keep the module's
+        tensors alive.
         """
         tensors = {name: tensor.new_empty(()).expand(tensor.shape) for name, tensor in self.named.items()}
         name = self.activation if isinstance(self.activation, str) else None

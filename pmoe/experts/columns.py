@@ -21,7 +21,7 @@ def own_columns(values: Tensor, dim: int, halves: int, shard: Shard) -> Tensor:
     """Returns one part of a tensor's hidden columns. It may share memory with the tensor.
 
     values: a tensor with all hidden columns.
-    dim: the dimension that counts them, at least 0.
+    dim: the dimension that counts hidden columns, at least 0.
     halves: the number of blocks of hidden columns in that dimension: 2 in w1 of gated experts, else 1.
     shard: the part.
     """

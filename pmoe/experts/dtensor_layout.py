@@ -6,7 +6,8 @@ The steps from a parameter to the tensor that a call computes with:
     `local_values`   redistributes a value, if its placements differ from the parameter's
     `Local`          takes this rank's part; its backward reduces the gradients of all parameters together
 
-`replace_parameter` puts a new Parameter in a module. Optimizers that hold the old one then raise an error.
+`replace_parameter` puts a new Parameter in a module. Optimizers that still have the old Parameter then raise
+an error.
 """
 
 from __future__ import annotations

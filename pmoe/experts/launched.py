@@ -146,7 +146,7 @@ class LaunchedExperts:
             a weight.
         in_features, out_features: columns and rows of the weight, or of the gradient of the weight.
         bias: the bias that is added to the product; None if it has none.
-        epilogue: code of what the kernel computes with the product before it writes the result.
+        epilogue: number of the operation that the kernel applies to the product before it writes the result.
         fields: the arguments of the launch that do not depend on the rows.
         """
         rows = self._rows
@@ -197,7 +197,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _output(self) -> PreparedProduct:
-        """Forward's second product: the activation times w2^T, plus b2, times the routing weights."""
+        """Forward's second product: (activation @ w2^T + b2) * routing weight, for each row."""
         _, w2, _, b2 = self._weights
         width = self._width
         model = w2.shape[1]

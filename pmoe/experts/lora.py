@@ -5,7 +5,7 @@ An adapter of rank R changes a weight of expert e by a product of two small matr
     weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R, with a constant alpha
 
 The product B @ A is never computed. Instead, rows x are multiplied by A, then by B, and the result is added
-to the product with W1. Here A stands for A[e], and B for scale * B[e]:
+to the product of x and W. For the first weight W1, with A for A[e] and B for scale * B[e]:
 
     forward    T_M  = x W1^T + (x A^T) B^T                 x A^T is small: (N, R) for the N rows of a chunk
     backward   dT_DI = dT_M W1 + (dT_M B) A
@@ -381,7 +381,8 @@ class LoraExperts(StackedExperts):
 
     adapters: the adapters by name.
     active: the name of the adapter that calls use; "" for none.
-    setting: a text that describes the active adapter, by which ranks check that they use the same one.
+    setting: a text that describes the active adapter. Ranks compare it to check that they use the same
+        adapter.
     sum_shared: a function that sums gradients over the ranks that the experts are spread over, in place. It
         is a collective, for the gradients of a shared adapter.
     sum_whole: a function that sums gradients over the ranks that each expert's hidden columns are split over,

@@ -90,8 +90,8 @@ def choice(
 ) -> str:
     """Returns the implementation that computes a product: PMOE, GROUPED_MM or LOOP.
 
-    form, first, second: which product, and its two factors, for N rows, E experts, I input and O output
-        features:
+    form, first, second: the kind of the product, and its two factors, for N rows, E experts, I input and O
+        output features:
 
         form      product                           first             second
         forward   rows times experts' matrices      rows (N, I)       matrices (E, O, I)
@@ -160,9 +160,9 @@ def expert_product(
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
-    """Returns the N rows' routing weights, (N,), converted to what kernels read.
+    """Returns the N rows' routing weights, (N,), in the dtype and layout that kernels read.
 
-    The result is contiguous and in float32, or in the dtype of ``rows`` if that is wider.
+    The result is contiguous, and in float32, or in the dtype of ``rows`` if that is wider.
 
     weight_N: (N,), the routing weights.
     rows: a tensor with the dtype of the rows.
@@ -192,7 +192,7 @@ def expert_input_gradient(
 
 
 class GradientSum:
-    """Sums the gradient of one parameter over chunks, in the order in which they are computed.
+    """Sums the gradient of one parameter over chunks, in the order in which chunks are computed.
 
     The parameter holds one weight of all E experts of the rank: (E, ...).
 

@@ -45,8 +45,8 @@ class ExpertsWithCopies:
     experts: the rank's own experts.
     copies: the copies' parameters, in the order of `Experts.operands`; each is (C, ...) for the C copies of
         this rank. Their values may be written after this object was built.
-    copied_experts: the experts that compute the rows of copies. None if these are ``experts``, which then
-        compute them with the parameters in ``copies``.
+    copied_experts: the experts that compute the rows of copies. None means ``experts``, which then compute
+        with the parameters in ``copies``.
     """
 
     def __init__(

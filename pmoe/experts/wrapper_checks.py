@@ -51,8 +51,9 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job, because any group
     of several ranks then mixes different experts.
 
-    Experts of a model that `pmoe.parallelize` has changed may be in no wrapper, because their gradients are
-    averaged already. With ``shard_experts`` FSDP2 averages them, and is the wrapper that they are in.
+    If `pmoe.parallelize` has changed the model, its experts must not be in any wrapper, because their
+    gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the
+    gradients, and is itself the experts' wrapper.
     """
     parameter = next(experts.parameters(), None)
     ddp = DistributedDataParallel._get_active_ddp_module()

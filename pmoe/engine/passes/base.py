@@ -179,7 +179,8 @@ class ForwardState:
     kept: the saved tensors, for each set of rows that experts computed in one task in forward.
     weight_received: (N,), the routing weights of the N rows that this rank's experts received, sorted by
         chunk, then expert; None if all rows stay on their rank.
-    passed: the autograd graphs of callbacks' hooks, by (name of the point where the hook runs, chunk).
+    passed: the autograd graphs of callbacks' hooks. The key is (name of the point where the hook runs,
+        chunk).
     regroup: for each chunk, the index that sorts arrived rows by expert, if forward computed it
         (`pmoe.engine.variants.send_once`); () if the plan has it (`Chunk.regroup`).
     """
@@ -235,10 +236,10 @@ class Pass:
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens with M = d_model columns. In
         forward they are the layer's input and output, in backward the gradients of the output and the input.
-    keep: whether a backward pass may follow; True in backward.
+    keep: in forward, whether a backward pass may follow; always True in backward.
     results: result_TM, split by chunk.
-    positions: for each chunk (tokens of the chunk, K), the number of the sorted row of each (token, choice)
-        pair (`PassPlan.position`).
+    positions: for each chunk a tensor (tokens of the chunk, K): the row of each (token, choice) pair, as a
+        number among this rank's sorted rows (`PassPlan.position`).
     experts: computes the rows of each task: this rank's experts, an object that launches their products on a
         GPU, or this rank's experts together with its copies of other ranks' busy experts.
     sizes_type: the class of ``sizes``, which has the rows and columns of every buffer of the pass.
@@ -367,8 +368,8 @@ class Pass:
         The function takes a buffer's name, rows and columns. It returns the buffer's ring slot (memory in
         which chunks take turns), or new memory if the buffer has no slot.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         i, suffix = unit
 
@@ -384,8 +385,8 @@ class Pass:
     def groups(self, unit: Unit) -> RowGroups:
         """Returns how many rows each local expert has among the rows of one task.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         i, place = unit
         return self.pass_plan.pieces[i].groups if place else self.pass_plan.chunks[i].received
@@ -395,8 +396,8 @@ class Pass:
     ) -> ExpertRows:
         """Returns the argument for methods of `Experts`: rows, parameters, and memory to compute in.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         rows_NM: (N, M), the N rows of the task (T_DI) with M = d_model columns, sorted by expert.
         out: (N, M), memory for the result; None lets the experts choose it.
         grad_weight_N: (N,), memory for the gradient of the routing weights; None in forward.

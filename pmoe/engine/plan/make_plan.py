@@ -174,13 +174,13 @@ class SortedSlots:
             activation.
 
         Activation checkpointing runs the forward pass a second time, and expects the same operations in both
-        runs. This function may break that: sorted pairs are cached, so perhaps only one of the runs sorts. So
-        the caller must hide this function from activation checkpointing.
+        runs. This function may run different operations: sorted pairs are cached, so perhaps only one of the
+        runs sorts. So the caller must hide this function from activation checkpointing.
         """
         return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
-        """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.
+        """Returns the numbers of chunks of both passes, increased until all chunks fit into their buffers.
 
         If chunks take turns in a few buffers of fixed size, a chunk with too many rows would overflow its
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
@@ -384,7 +384,8 @@ def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> 
 def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
     """Launches the kernel that computes the orders of rows and of their routing weights in n chunks.
 
-    orders: the sorted (token, choice) pairs. The order of weights is computed only if kernels sorted them.
+    orders: the sorted (token, choice) pairs. The order of weights is computed only if kernels sorted these
+        pairs.
     bins: the row counts of bins (ranges of tokens), which kernels exchanged.
     """
     modules = orders.modules
@@ -563,8 +564,9 @@ def _ends(
     n: the number of chunks.
     num_pieces: the number of blocks of rows that stay.
     rank: this rank.
-    num_staying: for how many of this rank's experts its own rows stay; 0 if no rows stay. The indices after
-        these experts are copies of other ranks' busy experts, and rows for copies are always sent.
+    num_staying: the number of this rank's experts for which rows of its own tokens stay; 0 if no rows stay.
+        The indices after these experts are copies of other ranks' busy experts, and rows for copies are
+        always sent.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:

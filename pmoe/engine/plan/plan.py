@@ -21,8 +21,7 @@ input):
     send buffer                 by destination rank, then expert    Chunk.send_rows
       all-to-all (S)
     arrived rows                by source rank, then expert         Chunk.recv_rows
-      all-gather (AG),                                              Chunk.gathered
-      if experts are sharded
+      all-gather (AG), if sharded                                   Chunk.gathered
       sort by expert                                                Chunk.regroup
     T_DI                        by expert, then source rank         Chunk.received
 
@@ -126,7 +125,7 @@ class Chunk:
 class LocalChunk:
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
-    rows: which of this rank's sorted rows; these are all rows of its tokens, in the order of `PassPlan`.
+    rows: slice of this rank's sorted rows (all rows of its tokens, in the order of `PassPlan`).
     groups: number of these rows for each of this rank's E_local experts.
     """
 
@@ -158,8 +157,9 @@ class WeightMessage:
 class KernelOrder:
     """The order in which this rank sends one number for each of its rows, computed by a kernel on a GPU.
 
-    A routing weight is such a number. The S numbers of rows that are sent come first, sorted by destination
-    rank, then chunk, then expert. The numbers of rows that stay on this rank follow, sorted by chunk.
+    The number of a row is, for example, its routing weight. The numbers of the S rows that are sent come
+    first, sorted by destination rank, then chunk, then expert. The numbers of the rows that stay on this rank
+    follow, sorted by chunk.
 
     slot: (rows,) int64, the (token, choice) pair of each number.
     weight: (T * K,), the routing weights of all pairs, from which the kernel took ``taken``; None if the
@@ -211,8 +211,8 @@ class PassPlan:
     once: numbers by which the receiver finds the row of each routing weight, if a token is sent only once to
         each rank (`pmoe.engine.variants.send_once`); else None. Several slots then share one row, and one
         result returns for all of them.
-    by_kernel: the order of the numbers that are sent for rows, if a kernel has computed it; else None. The
-        passes of a GPU then use it, and no row is dropped.
+    by_kernel: the order in which a message carries one number for each row, such as its routing weight; None
+        if no kernel has computed it. Passes on a GPU use this order, and no row is dropped.
     counters: counters of tiles for products on a GPU, if a kernel has set them to zero; else None.
     """
 
@@ -299,7 +299,7 @@ class PassModules(abc.ABC):
         all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
     copies: which copies of busy experts the call has on which ranks (``balance``); None if it has none. In a
-        call with copies, experts and copies have common indices (`HostedCopies`).
+        call with copies, one numbering covers experts and copies (`HostedCopies`).
     """
 
     grid: Grid
@@ -367,9 +367,9 @@ class PassModules(abc.ABC):
         """The number of indices that each rank has for its experts and for copies of other ranks' experts.
 
         Without copies the number is E_local, the number of the rank's experts. In a call with copies of busy
-        experts, experts and copies have common indices. Each rank then has E_local + c indices, where c is
-        the largest number of copies that any rank hosts. A rank that hosts fewer copies does not use its last
-        indices.
+        experts, a rank numbers its experts and the copies that it hosts together. Each rank then has E_local
+        + c indices, where c is the largest number of copies that any rank hosts. A rank that hosts fewer
+        copies does not use its last indices.
         """
         return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 

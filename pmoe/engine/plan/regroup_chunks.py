@@ -35,9 +35,10 @@ class ChunkRegrouping:
 
     received: for the rows that experts receive: the forward chunks from which each backward chunk is copied,
         and the rows of each.
-    local: the same for each block of the rows that are not sent, because their experts are on this rank
-        (`PassPlan.pieces`).
-    weight_map: (N,) int64, the number in forward's order of each of the N received rows in backward's order.
+    local: the same map for the rows that are not sent, because their experts are on this rank; with blocks of
+        these rows (`PassPlan.pieces`) in place of chunks.
+    weight_map: (N,) int64. Entry i is for received row i in backward's order: the row's number in forward's
+        order.
     """
 
     received: ChunkRuns
@@ -98,7 +99,7 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
 
 
 def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) -> Tensor:
-    """Returns (num_rows,) int64, the number in forward's order of each row in backward's order.
+    """Returns for each row, in backward's order, its number in forward's order: (num_rows,) int64.
 
     The rows of all chunks of a pass are numbered one after another.
 

@@ -111,7 +111,7 @@ def pass_tensors(
     activation: name of the experts' nonlinearity.
     again_TM: (T, M), the layer's input, if a backward launch must send it a second time; else None.
 
-    Among the result are two new tensors that the launch fills:
+    The result also has two new tensors that the launch fills:
 
         result   (T, M)      the layer's output in forward, the input's gradient in backward
         active   (P, C, H)   activation after the nonlinearity of the rows that arrived: H = d_hidden columns

@@ -179,8 +179,8 @@ class Registry:
     challenger: name of the first candidate.
     forced: the candidate that every product must use inside a `forcing` block; None outside such a block.
     measured: for each request that was measured, the faster candidate and the times.
-    faults: results of checks of the first candidate, by checked case: what it computed wrongly, in words;
-        None if it computed everything correctly.
+    faults: results of checks of the first candidate, by checked case. A result is a text that says which
+        values were wrong; None if all were correct.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -458,9 +458,14 @@ def _grouped_mm_misfit(operands: ProductOperands) -> str | None:
 
 
 def _named(operands: ProductOperands) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-    """Returns the two operands of a product, each with its name: (("rows", tensor), ("weight", tensor)).
+    """Returns the two operands of a product as pairs (name, tensor).
 
-    The names are "grad" and "weight" for the form "input", "grad" and "rows" for the form "weight".
+    The names depend on the product's form:
+
+        form      the product                      names of the operands
+        forward   rows times weights               "rows", "weight"
+        input     the gradient of the rows         "grad", "weight"
+        weight    the gradient of the weights      "grad", "rows"
     """
     first, second = {"forward": ("rows", "weight"), "input": ("grad", "weight"), "weight": ("grad", "rows")}[
         operands.form

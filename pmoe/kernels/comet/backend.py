@@ -46,7 +46,7 @@ class Steps:
 
         Ranks set flags in each other's heaps when they have written rows. If this rank fails between two
         launches, for example because it runs out of memory, the other ranks wait for the flags of this pass.
-        If this rank then began a new pass, the other ranks would take the new flags for those of the
+        If this rank then began a new pass, the other ranks would mistake its new flags for flags of the
         unfinished pass, and read rows that were never written.
         """
         try:

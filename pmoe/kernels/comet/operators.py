@@ -88,8 +88,8 @@ def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
     heap: this rank's symmetric heap.
     fused_routing: where the rows of this rank's tokens go, and which rows arrive.
 
-    Raises ValueError if the heap has room for fewer rows, or if the kernels cannot read a tensor (wrong
-    shape, dtype, device or strides).
+    Raises ValueError if the heap has too little room for the rows of ``fused_routing``. Also raises it if the
+    kernels cannot read a tensor (wrong shape, dtype, device or strides).
     """
     shape = heap.shape
     if fused_routing.num_received > shape.rows:

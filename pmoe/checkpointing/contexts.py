@@ -1,9 +1,9 @@
 """Activation checkpoints that recompute MoE layers with the same routing: `pmoe.checkpoint_contexts`.
 
 An activation checkpoint runs a function in the forward pass (the first pass) without saving its tensors, and
-runs it again in backward (the second pass). In the first pass, each call of a layer records what was decided
-for it: the routing, the row counts, the number of chunks n, the restore pair and the choice of kernels. In
-the second pass, the i-th call of a layer reads the i-th record, so nothing is decided twice:
+runs it again in backward (the second pass). In the first pass, each call of a layer records its decisions:
+the routing, the row counts, the number of chunks n, the restore pair and the choice of kernels. In the second
+pass, the i-th call of a layer reads the i-th record, so nothing is decided twice:
 
     first pass    _FirstPass      a call of a layer gets a _Recording; its _Call is appended to `calls`
     second pass   _RunningAgain   the i-th call of a layer gets a _Replaying of _FirstPass.calls[i]
@@ -272,7 +272,7 @@ class _Second(AbstractContextManager[None]):
     The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
 
     With retain_graph=True, backward may run several times. Each backward pass enters this context again and
-    reads the records from the first one on.
+    reads the records from the first record on.
     """
 
     def __init__(self, first: _FirstPass) -> None:
@@ -290,7 +290,7 @@ class _Second(AbstractContextManager[None]):
 
 
 class _RunningAgain:
-    """The state of one recomputation: the records of the forward pass, and which of them comes next.
+    """The state of one recomputation: the records of the forward pass, and the index of the next record.
 
     hooks: the checkpoint's own saved-tensor hooks during this recomputation.
     """
@@ -338,7 +338,7 @@ class _RunningAgain:
     def put_back(self) -> None:
         """Resets ``layer.last``, the report of a layer's last call, to its value before this recomputation.
 
-        Otherwise statistics would show a recomputed call as the last one.
+        Otherwise statistics would show a recomputed call as the layer's last call.
         """
         for layer, last in self._before.items():
             layer.last = last

@@ -3,7 +3,7 @@
 The check is for activation checkpoints without `pmoe.checkpoint_contexts`, which repeats the routing by
 itself. If tokens were routed differently in the recomputation, gradients would belong to another output. Each
 call of a layer in a forward pass that may be recomputed stores a hash of its routing, of 8 bytes. A call in a
-recomputation computes the hash of its own routing, which must be among the stored ones.
+recomputation computes the hash of its own routing, which must be among the stored hashes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMEMBERED_AT_FIRST = 128
 class _Remembered:
     """Hashes of a layer's routing in its last forward passes, which a checkpoint may recompute.
 
-    hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest one.
+    hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest hash.
     num_tokens: number of tokens of each of these calls, on the host.
     adapters: the name of the adapter that each of these calls used (`pmoe.use_lora`); "" for none.
     """
@@ -71,7 +71,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
     """Checks whether a recomputed call of ``layer`` routes tokens differently than the forward pass did.
 
     num_tokens: number of tokens of the call.
-    routing: the tensors of the routing; None in place of those that a gate does not return.
+    routing: the tensors of the routing; None in place of a tensor that the gate does not return.
 
     This function cannot see whether there is a checkpoint. So it distinguishes two cases:
 

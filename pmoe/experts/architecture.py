@@ -138,7 +138,7 @@ def _described(value: Any, path: str, known: dict[int, str], depth: int) -> str:
         objects, its text is returned, which ends the recursion.
     depth: how many objects contain the value.
 
-    Raises UnknownAttributeError if no such text can be made.
+    Raises UnknownAttributeError if the value has no text that is the same in every process.
     """
     if isinstance(value, PLAIN):
         return repr(value)

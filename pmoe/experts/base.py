@@ -104,7 +104,7 @@ class ExpertRows:
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.
 
-        name: what the memory is for: "T_M", "dT_M", "active", "T_DO", "dT_DI", "scratch" or "products".
+        name: the use of the memory: "T_M", "dT_M", "active", "T_DO", "dT_DI", "scratch" or "products".
         columns: number of columns.
         num_rows: number of rows; None means the number of rows of the chunk.
         """
@@ -352,7 +352,8 @@ class Experts(nn.Module, abc.ABC):
         x is (T, M), T tokens with M = d_model columns. Autograd must be able to differentiate the operations.
         The layer calls this method, by `forward`, if the shared expert has hooks or is in a wrapper.
 
-        Raises TypeError in this class. A subclass for such shared experts must implement the method.
+        Raises TypeError in this class. A subclass must implement the method if its shared experts may have
+        hooks or a wrapper.
         """
         raise TypeError(
             f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "
@@ -441,7 +442,8 @@ class Experts(nn.Module, abc.ABC):
         """Returns whether a tensor that replaced a parameter will need a gradient in the next call.
 
         A forward pre-hook may compute the tensor at the start of each call. ``value`` is then still the
-        tensor of the last call, and the next one may differ in requires_grad. So there are three cases:
+        tensor of the last call, and the tensor of the next call may differ in requires_grad. So there are
+        three cases:
 
         - A hook of torch.nn.utils (pruning, weight norm, spectral norm) computes the tensor: False, because
           it does so from parameters of the experts, and none of these requires a gradient.

@@ -66,7 +66,7 @@ class Stacks:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The tensors w1, w2, b1 and b2 by name, without those that are None, in the shapes of `Stacks`."""
+        """The tensors w1, w2, b1 and b2 by name, without missing biases, in the shapes of `Stacks`."""
         tensors = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 

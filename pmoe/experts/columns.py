@@ -1,4 +1,4 @@
-"""Cuts a tensor of experts into parts of their hidden columns, and joins such parts.
+"""Cuts a tensor of experts into parts of their hidden columns, and joins parts to a tensor.
 
 The w1 of gated experts has two blocks of rows: the gate projection, and the up projection. A part has the
 same hidden columns of both. Example with 6 hidden columns and 3 parts:

@@ -58,7 +58,7 @@ class SavedTensorSlots:
     own: the parameters and buffers that were saved.
     checks_own: whether `get` raises if a tensor in ``own`` changed after it was saved. It is False if other
         saved-tensor hooks are active, such as a checkpoint's, because autograd does not check versions under
-        such hooks either.
+        these hooks, either.
     rows: the expert's input rows; None between forward and backward.
     tensors: the other saved tensors; empty between forward and backward, when the caller keeps them.
     rows_changed: whether the expert changed its input rows in place.
@@ -89,7 +89,7 @@ class SavedTensorSlots:
     def seal(self) -> None:
         """Ends the recording: notes which saved tensors the expert changed in place after they were saved.
 
-        Gradients computed from such tensors would be wrong, so `get` raises for them.
+        Gradients computed from changed tensors would be wrong, so `get` raises for them.
         """
         assert self.rows is not None
         new_versions = [tensor._version for tensor in self.tensors]

@@ -99,7 +99,7 @@ class PreparedProduct:
 class LaunchedExperts:
     """The experts of one pass on a GPU, whose matrix products are launched without repeated checks.
 
-    It has those methods of `Experts` that compute products, with the same arguments and results. If pmoe's
+    It has the methods of `Experts` that compute products, with the same arguments and results. If pmoe's
     kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
 
     stacked: the experts.

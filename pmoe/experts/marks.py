@@ -25,7 +25,7 @@ STACKED = re.compile(r"(parametrizations\.)?(w1|w2|b1|b2)(_orig|\..*)?")
 def mark_stacked(experts: nn.Module) -> None:
     """Sets ``stacked = True`` on the experts' parameters whose dimension 0 counts experts: w1, w2, b1, b2.
 
-    Call it again whenever tools make new Parameter objects, because these have no such attribute.
+    Call it again whenever tools make new Parameter objects, because these have no attribute ``stacked``.
     """
     for name, parameter in experts.named_parameters():
         if STACKED.fullmatch(name):

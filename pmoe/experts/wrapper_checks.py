@@ -2,7 +2,7 @@
 
 Each rank holds different experts. A data-parallel wrapper that manages them broadcasts one rank's experts to
 all, or treats the ranks' experts as shards of one tensor. The model would still train, and the result would
-be wrong. So such a wrapper is an error, whose message shows the line to add.
+be wrong. So the wrapper is an error, whose message shows the line to add.
 """
 
 from __future__ import annotations

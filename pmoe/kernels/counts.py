@@ -88,7 +88,7 @@ class Sent:
     Some rows are sent to other ranks, others stay on this rank.
 
     slot: (S,) int32, the (token, choice) pair of each row, sorted by chunk, then by rank. Rows that stay on
-        this rank are the last ones of their chunk.
+        this rank are the last rows of their chunk.
     weight: (T * K,) the routing weight of each pair; None if the order of weights is not wanted. Kernels read
         float32 only.
     """

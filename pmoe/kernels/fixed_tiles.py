@@ -31,8 +31,8 @@ _checked: dict[Hashable, int] = {}
 def with_alignment(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same values whose memory begins at a multiple of `ALIGNMENT` bytes.
 
-    If the tensor's own memory begins at such a multiple, the tensor itself is returned. Memory that torch has
-    just allocated always does.
+    If the tensor's own memory does so already, the tensor itself is returned. Memory that torch has just
+    allocated always does.
     """
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 

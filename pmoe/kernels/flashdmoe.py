@@ -16,7 +16,7 @@ a heap has A = W * E cells. They are laid out in one of two ways:
                          begins.
 
 A tensor that has a row for each row of the cells has the shape (P, C, columns): P = A with a capacity, and P
-= 1 without a capacity. Rows of such a tensor that belong to no token are undefined.
+= 1 without a capacity. The tensor's rows that belong to no token are undefined.
 
 Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E cells of a
 rank (also the number of experts of all ranks), P = A or 1, C rows of a cell or of the pool, M = d_model, H =
@@ -162,7 +162,7 @@ def forward_tensors(
         with a capacity      P = A: p is the row's cell, c its index in the cell. C is the capacity
         without a capacity   P = 1: c is the row's index in a pool of C rows, in which each cell begins at an
                              offset that the launch chooses. Rows that arrive have one pool, rows that are
-                             sent another one
+                             sent have another pool
 
     A slot is one of the T * K (token, choice) pairs. The new tensors, by name:
 

@@ -58,8 +58,8 @@ class ProductRequest:
 
     form: "forward" (rows times weights), "input" (gradient of the rows) or "weight" (gradient of the
         weights).
-    device: the device that computes. Requests that differ only in the device are equal, so devices of one
-        name share a choice.
+    device: the device that computes. Requests that differ only in the device are equal, so devices with the
+        same name share a choice.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
     experts: number of experts.
@@ -217,7 +217,7 @@ class Registry:
         The kernels have computed a wrong result on a device of that name.
 
         request: a product of that device name and dtype.
-        why: what the kernels computed wrongly. Warnings and logs show this text.
+        why: a text that says which result was wrong. Warnings and logs show it.
         """
         self._distrusted[request.device_name, request.dtype] = why
         self._ranked.clear()
@@ -266,8 +266,8 @@ class Registry:
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
         """Returns the names of the two candidates to time: pmoe's kernels, and the best other candidate.
 
-        The best other candidate is the first one in the order of preference that does not refuse the request.
-        Returns None if pmoe's kernels refuse the request.
+        The best other candidate is the first candidate, in the order of preference, that does not refuse the
+        request. Returns None if pmoe's kernels refuse the request.
         """
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None

@@ -13,7 +13,7 @@ letter (`Kind` lists all of them) and the number of its chunk:
     L  experts on rows that stay on this rank    C  experts on rows that other ranks sent
     R  combine all-to-all                        O  sums the results of each token
 
-L0 computes the rows that stay of chunks 0 and 1, L1 those of chunk 2:
+L0 computes the rows of chunks 0 and 1 that stay, L1 the rows of chunk 2 that stay:
 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
@@ -267,7 +267,7 @@ class Schedule:
     def frozen(self) -> Schedule:
         """This schedule for frozen experts: without the gradients of the experts' parameters (W, LW).
 
-        A task that waited for a removed task now waits for the tasks for which the removed one waited.
+        If a task waited for a removed task X, it now waits for the tasks for which X waited.
         """
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD)
         waits_of: dict[str, tuple[str, ...]] = {}
@@ -701,7 +701,7 @@ class PassBuilder:
         gradients of copies are sent.
 
         i: number of the chunk.
-        reads: the buffers that task KW reads. They are those of task W.
+        reads: the buffers that task KW reads. Task W reads the same buffers.
         is_last: whether this is the last chunk.
         """
         if not self.learns_copies:

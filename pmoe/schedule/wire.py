@@ -104,7 +104,8 @@ class MessageSizes(BufferSizes):
     number of columns is the number of elements, of the rows' dtype, that a message takes. Messages are
     unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted", which the experts read. Every chunk has these
     two buffers, even if its rows arrive sorted by expert. If results are sent in a narrower format,
-    "leaving_messages" holds the messages that a rank sends back, and "home_messages" those that it gets back.
+    "leaving_messages" holds the messages that a rank sends back, and "home_messages" the messages that it
+    gets back.
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.

@@ -78,7 +78,7 @@ class ThreadLanes(CpuLanes):
 
         task: the task.
         action: the function that does the task's work.
-        awaited: the results of the tasks that must end before this one.
+        awaited: the results of the tasks that must end before this task.
         """
         for future in awaited:
             future.result()

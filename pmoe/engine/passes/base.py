@@ -569,8 +569,8 @@ class Pass:
         """Returns a dict from each kind of task in the schedule to the method that runs the task.
 
         The argument of the method is the number of a chunk. A kind LOCAL_... is for rows that stay on this
-        rank. Its method is the one for received rows, with the argument place="_L": LOCAL_WGRAD calls
-        wgrad(i, place="_L"), for example.
+        rank. It uses the method for received rows, with the argument place="_L": LOCAL_WGRAD calls wgrad(i,
+        place="_L"), for example.
         """
         return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
 

@@ -100,7 +100,7 @@ class Hooks:
 
     @staticmethod
     def of(callbacks: Iterable[Callback]) -> Hooks | None:
-        """Collects the callbacks' hooks inside the layer; None if no callback overrides such a hook."""
+        """Collects the callbacks' hooks inside the layer; None if no callback overrides any of them."""
         callbacks = tuple(callbacks)
         hooks_at = {
             point: tuple(

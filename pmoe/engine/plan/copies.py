@@ -144,7 +144,7 @@ class HostedCopies:
 
     @functools.cached_property
     def relays(self) -> bool:
-        """Whether some expert has several copies. The hosts of such an expert send each other its weights."""
+        """Whether some expert has several copies. Hosts of one expert then send each other its weights."""
         return any(len(hosts) > 2 for hosts in self.plan.hosts.values())
 
     @functools.cached_property

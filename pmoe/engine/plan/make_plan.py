@@ -94,7 +94,7 @@ class SortedSlots:
             self.weight = routes.weight_TK.detach().view(-1)
 
     def slots(self, n: int) -> SortedRows:
-        """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped ones last."""
+        """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped pairs last."""
         if n not in self._sorted:
             modules = self.modules
             num_pieces = self.num_pieces(n)
@@ -186,7 +186,7 @@ class SortedSlots:
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
 
         For hooks, and for experts that are a user's modules, forward saves an autograd graph for each chunk.
-        Backward cannot use a part of such a graph. So backward gets forward's number of chunks
+        Backward cannot use a part of a graph. So backward gets forward's number of chunks
 
         - always, if there are hooks;
         - with a user's modules, if a chunk of backward would need a part of a chunk of forward.

@@ -350,7 +350,7 @@ class PassModules(abc.ABC):
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks before and after dispatch and combine; None if there are no such hooks."""
+        """The callbacks' hooks before and after dispatch and combine; None if callbacks have no hooks."""
         if not self.callbacks:
             return None
         from pmoe.engine.plan.callbacks import Hooks

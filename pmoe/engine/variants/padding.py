@@ -207,7 +207,7 @@ class PaddedCallKey:
         *,
         training: bool,
     ) -> CountsExchange:
-        """Starts to send these values to the other ranks. `check_same_calls` checks what arrives.
+        """Starts to send these values to the other ranks. `check_same_calls` checks the values that arrive.
 
         The method is a collective. The host waits only when the caller calls ``finish`` on the result.
 

@@ -76,8 +76,8 @@ class DeferredRouting(NamedTuple):
     """The routing of a call before it is computed: tensors without values, but with their autograd graph.
 
     A later launch (of FlashDMoE's kernel) writes the values of weight, expert, counts and l_aux into these
-    tensors. The tensors must not be read before. If no such launch follows, the caller must call `keep`,
-    which computes the values.
+    tensors. The tensors must not be read before. If no launch follows, the caller must call `keep`, which
+    computes the values.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts. If ``product`` is set, this tensor has no
         values yet, either.

@@ -107,8 +107,8 @@ class _Experts(torch.autograd.Function):
         with backward_pass(ctx.ranks, ctx.call):
             tensors = list(ctx.saved_tensors)
             for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-                # DTensor experts bring this check. Autograd saved their local tensors, and the version
-                # counters of these do not show that a DTensor was changed in place after forward.
+                # Experts that are DTensors have this check. Autograd saved their local tensors, whose version
+                # counters do not show that a DTensor was changed in place after forward.
                 if check is not None:
                     check()
             wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]

@@ -123,8 +123,9 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
             ctx.later = None
         return *(None,) * start, *later.of_inputs, *of_parameters
     ctx.later = None
-    # A rank alone may need no gradients of its parameters, or of its input. It has no second half then, and
-    # takes part in whole passes of the other ranks, or in their first half, which sends the same messages.
+    # One rank may need no gradients of its parameters, or of its input, although other ranks do. It then has
+    # no second half. It takes part in the other ranks' whole passes, or in their first half, which sends the
+    # same messages.
     if not has_halves or not keeps:
         return run(ctx, grad_TM, ctx.backward_from)
 

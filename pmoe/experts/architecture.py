@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 MOST_DEPTH = 8
-"""How many attributes of attributes are described. Deeper objects are too complicated to be compared."""
+"""The most levels of attributes that are described. Deeper objects are too complicated to be compared."""
 
 OF_MODULE = frozenset(vars(nn.Module()))
 """The attributes that every module has."""

@@ -196,7 +196,7 @@ class Experts(nn.Module, abc.ABC):
     The layer's first call compares it among the ranks, to notice experts that were overwritten since.
     """
     place: Any = None
-    """Record of which of all experts this rank holds, for state dicts; None before a layer has the experts.
+    """A record for state dicts: which experts this rank has; None before a layer has the experts.
 
     It is a `pmoe.decide.stored_state.ExpertPlace`. With it, a rank refuses to load another rank's experts.
     """

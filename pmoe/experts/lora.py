@@ -53,14 +53,14 @@ ADAPTERS = "adapters."
 """The beginning of the names of all adapters' parameters among those of the experts."""
 
 HIDDEN_OF_MATRICES: dict[str, int | None] = {"w1_A": None, "w1_B": -2, "w2_A": -1, "w2_B": None}
-"""For each matrix of an adapter the dimension that counts hidden columns, from the end; None if none does."""
+"""Maps an adapter's matrices to the dimension that counts hidden columns, from the end; None if none does."""
 
 
 OWN_FILES = (
     "save and load with pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), "
     "both on every rank and after pmoe.parallelize, or let every rank load its own file"
 )
-"""What to do if a rank's adapters would get the values of another rank's, for errors."""
+"""The end of error messages: what to do if a rank's adapters would get another rank's values."""
 
 
 class Adapter(nn.Module):
@@ -619,7 +619,7 @@ CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
     FFNExperts: LoraFFNExperts,
     SwiGLUExperts: LoraSwiGLUExperts,
 }
-"""The class that experts get together with their first adapter, by their own class."""
+"""Maps a class of experts to the class that its experts get with their first adapter."""
 
 
 def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:

@@ -19,7 +19,7 @@ import re
 from torch import Tensor, nn
 
 STACKED = re.compile(r"(parametrizations\.)?(w1|w2|b1|b2)(_orig|\..*)?")
-"""Matches the names of parameters that hold all experts: "w1", pruned ("w1_orig") or parametrized ones."""
+"""Matches names of parameters of all experts: "w1", and names of pruned ("w1_orig") or parametrized w1."""
 
 
 def mark_stacked(experts: nn.Module) -> None:

@@ -246,8 +246,8 @@ class ModuleExperts(Experts):
         finally:
             for buffers, name, buffer, version, value in saved_buffers:
                 if buffer._version != version:
-                    # Without a new version: a graph recorded in the block may have saved the buffer, and
-                    # would take the restored value for a change.
+                    # The version stays the same. A graph recorded in the block may have saved the buffer, and
+                    # would raise an error for a new version, although the value is restored.
                     with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
                         buffer.copy_(value)
                 buffers[name] = buffer

@@ -58,8 +58,7 @@ class ExpertsWithCopies:
 
     @property
     def _both(self) -> tuple[Experts, Experts]:
-        """Two objects: the experts that compute rows of own experts, and those that compute rows of
-        copies."""
+        """Two objects: one computes the rows of own experts, the other computes the rows of copies."""
         return self._experts, self._copied_experts
 
     def take_copies(self) -> None:

@@ -262,9 +262,9 @@ PERSISTENT_WAITS = (
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
     "rank {rank} itself: room for the rows of rank {peer}",
 )
-"""Texts for error messages: what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
+"""Texts for error messages: events for which a kernel can wait, by the code `Wait` of cuda/peers/watch.h.
 
-`WAITS` are those of COMET's kernels, `PERSISTENT_WAITS` those of FlashDMoE's.
+`WAITS` has the events of COMET's kernels, `PERSISTENT_WAITS` the events of FlashDMoE's.
 """
 
 

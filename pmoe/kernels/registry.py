@@ -192,7 +192,7 @@ class Registry:
         self.forced: ProductCandidate | None = None
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
         self.faults: dict[Any, str | None] = {}
-        """What the first candidate computed wrongly in each checked case; None if nothing."""
+        """Results of checks of the first candidate: a text about wrong values; None if all were correct."""
         self._named = {candidate.name: candidate for candidate in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}

@@ -98,7 +98,7 @@ class CpuLanes(Lanes):
             self._wait(name)
 
     def abandon(self) -> None:
-        self._works.clear()  # not awaited, for a peer may be missing; each Work keeps its own buffers alive
+        self._works.clear()  # not awaited: a peer may be missing, and each Work keeps its own buffers alive
 
     def _wait(self, name: str) -> None:
         """Waits until the collective that a task started has ended.

@@ -30,7 +30,7 @@ from pmoe.engine.passes.forward import Forward
 from pmoe.schedule.tasks import Lane
 
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
-"""Texts by which errors of torch's allocator on the CPU are told from other RuntimeErrors."""
+"""Texts that distinguish errors of torch's allocator on the CPU from other RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

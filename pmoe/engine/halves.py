@@ -146,7 +146,7 @@ def asked(ctx: Any) -> tuple[bool, bool]:
     """Returns two flags: whether autograd asks for the gradient of the layer's input, and of any parameter.
 
     ctx: the context of the call's autograd Function. Its ``next_functions`` are the nodes that get the
-        gradients, so the flags follow from which of these nodes autograd will run.
+        gradients. Autograd asks for a gradient if it will run the node.
     """
     nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)

@@ -63,8 +63,9 @@ class SavedTensorSlots:
     tensors: the other saved tensors; empty between forward and backward, when the caller keeps them.
     rows_changed: whether the expert changed its input rows in place.
 
-    The graph refers to this object through the hooks. This object must not refer to the graph: that would be
-    a cycle through autograd, which Python's garbage collector does not see, so that neither would be freed.
+    The graph refers to this object through the hooks. This object must not refer to the graph. Otherwise both
+    would be a cycle through autograd, which Python's garbage collector does not see, and neither would be
+    freed.
     """
 
     own_storages: frozenset[int]

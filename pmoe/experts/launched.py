@@ -48,8 +48,8 @@ class PreparedProduct:
     The arguments of a launch that do not depend on the rows were checked before. The product must be launched
     on the stream that was current when this object was made.
 
-    request: a function that takes a number of rows and returns a `ProductRequest`: the description of the
-        product, for which an implementation is chosen.
+    request: function (number of rows) that returns a description of the product, a `ProductRequest`. The
+        implementation is chosen for this request.
     device: the device that computes.
     fields: the arguments of a launch that do not depend on the rows.
     """

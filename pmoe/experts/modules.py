@@ -9,7 +9,7 @@ and views of the received rows (T_DI), because the engine restores the rows itse
 
 The saved tensors are not kept in the graphs. They are handed to the engine, which keeps or offloads them
 (`Hidden.tensors`). If they stayed in the graphs, activation checkpointing would find them graph by graph, and
-would run the whole layer again for each graph: on each rank a different number of times, so that collectives
+would run the whole layer again for each graph. Ranks have different numbers of graphs, so their collectives
 would not match.
 """
 

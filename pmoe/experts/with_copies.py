@@ -332,8 +332,8 @@ def _joined(parts: Sequence[Hidden | None], num_rows: Sequence[int]) -> Hidden:
     """Joins the saved tensors of own experts and of copies, which are two records, to one record.
 
     The ``graph`` of the result is a list with an entry for each of the two records: (number of rows, number
-    of the record's tensors, the record's ``graph``), or None for a record that is None. `_separated` undoes
-    the joining.
+    of the record's tensors, the record's ``graph``). The entry is None if the record is None. `_separated`
+    undoes the joining.
 
     parts: the record of own experts, then the record of copies. A record is None if there are no rows for it.
     num_rows: the number of rows of each.

@@ -54,7 +54,8 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
         one, else in "T_DI". Buffers without a ring, or with a ring of 0 slots, get no slot.
     homes: names of buffers that get their slots before all others, in this order: "home.i" and "home_L.i",
         the results of chunk i on the tokens' rank. "home_L.i" (rows that stay on this rank) is a part of the
-        memory of "home.i", so both need the same slot number, which the order of writing would not give.
+        memory of "home.i", so both need the same slot number. In the order of writing they could get
+        different numbers.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -96,7 +97,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     }
 
     def compute(i: int, place: str) -> None:
-        """Adds the task in which the experts compute one part of chunk i, and the offloading of its tensors.
+        """Adds the task in which experts compute one part of chunk i, and tasks that offload its tensors.
 
         If the restore pair offloads the part's dispatched rows (T_DI) or hidden activation (T_M), tasks that
         copy them to the host follow.

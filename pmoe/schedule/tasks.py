@@ -3,7 +3,7 @@
 The engine runs this list, the simulator predicts its time, and the timeline draws it.
 
 A task starts when its lane is free and the tasks for which it waits have ended. A lane runs its tasks in list
-order. The tasks for which a task waits follow from the buffers that it reads and writes (`link`), so no
+order. `link` finds the tasks for which a task must wait, from the buffers that they read and write. So no
 schedule can reuse a buffer too early by mistake.
 
 Forward, n = 3 chunks (columns show the order, not the time; lanes run side by side). A task is named by a
@@ -374,7 +374,7 @@ class Stages:
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
 ) -> Schedule:
-    """Makes the schedule of a list of tasks: fills in for which tasks each task waits (`link`).
+    """Makes a schedule from a list of tasks: fills in the tasks for which each task waits (`link`).
 
     In backward it also adds the task that reduces other layers' gradients, if ``stages.gradients`` is set.
     With ``stages.one_lane`` it moves the tasks inside a node to the communication lane.
@@ -727,8 +727,8 @@ class PassBuilder:
     def shared(self) -> None:
         """Appends the tasks of the shared expert, which computes all tokens. Appends nothing without one.
 
-        The caller calls this method at the point of the list at which rows are being sent and the other
-        experts have nothing to compute.
+        The caller adds these tasks at a point of the list where rows are being sent, and the other experts
+        have nothing to compute.
         """
         if self.stages.shared and self.direction == "forward":
             self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])

@@ -240,8 +240,9 @@ class Pass:
     results: result_TM, split by chunk.
     positions: for each chunk a tensor (tokens of the chunk, K): the row of each (token, choice) pair, as a
         number among this rank's sorted rows (`PassPlan.position`).
-    experts: computes the rows of each task: this rank's experts, an object that launches their products on a
-        GPU, or this rank's experts together with its copies of other ranks' busy experts.
+    experts: the object that computes the rows of each task. It is one of three: this rank's experts; an
+        object that launches their products on a GPU; or this rank's experts together with its copies of other
+        ranks' busy experts.
     sizes_type: the class of ``sizes``, which has the rows and columns of every buffer of the pass.
     own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
     home: (rows, M), the results of all chunks on the tokens' rank; None if chunks share buffers, because the

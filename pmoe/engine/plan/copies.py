@@ -263,7 +263,7 @@ class HostedCopies:
 
 
 def trained_share(tensors: Sequence[Tensor], trained: Sequence[bool]) -> float:
-    """Returns the fraction of the numbers in the experts' weights of which gradients are needed.
+    """Returns the share of the experts' weights that need gradients, as a fraction of their elements.
 
     tensors: the tensors with which experts compute (`Experts.operands`).
     trained: for each of these tensors, whether its gradient is needed.

@@ -564,9 +564,9 @@ def _ends(
     n: the number of chunks.
     num_pieces: the number of blocks of rows that stay.
     rank: this rank.
-    num_staying: the number of this rank's experts for which rows of its own tokens stay; 0 if no rows stay.
-        The indices after these experts are copies of other ranks' busy experts, and rows for copies are
-        always sent.
+    num_staying: the number of this rank's experts whose rows are not sent if they come from this rank; 0 if
+        all rows are sent. The indices after these experts are copies of other ranks' busy experts, and rows
+        for copies are always sent.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:

@@ -84,8 +84,8 @@ class Chunk:
         with the routing weights (`pmoe.engine.variants.send_once`).
     relayed: for dispatch and for combine, the numbers of other ranks' rows that this rank passes on in a
         hierarchical all-to-all (`Exchange.relay_counts`).
-    gathered: (L,) numbers of rows that arrive at each of the L ranks over which every expert is split, before
-        their all-gather; () if experts are not sharded.
+    gathered: if experts are sharded, (L,): the numbers of rows that arrive at each of the L ranks that share
+        an expert, before their all-gather; else ().
 
     Example: rank 0 sends rows for the experts a, a, b of this rank, and rank 1 sends rows for a, b. A name
     such as a0 is a row for expert a from rank 0.
@@ -142,8 +142,8 @@ class WeightMessage:
     send, recv: (P,) numbers of weights to and from each of the P ranks over which experts are distributed.
     regroup: (N,) int64, the index that sorts the N arrived weights: from (source rank, chunk, expert) to
         (chunk, expert, source rank), the order in which experts read rows. None if both orders are the same.
-    gathered: (L,) numbers of weights that arrive at each of the L ranks over which every expert is split; ()
-        if experts are not sharded.
+    gathered: if experts are sharded, (L,): the numbers of weights that arrive at each of the L ranks that
+        share an expert; else ().
     """
 
     slot: Tensor
@@ -208,9 +208,9 @@ class PassPlan:
         without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
         may read it.
     has_drops: whether some slots may have no row.
-    once: numbers by which the receiver finds the row of each routing weight, if a token is sent only once to
-        each rank (`pmoe.engine.variants.send_once`); else None. Several slots then share one row, and one
-        result returns for all of them.
+    once: numbers by which the receiver finds the row of each routing weight. Set only if a token is sent only
+        once to each rank (`pmoe.engine.variants.send_once`), else None. Several slots then share one row, and
+        one result returns for all of them.
     by_kernel: the order in which a message carries one number for each row, such as its routing weight; None
         if no kernel has computed it. Passes on a GPU use this order, and no row is dropped.
     counters: counters of tiles for products on a GPU, if a kernel has set them to zero; else None.
@@ -392,8 +392,8 @@ class Plan:
 
     modules: the layer's modules and ranks.
     forward, backward: the plan of each pass. The two may have different numbers of chunks.
-    joined: for each of backward's chunks, which rows of which forward chunks it consists of; None if both
-        passes have the same chunks.
+    joined: the rows of forward chunks from which each backward chunk is put together; None if both passes
+        have the same chunks.
     top_k: K, the number of experts that each token chooses.
     restore: for the experts' input T_DI and the hidden activation T_M: whether they are kept for backward,
         offloaded to the host, or made again.

@@ -12,9 +12,10 @@ the hosts send back the gradients of the copies. Sending and adding are tasks of
     VG    the hosts send the gradients to the owner
     VA    the owner adds these gradients to the gradients of its experts
 
-An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` says which
-rank sends which part of which expert. Parameters that all experts share, such as a shared adapter, are not
-sent, because every rank has them. The row of an expert's gradients has only the parameters that are trained.
+An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` lists the
+parts of experts that each rank sends and receives. Parameters that all experts share, such as a shared
+adapter, are not sent, because every rank has them. The row of an expert's gradients has only the parameters
+that are trained.
 
 Letters: C copies that this rank hosts, P numbers in an expert's parameters, G numbers in its gradients.
 """
@@ -71,7 +72,7 @@ class _WithCopies(Pass):
 
     @property
     def hosted(self) -> HostedCopies:
-        """The plan of copies of this call: which ranks host which experts, and which parts are sent where."""
+        """The plan of copies of this call: which ranks host which experts, and which parts ranks exchange."""
         copies = self.plan.modules.copies
         assert copies is not None
         return copies

@@ -59,7 +59,7 @@ class _OnCuda(Pass):
 
     @functools.cached_property
     def row_token(self) -> Tensor:
-        """The token of each sorted row, (rows,), of rows that are sent and of rows that are not.
+        """The token of each sorted row, (rows,), whether the row is sent or not.
 
         Kernels copy rows without this tensor. So if kernels sorted the slots, the tensor is computed only
         when other operators must copy rows.
@@ -304,8 +304,8 @@ class CudaBackward(_OnCuda, Backward):
     def gather_again(self, i: int) -> None:
         """Copies the tokens of chunk i to be sent again, together with other rows (`Schedule.joint_copies`).
 
-        One launch also copies the gradients that the next task G would copy, and both tensors of the block of
-        rows that the next task LM would copy. These tasks then copy nothing.
+        The same launch also copies the gradients for the next task G, and the input and the gradients of the
+        block of the next task LM. These tasks then copy nothing.
         """
         x_TM = self.saved.inputs.x_TM
         if self.moves is None or self.plan.modules.hooks is not None or not self._both_are_readable:

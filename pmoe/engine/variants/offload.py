@@ -128,7 +128,7 @@ class OffloadingForward(Forward):
         """Returns whether a tensor lies in a ring slot (a buffer in which chunks take turns).
 
         All ring slots of a pass share one storage. The memory of a tensor outside a ring slot must not be
-        used again before the lane that copies the tensor has done so (`hold_for`).
+        used again before a lane has copied the tensor (`hold_for`).
         """
         slot = next(iter(self.arena.buffers.values()), None)
         return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()

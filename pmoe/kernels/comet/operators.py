@@ -43,8 +43,8 @@ class FusedRouting:
 
     rank: this rank.
     expert_TK: (T, K), global expert index of each slot.
-    position_TK: (T, K), index of each slot's row among the rows that this rank sends, which are sorted by
-        expert, then by token; -1 if the slot is dropped.
+    position_TK: (T, K), index of each slot's row among the rows that this rank sends; -1 if the slot is
+        dropped. These rows are sorted by expert, then by token.
     slot_S: (S,), slot of each of the S rows that this rank sends.
     send_WE: (W, E), number of rows that this rank sends to each of the E experts of each of the W ranks, on
         the device.

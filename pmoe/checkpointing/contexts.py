@@ -349,7 +349,7 @@ def routing_is_kept() -> bool:
 
     The call must be in a forward pass. The result is True under two conditions: the innermost checkpoint uses
     `checkpoint_contexts`, and no other saved-tensor hooks are active around or inside of that checkpoint.
-    Such hooks may belong to another checkpoint, which recomputes the routing.
+    Those hooks may belong to another checkpoint, which recomputes the routing.
     """
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _FirstPass) and not last.is_inside and not _in_another_checkpoint(last.hooks)

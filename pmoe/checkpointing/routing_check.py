@@ -2,7 +2,7 @@
 
 The check is for activation checkpoints without `pmoe.checkpoint_contexts`, which repeats the routing by
 itself. If tokens were routed differently in the recomputation, gradients would belong to another output. Each
-call of a layer in a forward pass that may be recomputed stores a hash of its routing, of 8 bytes. A call in a
+call of a layer in a forward pass that may be recomputed stores an 8-byte hash of its routing. A call in a
 recomputation computes the hash of its own routing, which must be among the stored hashes.
 """
 

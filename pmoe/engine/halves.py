@@ -188,7 +188,7 @@ def all_at_once(
 
 
 class InputsFirst(Backward):
-    """A backward pass in two halves: `run` for gradients of inputs, `parameter_gradients` for the others.
+    """A backward pass in two halves: `run` for gradients of inputs, then `parameter_gradients`.
 
     wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
     all_tasks: the schedule of all tasks, of both halves.

@@ -488,7 +488,7 @@ class Experts(nn.Module, abc.ABC):
         num_ranks: int,
         first_expert: int,
     ) -> None:
-        """Stores how to sum gradients over ranks, for parameters of which several ranks hold a copy.
+        """Stores the functions that sum gradients over ranks, for parameters with copies on several ranks.
 
         This base class does nothing, because it has no parameters with copies on several ranks.
 

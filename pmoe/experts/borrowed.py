@@ -259,8 +259,8 @@ class NormedExperts(ModuleExperts):
     modules, so pmoe cannot predict their memory.
 
     stacks: the tensors of the module, with its activation and norm.
-    views: for each tensor by name, one view for each expert; weights are (out, in) or (in, out), biases
-        (out,).
+    views: maps each tensor's name to its views, one for each expert. Views of weights are (out, in) or (in,
+        out), views of biases (out,).
     """
 
     stacks: Stacks

@@ -36,7 +36,7 @@ def values_of(module: nn.Module) -> list[Tensor]:
 
 
 def row_values(module: nn.Module) -> list[Tensor]:
-    """Returns an expert's parameters, then its buffers as numbers of the parameters' dtype, to be sent.
+    """Returns the values of an expert to send: its parameters, then its buffers as numbers of one dtype.
 
     module: the expert. Its parameters have one dtype.
     """

@@ -209,8 +209,8 @@ class LaunchedExperts:
     def _hidden_gradient(self) -> PreparedProduct:
         """Backward's first product: the gradients of T_M and of the routing weights, and the activation.
 
-        T_M is the hidden activation before the nonlinearity. The activation after it is computed again,
-        because w2's gradient needs it.
+        T_M is the hidden activation before the nonlinearity. The hidden activation after the nonlinearity is
+        computed again, because w2's gradient needs it.
         """
         _, w2, _, _ = self._weights
         hidden = self._num_hidden

@@ -309,7 +309,7 @@ class GradientSum:
         """Adds a gradient of one expert's parameter to the sum.
 
         expert: the number of the expert on this rank.
-        contribution: of the parameter's shape without its first dimension.
+        contribution: the gradient. It has the parameter's shape without the first dimension.
         """
         if self.is_empty:
             self.total.zero_()

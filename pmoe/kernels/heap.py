@@ -152,7 +152,7 @@ ROW_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class HeapShape:
-    """The sizes that determine the layout of a symmetric heap. All ranks must use the same.
+    """The sizes that determine the layout of a symmetric heap. They must be equal on all ranks.
 
     Two sets of kernels use heaps: COMET's (`pmoe.kernels.comet`) and FlashDMoE's (`pmoe.kernels.flashdmoe`).
 
@@ -163,8 +163,8 @@ class HeapShape:
     home_rows: COMET: the most rows that a rank can send, because their results are written back into its
         heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: FlashDMoE: the experts' hidden size, on which the sizes of its kernels' own buffers in the heap
-        depend. COMET: 0.
+    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has the kernels' own buffers, whose
+        sizes depend on it. COMET: 0.
     sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
         heap needs room beside the dispatched gradients.
     is_pool: FlashDMoE only: if False, there is a separate buffer of ``rows`` rows for each pair of a sending

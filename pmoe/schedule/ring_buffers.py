@@ -309,7 +309,7 @@ def rotating(
     n: number of chunks.
     stages: the stages that the layer has.
     restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
-        again between the passes; None for a forward pass that no backward pass follows.
+        again between the passes; None for a forward pass without a backward pass.
     rearranged: whether backward has another number of chunks than forward. It changes only backward's
         schedule.
     """

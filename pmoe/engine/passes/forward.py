@@ -139,7 +139,7 @@ class Forward(Pass):
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def compute_unit(self, unit: Unit, expert_rows: ExpertRows, weight_N: Tensor) -> None:
-        """Computes the experts' output for the rows of one task, and saves what backward needs.
+        """Computes the experts' output for the rows of one task, and saves the tensors for backward.
 
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.

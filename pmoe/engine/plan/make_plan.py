@@ -505,7 +505,7 @@ def _are_several(come_nW: Tensor) -> Any:
 def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     """Returns the (N,) int64 index that sorts N rows from (source rank, group) to (group, source rank).
 
-    A group is the rows of one local expert, or those of one chunk for one local expert.
+    A group consists of the rows of one local expert, in one chunk or in all chunks.
 
     counts_WG: (W, G), the number of rows from each of W ranks in each of G groups, on the device of the rows.
     rows_by_source: (W,), the number of rows from each rank, on the host. Their sum is N. Because the host

@@ -298,8 +298,8 @@ class PassModules(abc.ABC):
         runs its ``inside`` as a task after the last dispatch. Its ``t_gar`` is the predicted time of the
         all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
-    copies: which copies of busy experts the call has on which ranks (``balance``); None if it has none. In a
-        call with copies, one numbering covers experts and copies (`HostedCopies`).
+    copies: the copies of busy experts in the call, and the ranks that host them (``balance``); None without
+        copies. In a call with copies, one numbering covers experts and copies (`HostedCopies`).
     """
 
     grid: Grid

@@ -342,9 +342,10 @@ class CopiesBackward(_WithCopies, Backward):
         return sum(shape.numel() for shape in self.gradient_shapes())
 
     def _make_sums(self) -> None:
-        """Allocates the gradients of the copies, and the sums over chunks from which they are copied.
+        """Allocates the gradients of the copies, and the sums over chunks.
 
-        If the sums have the dtype of the gradients, one memory is used for both, and nothing is copied.
+        The sums are later copied to the gradients. If both have the same dtype, they share one memory, and
+        nothing is copied.
         """
         new = self.pool.new
         self.copied_gradients = new(self.parameters[0], len(self.hosted.hosted), self.gradient_elements)

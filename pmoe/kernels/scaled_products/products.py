@@ -1,6 +1,6 @@
 """Products of rounded operands: by torch's scaled_grouped_mm, or from the restored values of the operands.
 
-For rows sorted by expert, both compute
+For rows sorted by expert, both ways compute
 
     out = restored(rows) @ restored(matrix[e])^T    for the rows of each expert e
 
@@ -184,7 +184,7 @@ def _product_of_restored(
 
 
 def restored_product_bytes(products: ProductsName, num_rows: int, columns: int, out_columns: int) -> int:
-    """Returns the most bytes that restored values and results of `scaled_product` take at the same time.
+    """Returns the peak memory of restored values and results in `scaled_product`, in bytes.
 
     products: number format of the operands.
     num_rows: rows of the expert with the most rows.

@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 
 class Replay:
-    """Makes the decisions of one layer call. Subclasses record them, or return those of an earlier pass.
+    """Makes the decisions of one layer call. Subclasses record or repeat the decisions.
 
     This base class is for calls outside of `pmoe.checkpoint_contexts`: it makes each decision and records
     nothing. `replay_of` returns the object for a call.

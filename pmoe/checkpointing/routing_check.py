@@ -78,10 +78,11 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
     - The call runs outside of backward: it is a forward pass. The hash of its routing is stored, and None is
       returned. Nothing is stored in inference mode, while a CUDA graph is captured, or if the only checkpoint
       around the call repeats the routing anyway.
-    - The call runs inside of backward, in training mode, with as many tokens as some stored call: it is taken
-      for a recomputation. Returns an int64 scalar on the routing's device: 1 if no stored call had the same
-      routing, else 0. The host does not wait for the device. (A hook may call the layer inside of backward
-      with new tokens. That is also taken for a recomputation if a stored call had as many tokens.)
+    - The call runs inside of backward, in training mode, with as many tokens as some stored call: it is
+      treated as a recomputation. Returns an int64 scalar on the routing's device: 1 if no stored call had the
+      same routing, else 0. The host does not wait for the device. (A hook may call the layer inside of
+      backward with new tokens. That call is also treated as a recomputation if a stored call had as many
+      tokens.)
 
     Raises RuntimeError if no stored call with as many tokens used the adapter that calls use now.
 

@@ -14,8 +14,8 @@ tensors. One reduction then tells all ranks whether the values differ on any ran
 pass runs again. If autograd passes the same object, the second half communicates nothing.
 
 Between the halves, the operands of the parameter gradients are kept for all rows: the experts' inputs T_DI,
-the gradients of their outputs dT_DO, the activated T_M and its gradient dT_M. If chunks share buffers
-(``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
+the gradients of their outputs dT_DO, T_M after the nonlinearity, and the gradient dT_M. If chunks share
+buffers (``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
 gradients, and keeps the gradients of the parameters for the second half. All implementations of a call other
 than the pipeline (`pmoe.runners`) do the same.
 """
@@ -76,7 +76,7 @@ class Later:
     parameters: Callable[[], list[Tensor | None]]
 
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
-        """Returns whether the first half ran for the same gradient of the output. Equal on all ranks.
+        """Returns whether the first half ran for the same gradient of the output; equal on all ranks.
 
         The result is True if autograd passes the tensor object of the first half, and the tensor was not
         changed. All ranks run the same program, so this is true on all ranks or on none. Otherwise each rank

@@ -79,7 +79,7 @@ class Adapter(nn.Module):
     alpha: the factor of B @ A is alpha / R.
     shared: whether all experts of all ranks share one adapter.
     shard: the part of the hidden columns that this rank holds; ``shapes`` have only these columns.
-    device, dtype: of the parameters.
+    device, dtype: the device and dtype of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
     targets: the names of the weights that get an adapter.
@@ -171,9 +171,10 @@ class Adapter(nn.Module):
         """Returns the values that a state dict needs in addition to the matrices, by name.
 
         They are ``alpha``, ``rank``, ``shared``, ``experts`` and ``part``. ``experts`` is [number of this
-        rank's first expert, number behind its last one]; None if all experts share one adapter. ``part`` is
-        [number of this rank's part of the hidden columns, number of parts]; None if the rank has all columns.
-        Both are None if the matrices are DTensors, which know which part they are.
+        rank's first expert, number behind its last expert]; None if all experts share one adapter. ``part``
+        is [number of this rank's part of the hidden columns, number of parts]; None if the rank has all
+        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which know which part they
+        are.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain

@@ -408,7 +408,7 @@ class Pass:
     # ---- towards the experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        """Copies the tokens that chunk i sends to ``out``, sorted by destination rank and expert.
+        """Copies into ``out`` the tokens that chunk i sends, sorted by destination rank and expert.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the chunk, M), memory for the copies.
@@ -424,9 +424,9 @@ class Pass:
         self.gather_rows(self.source_TM, self.buffer("send", i), i)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
-        """Copies the tokens of block j of the rows that stay on this rank to ``out``, and returns ``out``.
+        """Copies into ``out`` the tokens of block j of the rows that stay on this rank; returns ``out``.
 
-        A row stays if its expert is on this rank. One task computes one block of such rows.
+        A row stays if its expert is on this rank. One task computes one block of these rows.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the block, M), memory for the copies.

@@ -263,7 +263,7 @@ class PassPlan:
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """The slice of the sorted rows that belong to the tokens of a chunk, for each chunk.
+        """A slice for each chunk: the sorted rows that belong to the chunk's tokens.
 
         A slice has the rows that the chunk sends. If the rows that are not sent have a block for each chunk,
         the chunk's block follows.

@@ -71,7 +71,7 @@ class PaddedRowCounts:
     def counts(
         self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
     ) -> RankCounts:
-        """Returns the row counts of a call, in the same type as an exchange of counts among ranks returns.
+        """Returns the row counts of a call, as a `RankCounts`, which is also the result of an exchange.
 
         With padding every rank sends every expert the same number of rows, so no exchange is needed.
 

@@ -88,7 +88,7 @@ class SavedTensorSlots:
         self._rows_version = rows_NM._version
 
     def seal(self) -> None:
-        """Ends the recording: notes which saved tensors the expert changed in place after they were saved.
+        """Ends the recording: records which tensors the expert changed in place after they were saved.
 
         Gradients computed from changed tensors would be wrong, so `get` raises for them.
         """

@@ -72,8 +72,8 @@ class RowGroups:
         The tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
 
-        rows: (N, ...), N rows of all experts. The rows may also be another dimension than the first.
-        dim: the dimension of the rows.
+        rows: a tensor in which dimension ``dim`` counts the N rows of all experts, (N, ...) by default.
+        dim: the dimension that counts the rows.
         """
         if len(self.with_rows) < 2:
             return [rows] * len(self.with_rows)

@@ -74,8 +74,8 @@ def check_peft(experts_module: nn.Module) -> None:
     """Raises ValueError if PEFT adapts stacked weights of experts that are spread over several ranks.
 
     PEFT does so with its argument ``target_parameters``. Its adapter would hold the matrices of this rank's
-    experts only, under the same name on every rank. So PEFT would save those of one rank, and could not load
-    them on another number of ranks.
+    experts only, under the same name on every rank. So PEFT would save the matrices of one rank only, and
+    could not load them on another number of ranks.
 
     experts_module: the module that the layer has as its experts, which PEFT may have wrapped.
     """

@@ -45,8 +45,8 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
     counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
         experts of each of W ranks.
     num_ranks: W.
-    num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
-        chunks must be cut finer to fit into the buffers of every rank.
+    num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree the
+        ranks agree how often the chunks must be cut finer to fit into the buffers of every rank.
     """
     if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
         return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
@@ -146,8 +146,8 @@ class Messages:
         counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
             experts of each of W ranks.
         num_ranks: W.
-        num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
-            chunks must be cut finer to fit into the buffers of every rank.
+        num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree
+            the ranks agree how often the chunks must be cut finer to fit into the buffers of every rank.
         memory: the memory of messages of these sizes; None allocates it.
         """
         num_bins = counts_FE.shape[0]

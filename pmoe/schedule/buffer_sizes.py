@@ -194,7 +194,7 @@ class BufferSizes:
     def _inside_rows(self, name: str) -> Sequence[int]:
         """Returns how many rows each chunk has in a buffer that a collective inside the node reads or writes.
 
-        Such collectives run only if experts are sharded over the ranks of a node: an all-gather before the
+        These collectives run only if experts are sharded over the ranks of a node: an all-gather before the
         experts, and a reduce-scatter after them.
 
         name: the buffer:

@@ -25,8 +25,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     both orders.
 
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
-    Those of all chunks but the last are computed in one task, because small products are slow. Those of the
-    last chunk are computed at the end, while the last combine all-to-all (R) runs.
+    The rows of all chunks but the last are computed in one task, because small products are slow. The rows of
+    the last chunk are computed at the end, while the last combine all-to-all (R) runs.
 
     n: number of chunks.
     stages: the stages that the layer has.

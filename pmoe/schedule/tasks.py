@@ -588,7 +588,7 @@ class PassBuilder:
         callbacks between dispatch and all-gather (`Stages.hooked`).
 
         i: number of the chunk.
-        again: whether the rows are those of forward (T_DI) that backward sends again. The tasks are then HAI
+        again: whether the rows are forward's rows (T_DI), which backward sends again. The tasks are then HAI
             and AGI.
         """
         if self.stages.hooked and 0 <= i < self.n:
@@ -601,7 +601,7 @@ class PassBuilder:
 
         i: number of the chunk.
         source: the name of the buffer with this rank's own rows.
-        again: whether the rows are those of forward (T_DI) that backward sends again. The task is then AGI.
+        again: whether the rows are forward's rows (T_DI), which backward sends again. The task is then AGI.
         """
         writes = [f"{'T_DI' if again else self._received}.{i}", f"copies{'_again' * again}.{i}"]
         self.add(Kind.ALL_GATHER.again(again), i, [f"{source}.{i}"], writes)

@@ -60,8 +60,8 @@ class TileCounters:
     """Counters from which thread blocks take the next tile of their product: one counter for each product.
 
     A counter must be zero before its product. One launch sets `NUM_COUNTERS` counters to zero, so a pass of a
-    layer seldom needs a second launch of this sort. All products that take a counter must run on the stream
-    that was current when the first counter was taken.
+    layer seldom needs a second launch that zeroes counters. All products that take a counter must run on the
+    stream that was current when the first counter was taken.
 
     zeros: (`NUM_COUNTERS`,) int32, counters that are zero already, and are returned first; None if there are
         none.

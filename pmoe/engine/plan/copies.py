@@ -90,9 +90,9 @@ class KeptCopies:
 class HostedCopies:
     """The copies of busy experts in one call: what this rank hosts, sends and receives.
 
-    In a call with copies, one numbering covers experts and copies. Each rank has E_local + `per_rank`
-    indices: first its own experts, then the copies that it hosts, sorted by expert. A rank that hosts fewer
-    than `per_rank` copies does not use its last indices.
+    In a call with copies, one numbering covers experts and copies ("common indices"). Each rank has E_local +
+    `per_rank` indices: first its own experts, then the copies that it hosts, sorted by expert. A rank that
+    hosts fewer than `per_rank` copies does not use its last indices.
 
     An expert's weights are sent as one row of P numbers. If the expert has several copies, the row is cut
     into parts: the owner sends each host a different part (task V), and each host sends its part to all other

@@ -1,7 +1,7 @@
 """Activation checkpoints that recompute MoE layers with the same routing: `pmoe.checkpoint_contexts`.
 
-A checkpoint runs a function in the forward pass (the first pass) without saving its tensors, and runs it
-again in backward (the second pass). In the first pass, each call of a layer records what was decided for it:
+An activation checkpoint runs a function in the forward pass (the first pass) without saving its tensors, and
+runs it again in backward (the second pass). In the first pass, each call of a layer records its decisions:
 the routing, the row counts, the number of chunks n, the restore pair and the choice of kernels. In the second
 pass, the i-th call of a layer reads the i-th record, so nothing is decided twice:
 
@@ -45,21 +45,22 @@ def checkpoint_contexts(
         y = checkpoint(block, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts)
 
     In the recomputation every token goes to the same experts as in the forward pass. The ranks exchange no
-    row counts, and the number of chunks and the restore pair stay the same. Without these contexts, dropout
-    or noise before the gate could change the routing, and gradients would belong to another output.
+    row counts. The number of chunks and the restore pair (how backward gets saved rows) stay the same.
+    Without these contexts, dropout or noise before the gate could change the routing, and gradients would
+    belong to another output.
 
     Pass the function itself, not its result: each checkpoint needs contexts of its own.
 
-    policy: operators outside of the layers whose results are saved instead of recomputed: a function or a
-        list of operators, as torch's ``create_selective_checkpoint_contexts`` takes it. MoE layers are always
-        recomputed as a whole. A context_fn with a policy:
+    policy: which operators outside of the layers have their results saved instead of recomputed. It is a
+        function or a list of operators, the argument of torch's ``create_selective_checkpoint_contexts``. MoE
+        layers are always recomputed as a whole. A context_fn with a policy:
 
         context_fn=functools.partial(pmoe.checkpoint_contexts, [torch.ops.aten.mm.default])
 
     Gradients equal those without the checkpoint, even if the block or its gates draw random numbers. The gate
     runs in the forward pass only, so its forward hooks are called once.
 
-    From the forward pass to the recomputation, each call of a layer holds its expert indices, routing weights
+    From the forward pass to the recomputation, each call of a layer keeps its expert indices, routing weights
     and row counts, and the tensors that its gate saves for backward. pmoe's gates save nothing wider than the
     logits. A gate of your own that copies the tokens to a wider dtype, for example by ``x.float()``, makes
     autograd save that copy.
@@ -68,9 +69,9 @@ def checkpoint_contexts(
     Nothing checks that.
 
     Raises RuntimeError in the recomputation if the checkpointed function calls other layers than before, in
-    another order, with another number of tokens or with another adapter (`pmoe.use_lora`), or if it calls
-    `torch.autograd.grad` through a layer.
-    Raises torch's errors for a policy that torch does not take.
+    another order, with another number of tokens or with another adapter (`pmoe.use_lora`). Raises it, too, if
+    the function calls `torch.autograd.grad` through a layer. Raises torch's errors for a policy that torch
+    does not take.
     """
     first = _FirstPass()
     second = _Second(first)
@@ -102,7 +103,7 @@ class _Both(AbstractContextManager[None]):
 
 
 def _find(layer: nn.Module) -> Replay | None:
-    """Returns the object that records or repeats the decisions of a call of ``layer`` that begins now.
+    """Returns the object that records or repeats the decisions of the call of ``layer`` that now begins.
 
     None if the innermost checkpoint around the call does not use `checkpoint_contexts`, or if there is no
     checkpoint.
@@ -134,11 +135,13 @@ class _Call:
     layer: the layer that was called.
     adapter: the name of the adapter that the call used (`pmoe.use_lora`); "" for none.
     decided: the decisions on which the ranks agreed (the values that `Replay.once` returned), by name. The
-        last is "choice". It is missing if the call raised an error.
-    routing: the value that `Replay.route` returned, detached from its graph. None if it raised an error.
+        last decision, "choice", is missing if the call raised an error.
+    routing: the value that `Replay.route` returned, detached from its graph. None if `Replay.route` raised an
+        error.
     tokens: (number of tokens, dtype of the layer's input); None until the gate has run.
     tickets: how many times the gate's graph saved the layer's input or a view of it.
-    random: the states of the random number generators (before, after) the gate ran; None if it drew nothing.
+    random: the states of the random number generators, (before the gate ran, after it ran); None if the gate
+        drew no random numbers.
     """
 
     layer: nn.Module
@@ -269,7 +272,7 @@ class _Second(AbstractContextManager[None]):
     The i-th call of a layer uses the routing and the other decisions of the i-th call in the forward pass.
 
     With retain_graph=True, backward may run several times. Each backward pass enters this context again and
-    reads the records from the first one on.
+    reads the records from the first record on.
     """
 
     def __init__(self, first: _FirstPass) -> None:
@@ -287,7 +290,7 @@ class _Second(AbstractContextManager[None]):
 
 
 class _RunningAgain:
-    """The state of one recomputation: the records of the forward pass, and which of them comes next.
+    """The state of one recomputation: the records of the forward pass, and the index of the next record.
 
     hooks: the checkpoint's own saved-tensor hooks during this recomputation.
     """
@@ -335,7 +338,7 @@ class _RunningAgain:
     def put_back(self) -> None:
         """Resets ``layer.last``, the report of a layer's last call, to its value before this recomputation.
 
-        Otherwise statistics would show a recomputed call as the last one.
+        Otherwise statistics would show a recomputed call as the layer's last call.
         """
         for layer, last in self._before.items():
             layer.last = last
@@ -346,7 +349,7 @@ def routing_is_kept() -> bool:
 
     The call must be in a forward pass. The result is True under two conditions: the innermost checkpoint uses
     `checkpoint_contexts`, and no other saved-tensor hooks are active around or inside of that checkpoint.
-    Such hooks may belong to another checkpoint, which recomputes the routing.
+    Those hooks may belong to another checkpoint, which recomputes the routing.
     """
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _FirstPass) and not last.is_inside and not _in_another_checkpoint(last.hooks)
@@ -382,7 +385,7 @@ def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two lists have as many tensors, with equal values."""
+    """Whether two lists have the same number of tensors, with equal values."""
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
@@ -450,10 +453,11 @@ class Packing:
         self.tickets: list[Ticket] = []
 
     def pack(self, tensor: Tensor) -> Ticket | tuple[Tensor, int]:
-        """Returns what autograd saves for ``tensor``: a ticket if it shares memory with the layer's input.
+        """Returns the object that autograd saves in place of ``tensor``.
 
-        Any other tensor is returned detached, with its version number. `unpack` compares the number to detect
-        changes in place.
+        If ``tensor`` shares memory with the layer's input, the object is a `Ticket`, which uses no device
+        memory. Any other tensor is returned detached, with its version number. `unpack` compares the number
+        to detect changes in place.
         """
         # An input without tokens gets a ticket too: its rank must recompute, because the other ranks do and
         # communicate with it.

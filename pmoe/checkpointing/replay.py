@@ -8,7 +8,7 @@ one:
 
                   routing by the gate     row counts and choices         rows and products
     first pass    runs, `route` records   exchanged, `once` records      run
-    second pass   `route` returns these   `once` returns these           run again
+    second pass   `route` returns record  `once` returns record          run again
 
 Under any other checkpoint everything runs again, and `pmoe.checkpointing.routing_check` detects a routing
 that changed.
@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 
 class Replay:
-    """Makes the decisions of one layer call. Subclasses record them, or return those of an earlier pass.
+    """Makes the decisions of one layer call. Subclasses record or repeat the decisions.
 
     This base class is for calls outside of `pmoe.checkpoint_contexts`: it makes each decision and records
     nothing. `replay_of` returns the object for a call.
@@ -44,10 +44,10 @@ class Replay:
 
         decide: makes a decision: the ranks agree on the row counts, the number of chunks and the restore
             pair.
-        what: the name of the decision. A call may make several; the last is "choice".
+        what: the name of the decision. A call of a layer may make several decisions; the last is "choice".
 
-        The caller must wrap this call in `hidden_from_checkpoints`. decide() runs in one of the two passes
-        only, and a checkpoint would notice the difference.
+        The caller must wrap the call of this method in `hidden_from_checkpoints`. decide() runs in one of the
+        two passes only, and a checkpoint would notice the difference.
         """
         return decide()
 
@@ -75,8 +75,9 @@ REPLAY_FINDERS: list[Callable[[nn.Module], Replay | None]] = []
 def replay_of(layer: nn.Module) -> Replay:
     """Returns the `Replay` of the call of ``layer`` that begins now.
 
-    Must be called exactly once for each call, at its start, because it records the call or takes the next
-    record.
+    A `Replay` records the decisions of one call in a checkpoint's forward pass. In the recomputation, it
+    returns the recorded decisions. So this function starts a record or takes the next one, and must be called
+    exactly once for each call of the layer, at the call's start.
     """
     replays = (find(layer) for find in REPLAY_FINDERS)
     return next((replay for replay in replays if replay is not None), Replay())

@@ -1,9 +1,9 @@
 """Detects routing that changed when an activation checkpoint recomputed a layer, by comparing hashes.
 
-It checks checkpoints that do not use `pmoe.checkpoint_contexts`, which repeats the routing by itself. If
-tokens were routed differently in the recomputation, gradients would belong to another output. Each call of a
-layer in a forward pass that may be recomputed stores a hash of its routing, of 8 bytes. A call in a
-recomputation computes the hash of its own routing, which must be among the stored ones.
+The check is for activation checkpoints without `pmoe.checkpoint_contexts`, which repeats the routing by
+itself. If tokens were routed differently in the recomputation, gradients would belong to another output. Each
+call of a layer in a forward pass that may be recomputed stores an 8-byte hash of its routing. A call in a
+recomputation computes the hash of its own routing, which must be among the stored hashes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ REMEMBERED_AT_FIRST = 128
 
 
 class _Remembered:
-    """Hashes of a layer's routing in its last forward passes that a checkpoint may recompute.
+    """Hashes of a layer's routing in its last forward passes, which a checkpoint may recompute.
 
-    hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest one.
+    hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest hash.
     num_tokens: number of tokens of each of these calls, on the host.
     adapters: the name of the adapter that each of these calls used (`pmoe.use_lora`); "" for none.
     """
@@ -71,17 +71,18 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
     """Checks whether a recomputed call of ``layer`` routes tokens differently than the forward pass did.
 
     num_tokens: number of tokens of the call.
-    routing: the tensors of the routing; None in place of those that a gate does not return.
+    routing: the tensors of the routing; None in place of a tensor that the gate does not return.
 
     This function cannot see whether there is a checkpoint. So it distinguishes two cases:
 
     - The call runs outside of backward: it is a forward pass. The hash of its routing is stored, and None is
       returned. Nothing is stored in inference mode, while a CUDA graph is captured, or if the only checkpoint
       around the call repeats the routing anyway.
-    - The call runs inside of backward, in training mode, with as many tokens as some stored call: it is taken
-      for a recomputation. Returns an int64 scalar on the routing's device: 1 if no stored call had the same
-      routing, else 0. The host does not wait for the device. (A hook may call the layer inside of backward
-      with new tokens. That is also taken for a recomputation if a stored call had as many tokens.)
+    - The call runs inside of backward, in training mode, with as many tokens as some stored call: it is
+      treated as a recomputation. Returns an int64 scalar on the routing's device: 1 if no stored call had the
+      same routing, else 0. The host does not wait for the device. (A hook may call the layer inside of
+      backward with new tokens. That call is also treated as a recomputation if a stored call had as many
+      tokens.)
 
     Raises RuntimeError if no stored call with as many tokens used the adapter that calls use now.
 

@@ -1,7 +1,7 @@
 """The autograd Function of pmoe's layers: a single node of autograd's graph for the whole computation.
 
-So one node runs the whole backward pass, and the tasks of the pass run in the order of pmoe's schedule. With
-a node for each operation, autograd would choose the order.
+This node runs the whole backward pass, so the tasks of the pass run in the order of pmoe's schedule. With a
+node for each operation, autograd would choose the order.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class _Experts(torch.autograd.Function):
         with backward_pass(ctx.ranks, ctx.call):
             tensors = list(ctx.saved_tensors)
             for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-                # DTensor experts bring this check. Autograd saved their local tensors, and the version
-                # counters of these do not show that a DTensor was changed in place after forward.
+                # Experts that are DTensors have this check. Autograd saved their local tensors, whose version
+                # counters do not show that a DTensor was changed in place after forward.
                 if check is not None:
                     check()
             wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]

@@ -10,12 +10,12 @@ parameter gradients later, when the stage would otherwise wait. So they call aut
 
 So each matrix product and each all-to-all runs once. The second call must have the same output gradient dy as
 the first call. If autograd passes a different tensor object, each rank compares the values of the two
-tensors, and one reduction tells all ranks whether they differ anywhere; if they do, the whole pass runs
-again. If autograd passes the same object, the second half communicates nothing.
+tensors. One reduction then tells all ranks whether the values differ on any rank. If they differ, the whole
+pass runs again. If autograd passes the same object, the second half communicates nothing.
 
 Between the halves, the operands of the parameter gradients are kept for all rows: the experts' inputs T_DI,
-the gradients of their outputs dT_DO, the activated T_M and its gradient dT_M. If chunks share buffers
-(``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
+the gradients of their outputs dT_DO, T_M after the nonlinearity, and the gradient dT_M. If chunks share
+buffers (``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
 gradients, and keeps the gradients of the parameters for the second half. All implementations of a call other
 than the pipeline (`pmoe.runners`) do the same.
 """
@@ -76,10 +76,10 @@ class Later:
     parameters: Callable[[], list[Tensor | None]]
 
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
-        """Returns whether the first half ran for the same gradient of the output. Equal on all ranks.
+        """Returns whether the first half ran for the same gradient of the output; equal on all ranks.
 
         The result is True if autograd passes the tensor object of the first half, and the tensor was not
-        changed. All ranks run the same program, so all ranks find this or none does. Otherwise each rank
+        changed. All ranks run the same program, so this is true on all ranks or on none. Otherwise each rank
         compares the values of the two tensors. A collective then makes the result False on all ranks if the
         values differ on any rank.
 
@@ -102,7 +102,8 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
     which autograd asks no gradient.
 
     ctx: the context of the call's autograd Function. If an earlier backward call returned only the gradients
-        of inputs, it left in ``ctx.later`` what the gradients of parameters are now computed from.
+        of inputs, it left a record in ``ctx.later`` (`Later`). The gradients of parameters are now computed
+        from this record.
     grad_TM: (T, M), the gradient of the layer's output, for T tokens with M = d_model columns.
     run: function (ctx, grad_TM, backward) that runs the function ``backward``, and the checks that every
         backward pass needs.
@@ -122,8 +123,9 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
             ctx.later = None
         return *(None,) * start, *later.of_inputs, *of_parameters
     ctx.later = None
-    # A rank alone may need no gradients of its parameters, or of its input. It has no second half then, and
-    # takes part in whole passes of the other ranks, or in their first half, which sends the same messages.
+    # One rank may need no gradients of its parameters, or of its input, although other ranks do. It then has
+    # no second half. It takes part in the other ranks' whole passes, or in their first half, which sends the
+    # same messages.
     if not has_halves or not keeps:
         return run(ctx, grad_TM, ctx.backward_from)
 
@@ -144,7 +146,7 @@ def asked(ctx: Any) -> tuple[bool, bool]:
     """Returns two flags: whether autograd asks for the gradient of the layer's input, and of any parameter.
 
     ctx: the context of the call's autograd Function. Its ``next_functions`` are the nodes that get the
-        gradients, so the flags follow from which of these nodes autograd will run.
+        gradients. Autograd asks for a gradient if it will run the node.
     """
     nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)
@@ -186,7 +188,7 @@ def all_at_once(
 
 
 class InputsFirst(Backward):
-    """A backward pass in two halves: `run` for gradients of inputs, `parameter_gradients` for the others.
+    """A backward pass in two halves: `run` for gradients of inputs, then `parameter_gradients`.
 
     wanted: for each tensor of `Inputs.all`, whether its gradient is wanted.
     all_tasks: the schedule of all tasks, of both halves.

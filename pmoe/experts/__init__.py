@@ -81,7 +81,7 @@ def make_stacked(
 
 
 def initialise(experts: StackedExperts, *, first_expert: int) -> None:
-    """Draws random values for the parameters of all local experts, in place; none on the meta device.
+    """Draws random values for all local experts' parameters, in place. Nothing on the meta device.
 
     experts: experts whose parameters are stacked: dimension 0 of each tensor counts the experts.
     first_expert: global index of local expert 0. The random seed of an expert follows from its global index,
@@ -101,8 +101,8 @@ def seeded(draw: Callable[[int], T], *, first_expert: int, count: int) -> list[T
     The seed of local expert i is s + first_expert + i, where s is a number drawn from the CPU's default
     generator. So an expert's values do not depend on the number of ranks.
 
-    Drawing s is the only lasting change of the generators. So ranks that build a model under one seed
-    continue with equal generators, even if they hold different numbers of experts.
+    Drawing s is the only lasting change of the generators. So ranks that build a model under one seed have
+    equal generators afterwards, even if they hold different numbers of experts.
     """
     # device="cpu" because under `with torch.device("meta")` the number would have no value.
     drawn_seed = torch.randint(2**62, (), device="cpu")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 MOST_DEPTH = 8
-"""How many attributes of attributes are described. Deeper objects are too complicated to be compared."""
+"""The most levels of attributes that are described. Deeper objects are too complicated to be compared."""
 
 OF_MODULE = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
@@ -38,7 +38,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 
 
 class UnknownAttributeError(ValueError):
-    """A module has an attribute whose value cannot be compared between ranks."""
+    """Raised if a module has an attribute whose value cannot be compared between ranks."""
 
 
 def why_not_copied(experts: Sequence[nn.Module]) -> str:
@@ -134,11 +134,11 @@ def _described(value: Any, path: str, known: dict[int, str], depth: int) -> str:
 
     value: the value.
     path: the attribute's name, for errors.
-    known: the objects that contain the value: from ``id(object)`` to a text. If the value is one of them,
-        this text is returned, which ends the recursion.
+    known: for each object that contains the value, a text, by ``id(object)``. If the value is one of these
+        objects, its text is returned, which ends the recursion.
     depth: how many objects contain the value.
 
-    Raises UnknownAttributeError if no such text can be made.
+    Raises UnknownAttributeError if the value has no text that is the same in every process.
     """
     if isinstance(value, PLAIN):
         return repr(value)

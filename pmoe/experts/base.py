@@ -4,7 +4,7 @@ Rows come sorted by expert. In these methods, T_DI are the rows that the rank's 
 hidden activation before the nonlinearity, and T_DO is the experts' output. A chunk (one micro-batch) goes
 through these methods:
 
-    forward    compute          T_DI -> T_DO, and what backward needs (T_M)
+    forward    compute          T_DI -> T_DO, and T_M for backward
     backward   recompute        T_DI -> T_M, if forward did not keep T_M
                join             T_M of forward's chunks -> T_M of a backward chunk, if the chunks differ
                input_gradient   gradient of T_DO -> gradient of T_DI, which the tokens' ranks wait for
@@ -81,10 +81,11 @@ class ExpertRows:
         d_model columns. If ``slots`` is given, it is (T, M) instead: the T tokens, of which the rows are
         copies.
     groups: where each expert's rows begin and end.
-    parameters: the tensors that `Experts.operands` returned, of any shape, or under autocast copies of them
-        in autocast's dtype. The engine passes them in, because gradients reach the parameters only through
-        inputs of the layer's autograd function.
-    space: a function that returns uninitialised memory, by name, rows and columns; None allocates it.
+    parameters: the tensors that `Experts.operands` returned, of any shape; under autocast, copies of these
+        tensors in autocast's dtype. The engine passes them in, because gradients reach the parameters only
+        through inputs of the layer's autograd function.
+    space: function (name, rows, columns) that returns uninitialised memory; None means that new memory is
+        allocated.
     out: (N, M), memory for the result; None takes memory from ``space``.
     grad_weight_N: (N,) of the routing weights' dtype, memory for their gradient, which `input_gradient` may
         use for its result; None lets it allocate the result.
@@ -103,7 +104,7 @@ class ExpertRows:
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.
 
-        name: what the memory is for: "T_M", "dT_M", "active", "T_DO", "dT_DI", "scratch" or "products".
+        name: the use of the memory: "T_M", "dT_M", "active", "T_DO", "dT_DI", "scratch" or "products".
         columns: number of columns.
         num_rows: number of rows; None means the number of rows of the chunk.
         """
@@ -117,9 +118,9 @@ class Hidden:
 
     T_M is the hidden activation before the nonlinearity. Each class of experts decides what it saves.
 
-    tensors: of any shape. The engine keeps them until backward, or copies them to the host. Kept tensors are
-        saved in the autograd context of the whole layer. So activation checkpointing and offloading hooks
-        see them, and backward frees them.
+    tensors: the saved tensors, of any shape. The engine keeps them until backward, or copies them to the
+        host. Kept tensors are saved in the autograd context of the whole layer. So activation checkpointing
+        and offloading hooks see them, and backward frees them.
     graph: everything that is not a tensor, such as autograd graphs of a user's modules.
     expendable: True if `Experts.input_gradient` may overwrite the tensors.
     """
@@ -195,7 +196,7 @@ class Experts(nn.Module, abc.ABC):
     The layer's first call compares it among the ranks, to notice experts that were overwritten since.
     """
     place: Any = None
-    """Record of which of all experts this rank holds, for state dicts; None before a layer has the experts.
+    """A record for state dicts: which experts this rank has; None before a layer has the experts.
 
     It is a `pmoe.decide.stored_state.ExpertPlace`. With it, a rank refuses to load another rank's experts.
     """
@@ -213,7 +214,7 @@ class Experts(nn.Module, abc.ABC):
     are_equal = False
     """Whether all ranks' experts were equal when last compared, or were copied from one dense network."""
     copy_parts: Mapping[str, tuple[int, Shard]] = {}
-    """For each parameter's name, the dimension that FSDP2 shards over copies, and this rank's part of it.
+    """Maps a parameter's name to the dimension that FSDP2 shards over copies, and this rank's part of it.
 
     Empty if FSDP2 does not shard the experts. `pmoe.parallelize` sets it.
     """
@@ -230,7 +231,8 @@ class Experts(nn.Module, abc.ABC):
     """The parameters that all experts of all ranks share, by name; an adapter may have some.
 
     They have no dimension that counts experts, so every rank holds a copy. The value is the dimension along
-    which a parameter is split if each expert's hidden columns are split over ranks; None for a whole one.
+    which a parameter is split if each expert's hidden columns are split over ranks; None for a parameter that
+    stays whole.
     """
     setting = ""
     """Words for a setting of the experts that may change between calls, such as the adapter in use."""
@@ -256,7 +258,7 @@ class Experts(nn.Module, abc.ABC):
 
         If each expert's hidden columns are split over ranks, the bias b2 also gets ``num_copies``, the number
         of these ranks: each of them holds the whole b2, with the same gradient. Shared experts get no marks,
-        because they are the same on every rank and belong to the dense part.
+        because they are the same on every rank and belong to the dense part of the model.
 
         Copying, unpickling, to_empty and load_state_dict(assign=True) make new Parameter objects, which have
         no marks. The experts call this method after each of these.
@@ -295,13 +297,13 @@ class Experts(nn.Module, abc.ABC):
         the parameter along this dimension. None stands for a parameter that every rank holds whole. Dimension
         0 of every parameter must count the experts.
 
-        This default returns None instead of a mapping, for experts with other parameters. `pmoe.parallelize`
-        then does not change the parameters, and the hidden columns cannot be split.
+        This base class returns None instead of a mapping, for experts with other parameters.
+        `pmoe.parallelize` then does not change the parameters, and the hidden columns cannot be split.
         """
         return None
 
     def keep(self, experts: slice, shard: Shard) -> None:
-        """Drops all experts but a range of them, and all hidden columns but those of ``shard``.
+        """Keeps a range of the experts, and the hidden columns of ``shard``; drops all other values.
 
         experts: the range of local experts that stay.
         shard: the part of their hidden columns that stays. Before the call, the experts must have all
@@ -309,7 +311,7 @@ class Experts(nn.Module, abc.ABC):
 
         The parameters become new Parameter objects.
 
-        Raises TypeError if the class of experts cannot be split: this default always does.
+        Raises TypeError if the class of experts cannot be split. This base class always raises it.
         """
         raise TypeError(
             f"experts ({type(self).__name__}) must be stacked or modules to be spread over ranks, or "
@@ -326,7 +328,8 @@ class Experts(nn.Module, abc.ABC):
             a single expert, such as a layer's shared expert, which computes every row.
 
         Forward pre-hooks run before any parameter is read. So the call computes with the parameters that the
-        hooks leave behind: pruned ones, for example, or ones that were fetched from another device.
+        hooks leave behind, for example with pruned parameters, or with parameters that a hook fetched from
+        another device.
 
         Raises ValueError if there are several experts and no ``run``.
         """
@@ -349,7 +352,8 @@ class Experts(nn.Module, abc.ABC):
         x is (T, M), T tokens with M = d_model columns. Autograd must be able to differentiate the operations.
         The layer calls this method, by `forward`, if the shared expert has hooks or is in a wrapper.
 
-        Raises TypeError in this class. A subclass for such shared experts must implement the method.
+        Raises TypeError in this class. A subclass must implement the method if its shared experts may have
+        hooks or a wrapper.
         """
         raise TypeError(
             f"shared_expert ({type(self).__name__}) has hooks or is in a wrapper, so it is computed by "
@@ -378,7 +382,7 @@ class Experts(nn.Module, abc.ABC):
 
         E_local is the number of this rank's experts. Each tensor is the present value of an attribute such as
         ``w1``. The attribute is a parameter, or a tensor that pruning, a parametrization or dequantisation
-        computes from parameters. It is read once. Its autograd graph leads gradients back to these
+        computes from parameters. A call reads it once. Its autograd graph leads gradients back to these
         parameters. If `pmoe.parallelize` set the function ``reduce``, this function reduces the gradients
         over ranks.
 
@@ -394,7 +398,7 @@ class Experts(nn.Module, abc.ABC):
         return values
 
     def copied_parameters(self, operands: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the tensors of which each copy of a busy expert (``balance``) has its own values.
+        """Returns the tensors that are copied if a busy expert gets a copy on another rank (``balance``).
 
         By default these are all tensors with which the experts compute, (E_local, ...) each.
 
@@ -405,7 +409,7 @@ class Experts(nn.Module, abc.ABC):
     def check_operands(self, values: Sequence[Tensor]) -> None:
         """Raises ValueError if a value of the experts has another size, type or device than they need.
 
-        Another tool may have replaced a weight or bias. This default checks nothing.
+        Another tool may have replaced a weight or bias. This base class checks nothing.
 
         values: the result of `operands`: this rank's part of each value, (E_local, ...) for E_local experts.
         """
@@ -438,7 +442,8 @@ class Experts(nn.Module, abc.ABC):
         """Returns whether a tensor that replaced a parameter will need a gradient in the next call.
 
         A forward pre-hook may compute the tensor at the start of each call. ``value`` is then still the
-        tensor of the last call, and the next one may differ in requires_grad. So there are three cases:
+        tensor of the last call, and the tensor of the next call may differ in requires_grad. So there are
+        three cases:
 
         - A hook of torch.nn.utils (pruning, weight norm, spectral norm) computes the tensor: False, because
           it does so from parameters of the experts, and none of these requires a gradient.
@@ -469,7 +474,8 @@ class Experts(nn.Module, abc.ABC):
         """Returns how many columns of memory the experts need for each row, for each kind of buffer.
 
         The engine sizes its buffers by these numbers, and the memory model predicts bytes from them. This
-        default has 0 everywhere: the class does not say what it needs, so its memory cannot be predicted.
+        base class returns 0 for every buffer: it does not say how much memory it needs, so its memory cannot
+        be predicted.
 
         device_type: "cpu" or "cuda", because some buffers are needed on one of them only.
         """
@@ -482,14 +488,14 @@ class Experts(nn.Module, abc.ABC):
         num_ranks: int,
         first_expert: int,
     ) -> None:
-        """Stores how to sum gradients over ranks, for parameters of which several ranks hold a copy.
+        """Stores the functions that sum gradients over ranks, for parameters with copies on several ranks.
 
-        This default does nothing, because there are no such parameters.
+        This base class does nothing, because it has no parameters with copies on several ranks.
 
         sum_shared: sums gradients, of any shape, over the ranks over which the experts are spread, in place;
             a collective. It is for parameters that all experts share (`replicated_dims`).
-        sum_whole: sums them over the ranks over which each expert's hidden columns are split, in place; a
-            collective. It is for parameters that these ranks hold whole.
+        sum_whole: sums gradients over the ranks over which each expert's hidden columns are split, in place;
+            a collective. It is for parameters that these ranks hold whole.
         num_ranks: the number of ranks over which the experts are spread.
         first_expert: the number of this rank's first expert among all experts.
         """
@@ -497,14 +503,14 @@ class Experts(nn.Module, abc.ABC):
     def reset_replicated(self) -> None:
         """Draws new values, of any shape, for the parameters that all experts share.
 
-        This default does nothing, because there are none.
+        This base class does nothing, because its experts share no parameters.
         """
 
     @abc.abstractmethod
     def compute(
         self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True
     ) -> tuple[Tensor, Hidden | None]:
-        """Computes a chunk's N rows. Returns the output T_DO (N, M), and what backward needs (T_M).
+        """Computes a chunk's N rows. Returns the output T_DO (N, M), and the tensors for backward (T_M).
 
         M = d_model. T_M is the hidden activation before the nonlinearity. The output is already multiplied by
         weight_N.
@@ -518,7 +524,7 @@ class Experts(nn.Module, abc.ABC):
         """Returns the state that `recompute` needs to repeat the next `compute`, such as the random state.
 
         The engine calls it before each `compute` whose hidden activation (T_M) may be computed again. This
-        default returns None: the result of `compute` depends on its arguments only.
+        base class returns None: the result of its `compute` depends on the arguments only.
         """
         return None
 
@@ -588,7 +594,7 @@ def _mark_loaded(experts: Experts, _: object) -> None:
 def row_dot(a_NX: Tensor, b_NX: Tensor, product_NX: Tensor | None = None) -> Tensor:
     """Returns the inner product of each row of a with the same row of b, (N,) for N rows.
 
-    It is summed in float32 or a wider dtype.
+    The sum is computed in float32 or a wider dtype.
 
     a_NX, b_NX: (N, X), with any number X of columns.
     product_NX: (N, X), memory for the products of the elements; None allocates it.

@@ -154,8 +154,8 @@ class _ExpertsInTiles(StackedExperts):
     ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """Computes gradients in tiles of a fixed number of rows, as `Experts.input_gradient` specifies.
 
-        Returns the gradients of the N rows (N, M) with M = d_model columns, those of the routing weights
-        (N,), and the tensors that `weight_gradient` needs.
+        Returns three results: the gradients of the N rows (N, M), with M = d_model columns; the gradients of
+        the routing weights (N,); and the tensors that `weight_gradient` needs.
 
         grad_NM: (N, M), the gradient of the outputs.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.

@@ -66,7 +66,7 @@ class Stacks:
 
     @property
     def named(self) -> dict[str, Tensor]:
-        """The tensors w1, w2, b1 and b2 by name, without those that are None, in the shapes of `Stacks`."""
+        """The tensors w1, w2, b1 and b2 by name, without missing biases, in the shapes of `Stacks`."""
         tensors = {"w1": self.w1, "w2": self.w2, "b1": self.b1, "b2": self.b2}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -80,7 +80,8 @@ class Stacks:
     def stand_ins(self) -> Stacks:
         """Returns stand-ins for the parameters: tensors of the same shapes, dtypes and device without memory.
 
-        A layer holds these between calls. So it knows the sizes and does not keep the module's tensors alive.
+        A layer keeps the stand-ins between calls. So it knows the sizes, and does not keep the module's
+        tensors alive.
         """
         tensors = {name: tensor.new_empty(()).expand(tensor.shape) for name, tensor in self.named.items()}
         name = self.activation if isinstance(self.activation, str) else None
@@ -258,8 +259,8 @@ class NormedExperts(ModuleExperts):
     modules, so pmoe cannot predict their memory.
 
     stacks: the tensors of the module, with its activation and norm.
-    views: for each tensor by name, one view for each expert; weights are (out, in) or (in, out), biases
-        (out,).
+    views: maps each tensor's name to its views, one for each expert. Views of weights are (out, in) or (in,
+        out), views of biases (out,).
     """
 
     stacks: Stacks

@@ -1,4 +1,4 @@
-"""Cuts a tensor of experts into parts of their hidden columns, and joins such parts.
+"""Cuts a tensor of experts into parts of their hidden columns, and joins parts to a tensor.
 
 The w1 of gated experts has two blocks of rows: the gate projection, and the up projection. A part has the
 same hidden columns of both. Example with 6 hidden columns and 3 parts:
@@ -21,7 +21,7 @@ def own_columns(values: Tensor, dim: int, halves: int, shard: Shard) -> Tensor:
     """Returns one part of a tensor's hidden columns. It may share memory with the tensor.
 
     values: a tensor with all hidden columns.
-    dim: the dimension that counts them, at least 0.
+    dim: the dimension that counts hidden columns, at least 0.
     halves: the number of blocks of hidden columns in that dimension: 2 in w1 of gated experts, else 1.
     shard: the part.
     """

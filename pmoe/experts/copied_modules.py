@@ -36,7 +36,7 @@ def values_of(module: nn.Module) -> list[Tensor]:
 
 
 def row_values(module: nn.Module) -> list[Tensor]:
-    """Returns an expert's parameters, then its buffers as numbers of the parameters' dtype, to be sent.
+    """Returns the values of an expert to send: its parameters, then its buffers as numbers of one dtype.
 
     module: the expert. Its parameters have one dtype.
     """
@@ -85,7 +85,7 @@ class _CopyGraph(Graph):
     """The autograd graph of one copy's rows of a chunk.
 
     first: the number of the copy's first parameter among the C * Q parameters of all copies.
-    parameters: the autograd edges of the copy's parameters; None for one without a gradient.
+    parameters: the autograd edges of the copy's parameters; None for a parameter without a gradient.
     """
 
     first: int
@@ -160,8 +160,8 @@ class CopiedModules(ModuleExperts):
     def _call(self, expert: int, rows_NM: Tensor) -> Any:
         """Computes a copy's rows.
 
-        If the module draws random numbers or changes a buffer, its results depend on the rank that computes
-        them. RuntimeError is then raised.
+        Raises RuntimeError if the module draws random numbers or changes a buffer, because its results would
+        then depend on the rank that computes them.
         """
         template = self._template[0]
         before = {name: self._values[expert][place] for name, place in self._places.items()}
@@ -195,7 +195,7 @@ class CopiedModules(ModuleExperts):
 def _not_copied(template: nn.Module, what: str) -> RuntimeError:
     """Returns the error for a module whose results depend on the rank that computes them.
 
-    what: what the module does, as the words after its name in the message.
+    what: the words that follow the module's name in the message, "draws random numbers" for example.
     """
     return RuntimeError(
         f"expert {type(template).__name__}, of which another rank computes a copy (balance), {what} in "

@@ -6,7 +6,8 @@ The steps from a parameter to the tensor that a call computes with:
     `local_values`   redistributes a value, if its placements differ from the parameter's
     `Local`          takes this rank's part; its backward reduces the gradients of all parameters together
 
-`replace_parameter` puts a new Parameter in a module. Optimizers that hold the old one then raise an error.
+`replace_parameter` puts a new Parameter in a module. Optimizers that still have the old Parameter then raise
+an error.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def replace_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     """Replaces a module's parameter ``name`` by a new Parameter that holds ``value``.
 
     An optimizer that was made before still has the old parameter, and would train it without any effect on
-    the model. So the next step of such an optimizer raises ValueError.
+    the model. So the next step of that optimizer raises ValueError.
     """
     old = module.get_parameter(name)
     setattr(module, name, nn.Parameter(value, requires_grad=old.requires_grad))
@@ -123,8 +124,8 @@ class Local(torch.autograd.Function):
     """Takes this rank's part of each parameter, in one autograd function for all of them.
 
     Its backward runs once the gradients of all parameters are complete. So the gradients are reduced over
-    ranks together and in the same order on every rank, before they are added to those of earlier backward
-    passes.
+    ranks together and in the same order on every rank, before they are added to the gradients of earlier
+    backward passes.
     """
 
     @staticmethod
@@ -161,8 +162,8 @@ class Local(torch.autograd.Function):
 def _check_unchanged(before: list[tuple[Tensor, int]]) -> None:
     """Raises RuntimeError if a DTensor was changed in place since forward.
 
-    Autograd saves the local tensor, whose version counter does not show such a change. So the backward pass
-    that uses the local tensor calls this function.
+    Autograd saves the local tensor, whose version counter does not show a change of the DTensor. So the
+    backward pass that uses the local tensor calls this function.
 
     before: each DTensor, of any shape, with its version counter in forward.
     """

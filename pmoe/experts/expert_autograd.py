@@ -26,8 +26,8 @@ class _InRows:
 
     The view itself is not stored. In backward it is made again from the rows, which the caller restores.
 
-    size, stride: of the view, in elements.
-    offset: elements from the rows' first element to the view's first one.
+    size, stride: size and stride of the view, in elements.
+    offset: number of elements from the rows' first element to the view's first element.
     """
 
     size: tuple[int, ...]
@@ -58,13 +58,14 @@ class SavedTensorSlots:
     own: the parameters and buffers that were saved.
     checks_own: whether `get` raises if a tensor in ``own`` changed after it was saved. It is False if other
         saved-tensor hooks are active, such as a checkpoint's, because autograd does not check versions under
-        such hooks either.
+        these hooks, either.
     rows: the expert's input rows; None between forward and backward.
     tensors: the other saved tensors; empty between forward and backward, when the caller keeps them.
     rows_changed: whether the expert changed its input rows in place.
 
-    The graph refers to this object through the hooks. This object must not refer to the graph: that would be
-    a cycle through autograd, which Python's garbage collector does not see, so that neither would be freed.
+    The graph refers to this object through the hooks. This object must not refer to the graph. Otherwise both
+    would be a cycle through autograd, which Python's garbage collector does not see, and neither would be
+    freed.
     """
 
     own_storages: frozenset[int]
@@ -87,9 +88,9 @@ class SavedTensorSlots:
         self._rows_version = rows_NM._version
 
     def seal(self) -> None:
-        """Ends the recording: notes which saved tensors the expert changed in place after they were saved.
+        """Ends the recording: records which tensors the expert changed in place after they were saved.
 
-        Gradients computed from such tensors would be wrong, so `get` raises for them.
+        Gradients computed from changed tensors would be wrong, so `get` raises for them.
         """
         assert self.rows is not None
         new_versions = [tensor._version for tensor in self.tensors]
@@ -244,13 +245,15 @@ def record(
 
     run: the expert, or another function of rows, such as a user's callback.
     rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
-    chunk_rows: which of the chunk's rows these are.
+    chunk_rows: the slice of the chunk's rows that ``rows`` are.
     saved_slots: an empty `SavedTensorSlots`.
     own_rows: whether the graph must keep its input rows.
-        False for experts: the engine keeps or restores the rows (T_DI). So if autograd saves the rows, or a
-        view of them, only a note of it is stored, and the caller must set ``saved_slots.rows`` before
-        backward. The output is stored for backward.
-        True for callbacks: only the graph can keep the rows. So if autograd saves a view of the rows, the
+
+        False, for experts: the engine keeps or restores the rows (T_DI). So if autograd saves the rows, or a
+        view of them, only a description is stored (`_InRows`), and the caller must set ``saved_slots.rows``
+        before backward. The output is stored for backward.
+
+        True, for callbacks: only the graph can keep the rows. So if autograd saves a view of the rows, the
         view is stored like any other tensor. The output is not stored.
     """
     anchor = torch.empty(0, device=rows.device, requires_grad=True)
@@ -281,7 +284,7 @@ def gradients(
     The gradient is None for a tensor that requires none, or that the graph does not use.
 
     graph: the graph. Its ``saved_slots`` must hold the tensors that autograd saved; they stay in it.
-    wanted: the parameters, of any shape, or their autograd edges; None for one without a gradient.
+    wanted: the parameters, of any shape, or their autograd edges; None for a parameter without a gradient.
     grad_output: the gradient of the graph's output, of the same shape.
     """
     assert graph.output is not None

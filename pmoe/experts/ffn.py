@@ -92,8 +92,8 @@ def find_activation(name: str) -> Activation:
 class FFNExperts(StackedExperts):
     """Feed-forward experts of one rank: act(x w1^T + b1) w2^T + b2 for a row x, with relu, gelu or silu.
 
-    The gelu is the exact one. One tensor holds a weight of all E_local experts. T_M, the hidden activation
-    before the nonlinearity, is (N, H) for N rows and H hidden columns.
+    gelu is computed exactly, not by the approximation with tanh. One tensor holds a weight of all E_local
+    experts. T_M, the hidden activation before the nonlinearity, is (N, H) for N rows and H hidden columns.
     """
 
     hidden_factor = 1

@@ -48,8 +48,8 @@ class PreparedProduct:
     The arguments of a launch that do not depend on the rows were checked before. The product must be launched
     on the stream that was current when this object was made.
 
-    request: a function that takes a number of rows and returns a `ProductRequest`: the description of the
-        product, for which an implementation is chosen.
+    request: function (number of rows) that returns a description of the product, a `ProductRequest`. The
+        implementation is chosen for this request.
     device: the device that computes.
     fields: the arguments of a launch that do not depend on the rows.
     """
@@ -99,7 +99,7 @@ class PreparedProduct:
 class LaunchedExperts:
     """The experts of one pass on a GPU, whose matrix products are launched without repeated checks.
 
-    It has those methods of `Experts` that compute products, with the same arguments and results. If pmoe's
+    It has the methods of `Experts` that compute products, with the same arguments and results. If pmoe's
     kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
 
     stacked: the experts.
@@ -146,7 +146,7 @@ class LaunchedExperts:
             a weight.
         in_features, out_features: columns and rows of the weight, or of the gradient of the weight.
         bias: the bias that is added to the product; None if it has none.
-        epilogue: code of what the kernel computes with the product before it writes the result.
+        epilogue: number of the operation that the kernel applies to the product before it writes the result.
         fields: the arguments of the launch that do not depend on the rows.
         """
         rows = self._rows
@@ -197,7 +197,7 @@ class LaunchedExperts:
 
     @functools.cached_property
     def _output(self) -> PreparedProduct:
-        """Forward's second product: the activation times w2^T, plus b2, times the routing weights."""
+        """Forward's second product: (activation @ w2^T + b2) * routing weight, for each row."""
         _, w2, _, b2 = self._weights
         width = self._width
         model = w2.shape[1]
@@ -209,8 +209,8 @@ class LaunchedExperts:
     def _hidden_gradient(self) -> PreparedProduct:
         """Backward's first product: the gradients of T_M and of the routing weights, and the activation.
 
-        T_M is the hidden activation before the nonlinearity. The activation after it is computed again,
-        because w2's gradient needs it.
+        T_M is the hidden activation before the nonlinearity. The hidden activation after the nonlinearity is
+        computed again, because w2's gradient needs it.
         """
         _, w2, _, _ = self._weights
         hidden = self._num_hidden

@@ -5,7 +5,7 @@ An adapter of rank R changes a weight of expert e by a product of two small matr
     weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R, with a constant alpha
 
 The product B @ A is never computed. Instead, rows x are multiplied by A, then by B, and the result is added
-to the product with W1. Here A stands for A[e], and B for scale * B[e]:
+to the product of x and W. For the first weight W1, with A for A[e] and B for scale * B[e]:
 
     forward    T_M  = x W1^T + (x A^T) B^T                 x A^T is small: (N, R) for the N rows of a chunk
     backward   dT_DI = dT_M W1 + (dT_M B) A
@@ -53,14 +53,14 @@ ADAPTERS = "adapters."
 """The beginning of the names of all adapters' parameters among those of the experts."""
 
 HIDDEN_OF_MATRICES: dict[str, int | None] = {"w1_A": None, "w1_B": -2, "w2_A": -1, "w2_B": None}
-"""For each matrix of an adapter the dimension that counts hidden columns, from the end; None if none does."""
+"""Maps an adapter's matrices to the dimension that counts hidden columns, from the end; None if none does."""
 
 
 OWN_FILES = (
     "save and load with pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), "
     "both on every rank and after pmoe.parallelize, or let every rank load its own file"
 )
-"""What to do if a rank's adapters would get the values of another rank's, for errors."""
+"""The end of error messages: what to do if a rank's adapters would get another rank's values."""
 
 
 class Adapter(nn.Module):
@@ -79,7 +79,7 @@ class Adapter(nn.Module):
     alpha: the factor of B @ A is alpha / R.
     shared: whether all experts of all ranks share one adapter.
     shard: the part of the hidden columns that this rank holds; ``shapes`` have only these columns.
-    device, dtype: of the parameters.
+    device, dtype: the device and dtype of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
     targets: the names of the weights that get an adapter.
@@ -171,9 +171,10 @@ class Adapter(nn.Module):
         """Returns the values that a state dict needs in addition to the matrices, by name.
 
         They are ``alpha``, ``rank``, ``shared``, ``experts`` and ``part``. ``experts`` is [number of this
-        rank's first expert, number behind its last one]; None if all experts share one adapter. ``part`` is
-        [number of this rank's part of the hidden columns, number of parts]; None if the rank has all columns.
-        Both are None if the matrices are DTensors, which know which part they are.
+        rank's first expert, number behind its last expert]; None if all experts share one adapter. ``part``
+        is [number of this rank's part of the hidden columns, number of parts]; None if the rank has all
+        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which know which part they
+        are.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain
@@ -381,7 +382,8 @@ class LoraExperts(StackedExperts):
 
     adapters: the adapters by name.
     active: the name of the adapter that calls use; "" for none.
-    setting: a text that describes the active adapter, by which ranks check that they use the same one.
+    setting: a text that describes the active adapter. Ranks compare it to check that they use the same
+        adapter.
     sum_shared: a function that sums gradients over the ranks that the experts are spread over, in place. It
         is a collective, for the gradients of a shared adapter.
     sum_whole: a function that sums gradients over the ranks that each expert's hidden columns are split over,
@@ -618,7 +620,7 @@ CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
     FFNExperts: LoraFFNExperts,
     SwiGLUExperts: LoraSwiGLUExperts,
 }
-"""The class that experts get together with their first adapter, by their own class."""
+"""Maps a class of experts to the class that its experts get with their first adapter."""
 
 
 def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:

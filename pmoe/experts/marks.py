@@ -19,13 +19,13 @@ import re
 from torch import Tensor, nn
 
 STACKED = re.compile(r"(parametrizations\.)?(w1|w2|b1|b2)(_orig|\..*)?")
-"""Matches the names of parameters that hold all experts: "w1", pruned ("w1_orig") or parametrized ones."""
+"""Matches names of parameters of all experts: "w1", and names of pruned ("w1_orig") or parametrized w1."""
 
 
 def mark_stacked(experts: nn.Module) -> None:
     """Sets ``stacked = True`` on the experts' parameters whose dimension 0 counts experts: w1, w2, b1, b2.
 
-    Call it again whenever tools make new Parameter objects, because these have no such attribute.
+    Call it again whenever tools make new Parameter objects, because these have no attribute ``stacked``.
     """
     for name, parameter in experts.named_parameters():
         if STACKED.fullmatch(name):

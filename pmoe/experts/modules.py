@@ -9,7 +9,7 @@ and views of the received rows (T_DI), because the engine restores the rows itse
 
 The saved tensors are not kept in the graphs. They are handed to the engine, which keeps or offloads them
 (`Hidden.tensors`). If they stayed in the graphs, activation checkpointing would find them graph by graph, and
-would run the whole layer again for each graph: on each rank a different number of times, so that collectives
+would run the whole layer again for each graph. Ranks have different numbers of graphs, so their collectives
 would not match.
 """
 
@@ -246,8 +246,8 @@ class ModuleExperts(Experts):
         finally:
             for buffers, name, buffer, version, value in saved_buffers:
                 if buffer._version != version:
-                    # Without a new version: a graph recorded in the block may have saved the buffer, and
-                    # would take the restored value for a change.
+                    # The version stays the same. A graph recorded in the block may have saved the buffer, and
+                    # would raise an error for a new version, although the value is restored.
                     with torch.no_grad(), _unsafe_preserve_version_counter(buffer):
                         buffer.copy_(value)
                 buffers[name] = buffer

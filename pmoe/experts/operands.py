@@ -114,7 +114,7 @@ def dense_value(value: Tensor, name: str) -> Tensor:
 
 
 def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError if a weight or bias is not a plain parameter, because only those can be split.
+    """Raises ValueError if a weight or bias is not a plain parameter: only plain parameters can be split.
 
     It is not plain if it is pruned, parametrized, or replaced by another tool's tensor.
 

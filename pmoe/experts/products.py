@@ -72,8 +72,8 @@ class RowGroups:
         The tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
 
-        rows: (N, ...), N rows of all experts. The rows may also be another dimension than the first.
-        dim: the dimension of the rows.
+        rows: a tensor in which dimension ``dim`` counts the N rows of all experts, (N, ...) by default.
+        dim: the dimension that counts the rows.
         """
         if len(self.with_rows) < 2:
             return [rows] * len(self.with_rows)
@@ -90,8 +90,8 @@ def choice(
 ) -> str:
     """Returns the implementation that computes a product: PMOE, GROUPED_MM or LOOP.
 
-    form, first, second: which product, and its two factors, for N rows, E experts, I input and O output
-        features:
+    form, first, second: the kind of the product, and its two factors, for N rows, E experts, I input and O
+        output features:
 
         form      product                           first             second
         forward   rows times experts' matrices      rows (N, I)       matrices (E, O, I)
@@ -160,9 +160,9 @@ def expert_product(
 
 
 def scale_of(weight_N: Tensor, rows: Tensor) -> Tensor:
-    """Returns the N rows' routing weights, (N,), converted to what kernels read.
+    """Returns the N rows' routing weights, (N,), in the dtype and layout that kernels read.
 
-    The result is contiguous and in float32, or in the dtype of ``rows`` if that is wider.
+    The result is contiguous, and in float32, or in the dtype of ``rows`` if that is wider.
 
     weight_N: (N,), the routing weights.
     rows: a tensor with the dtype of the rows.
@@ -192,7 +192,7 @@ def expert_input_gradient(
 
 
 class GradientSum:
-    """Sums the gradient of one parameter over chunks, in the order in which they are computed.
+    """Sums the gradient of one parameter over chunks, in the order in which chunks are computed.
 
     The parameter holds one weight of all E experts of the rank: (E, ...).
 
@@ -309,7 +309,7 @@ class GradientSum:
         """Adds a gradient of one expert's parameter to the sum.
 
         expert: the number of the expert on this rank.
-        contribution: of the parameter's shape without its first dimension.
+        contribution: the gradient. It has the parameter's shape without the first dimension.
         """
         if self.is_empty:
             self.total.zero_()

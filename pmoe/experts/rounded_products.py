@@ -3,9 +3,10 @@
     rounded      rows times w1, rows times w2, and the gradients of the rows of both
     not rounded  the gradients of w1, w2 and biases; the nonlinearity; routing weights
 
-Numbers that share a scale lie along the dimension that the product sums over. Forward and the gradients of
-rows sum over different dimensions of a weight, so a weight is rounded in two ways. A pass rounds each weight
-once, however many chunks it has. Gradients are computed as if the rounding were the identity.
+Groups of float8 numbers share a scale. The numbers of a group lie along the dimension that the product sums
+over. Forward and the gradients of rows sum over different dimensions of a weight, so a weight is rounded in
+two ways. A pass rounds each weight once, however many chunks it has. Gradients are computed as if the
+rounding were the identity.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ class RoundedProducts:
         )
 
     def _weight(self, weight_EOI: Tensor, form: str) -> Rounded:
-        """Returns a rounded weight. Its last dimension is the one that the product sums over.
+        """Returns a rounded weight. The product sums over its last dimension.
 
         A pass rounds each weight once. Rounded weights are found by the weight's address, so the weight is
-        kept, too: otherwise another tensor could get this address.
+        kept, too: otherwise another tensor could get the same address.
 
         weight_EOI: (E, O, I).
         form: "forward": the result is (E, O, I); "input": (E, I, O).

@@ -265,9 +265,9 @@ class StackedExperts(Experts):
             self._put(name, parameter, local_expert, values)
 
     def _put(self, name: str, parameter: Tensor, local_expert: int, values: Tensor) -> None:
-        """Writes the values of one expert into a parameter, or those of them that this rank holds.
+        """Writes the values of one expert into a parameter.
 
-        If FSDP2 shards the experts over their copies, a rank holds a part of the parameter.
+        If FSDP2 shards the experts over the ranks that have copies of them, only this rank's part is written.
 
         name: the parameter's name.
         parameter: (E_local, ...) or this rank's part of it.

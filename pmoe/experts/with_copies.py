@@ -26,7 +26,7 @@ from pmoe.experts.products import GradientSum, RowGroups
 
 
 class _Part(NamedTuple):
-    """One of two parts of a chunk's rows: the rows for the rank's own experts, or those for its copies.
+    """One of two parts of a chunk's rows: the rows for the rank's own experts, or the rows for its copies.
 
     rows: the slice of the chunk's rows that belongs to the part.
     expert_rows: the rows of the part, with the parameters and the memory to compute them.
@@ -39,14 +39,14 @@ class _Part(NamedTuple):
 class ExpertsWithCopies:
     """A rank's own experts and its copies of other ranks' experts, behind the interface of `Experts`.
 
-    It has those methods of `Experts` that a forward or backward pass calls. They compute the rows of both own
+    It has the methods of `Experts` that a forward or backward pass calls. They compute the rows of both own
     experts and copies.
 
     experts: the rank's own experts.
     copies: the copies' parameters, in the order of `Experts.operands`; each is (C, ...) for the C copies of
         this rank. Their values may be written after this object was built.
-    copied_experts: the experts that compute the rows of copies. None if these are ``experts``, which then
-        compute them with the parameters in ``copies``.
+    copied_experts: the experts that compute the rows of copies. None means ``experts``, which then compute
+        with the parameters in ``copies``.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ExpertsWithCopies:
 
     @property
     def _both(self) -> tuple[Experts, Experts]:
-        """The experts that compute the rows of own experts, and those that compute the rows of copies."""
+        """Two objects: one computes the rows of own experts, the other computes the rows of copies."""
         return self._experts, self._copied_experts
 
     def take_copies(self) -> None:
@@ -85,9 +85,8 @@ class ExpertsWithCopies:
     def _copied_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each copy has, without the own experts.
 
-        groups: the numbers of rows of each own expert, then those of each copy. On every rank, the number of
-            entries for copies is that of the rank with most copies. A rank with fewer copies has zeros at
-            the end.
+        groups: the number of rows of each own expert, then of each copy. Every rank has as many entries for
+            copies as the rank with the most copies needs. A rank with fewer copies has zeros at the end.
         """
         count = self._experts.num_local_experts
         own = sum(groups.counts[:count])
@@ -96,7 +95,7 @@ class ExpertsWithCopies:
         return RowGroups(counts=groups.counts[numbers], ends=ends)
 
     def _parts(self, expert_rows: ExpertRows) -> tuple[_Part | None, _Part | None]:
-        """Divides a chunk's rows: returns the rows for own experts, and those for copies.
+        """Divides a chunk's rows: returns the rows for own experts, and the rows for copies.
 
         One of the two is None if it would have no rows.
 
@@ -167,7 +166,7 @@ class ExpertsWithCopies:
     def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate) -> Hidden:
         """Assembles the hidden activation of a backward chunk from those of forward chunks.
 
-        In the chunks of both passes, the rows of own experts come first, then those of copies.
+        In the chunks of both passes, the rows of own experts come first, then the rows of copies.
 
         parts: for each forward chunk with rows of this backward chunk: its hidden activation, and the pairs
             (slice of the forward chunk's rows, slice of the backward chunk's rows) to copy.
@@ -209,8 +208,8 @@ class ExpertsWithCopies:
     ) -> tuple[Tensor, Tensor, tuple[Any, Any]]:
         """Computes the gradients of a chunk's rows and of their routing weights.
 
-        There are N rows with M = d_model columns. Returns the gradient of the rows (N, M), that of the
-        routing weights (N,), and a pair of operands for the parameter gradients: the first for
+        There are N rows with M = d_model columns. Returns the gradient of the rows (N, M), the gradient of
+        the routing weights (N,), and a pair of operands for the parameter gradients: the first for
         `weight_gradient`, the second for `copy_gradient`.
 
         grad_NM: (N, M), the gradient of the outputs.
@@ -308,8 +307,8 @@ def _rows_in(hidden: Hidden) -> tuple[int, int]:
 def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tuple[slice, slice]]:
     """Restricts a map from forward rows to backward rows to a range of the forward rows.
 
-    The chunk's rows consist of two parts, those of own experts and those of copies. The result maps one part,
-    whose rows are counted from 0 in both chunks.
+    The chunk's rows consist of two parts, the rows of own experts and the rows of copies. The result maps one
+    part, whose rows are counted from 0 in both chunks.
 
     runs: pairs (slice of a forward chunk's rows, slice of a backward chunk's rows) of the same rows.
     start, stop: the range of forward rows to keep. In the result, forward rows are counted from ``start``.
@@ -330,13 +329,13 @@ def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tu
 
 
 def _joined(parts: Sequence[Hidden | None], num_rows: Sequence[int]) -> Hidden:
-    """Joins two records of saved tensors, that of own experts and that of copies, to one record.
+    """Joins the saved tensors of own experts and of copies, which are two records, to one record.
 
     The ``graph`` of the result is a list with an entry for each of the two records: (number of rows, number
-    of the record's tensors, the record's ``graph``), or None for a record that is None. `_separated` undoes
-    the joining.
+    of the record's tensors, the record's ``graph``). The entry is None if the record is None. `_separated`
+    undoes the joining.
 
-    parts: the record of own experts, then that of copies. A record is None if there are no rows for it.
+    parts: the record of own experts, then the record of copies. A record is None if there are no rows for it.
     num_rows: the number of rows of each.
     """
     saved = [part for part in parts if part is not None]
@@ -351,7 +350,7 @@ def _joined(parts: Sequence[Hidden | None], num_rows: Sequence[int]) -> Hidden:
 
 
 def _separated(hidden: Hidden) -> list[Hidden | None]:
-    """Splits a record that `_joined` made. Returns the record of own experts, then that of copies.
+    """Splits a record that `_joined` made. Returns the records of own experts and of copies.
 
     A record is None if own experts, or copies, had no rows.
 

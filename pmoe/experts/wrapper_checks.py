@@ -2,7 +2,7 @@
 
 Each rank holds different experts. A data-parallel wrapper that manages them broadcasts one rank's experts to
 all, or treats the ranks' experts as shards of one tensor. The model would still train, and the result would
-be wrong. So such a wrapper is an error, whose message shows the line to add.
+be wrong. So the wrapper is an error, whose message shows the line to add.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job, because any group
     of several ranks then mixes different experts.
 
-    Experts of a model that `pmoe.parallelize` has changed may be in no wrapper, because their gradients are
-    averaged already. With ``shard_experts`` FSDP2 averages them, and is the wrapper that they are in.
+    If `pmoe.parallelize` has changed the model, its experts must not be in any wrapper, because their
+    gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the
+    gradients, and is itself the experts' wrapper.
     """
     parameter = next(experts.parameters(), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -73,8 +74,8 @@ def check_peft(experts_module: nn.Module) -> None:
     """Raises ValueError if PEFT adapts stacked weights of experts that are spread over several ranks.
 
     PEFT does so with its argument ``target_parameters``. Its adapter would hold the matrices of this rank's
-    experts only, under the same name on every rank. So PEFT would save those of one rank, and could not load
-    them on another number of ranks.
+    experts only, under the same name on every rank. So PEFT would save the matrices of one rank only, and
+    could not load them on another number of ranks.
 
     experts_module: the module that the layer has as its experts, which PEFT may have wrapped.
     """

@@ -45,8 +45,8 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
     counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
         experts of each of W ranks.
     num_ranks: W.
-    num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
-        chunks must be cut finer to fit into the buffers of every rank.
+    num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree the
+        ranks agree how often the chunks must be cut finer to fit into the buffers of every rank.
     """
     if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
         return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
@@ -60,7 +60,7 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
 
 @dataclass(frozen=True)
 class Heading:
-    """All of a rank's messages of row counts but the counts and the fault, as routing kernels need it.
+    """The header of a rank's messages of row counts, and the sizes that routing kernels need for them.
 
     num_ranks: W.
     num_degrees: the number of degrees (numbers of chunks); each has an agreed number in `Messages`.
@@ -72,7 +72,10 @@ class Heading:
     header: tuple[int, ...]
 
     def with_fault(self, fault: int | Tensor) -> list[int]:
-        """Returns the header with the code of a fault; 0 if the code is a tensor, which replaces it later."""
+        """Returns the header with the code of a fault.
+
+        If the code is a tensor, the header has 0 in its place, and the kernel writes the code.
+        """
         header = list(self.header)
         header[FAULT] = 0 if isinstance(fault, Tensor) else int(fault)
         return header
@@ -85,7 +88,7 @@ class Sent:
     Some rows are sent to other ranks, others stay on this rank.
 
     slot: (S,) int32, the (token, choice) pair of each row, sorted by chunk, then by rank. Rows that stay on
-        this rank are the last ones of their chunk.
+        this rank are the last rows of their chunk.
     weight: (T * K,) the routing weight of each pair; None if the order of weights is not wanted. Kernels read
         float32 only.
     """
@@ -108,7 +111,7 @@ class RowOrder:
         weights are sent: sorted by destination rank, then by chunk. The pairs of rows that stay on this rank
         come last. None if it was not wanted.
     number_weight: (S,) float32, the routing weights in the order of number_slot; None if not wanted.
-    zeros: (num_zeros,) int32.
+    zeros: (num_zeros,) int32 zeros, for counters of tiles.
     """
 
     ends: Tensor
@@ -128,7 +131,7 @@ class Messages:
 
     memory: int64: the agreed numbers, then the messages that are sent, then the messages that arrive. W
         messages are sent and W arrive, each of L int32 numbers: a header and the row counts of one rank.
-    num_agreed: how many agreed numbers there are.
+    num_agreed: the number of agreed numbers.
     sizes: the tuple (W, F, E): ranks, bins (equal ranges of tokens), experts of a rank.
     """
 
@@ -143,8 +146,8 @@ class Messages:
         counts_FE: (F, W * E), this rank's rows in each of F bins (equal ranges of its tokens) for each of E
             experts of each of W ranks.
         num_ranks: W.
-        num_degrees: how many numbers of chunks may be chosen. For each of them the ranks agree how often the
-            chunks must be cut finer to fit into the buffers of every rank.
+        num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree
+            the ranks agree how often the chunks must be cut finer to fit into the buffers of every rank.
         memory: the memory of messages of these sizes; None allocates it.
         """
         num_bins = counts_FE.shape[0]
@@ -246,7 +249,7 @@ class Messages:
         num_pieces: the number of blocks of rows that stay on this rank, at most n.
         num_rows: N, the number of rows that arrive; None if their order is not wanted.
         sent: this rank's sorted rows; None if the order of their routing weights is not wanted.
-        num_zeros: the number of zeros to write.
+        num_zeros: the number of zeros to write into `RowOrder.zeros`.
         """
         num_ranks, _, num_experts = self.sizes
         sent_WL, received_WL = self.both

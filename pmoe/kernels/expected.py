@@ -7,8 +7,8 @@ binary and PTX compatibility):
     sm_100        on 10.0 and 10.x
     PTX of 8.0    on 8.0 and everything later; the driver compiles it
 
-`pmoe.kernels.extension` asks the driver what it has loaded. This module predicts what a device that is not
-present would load, and with which PyTorch function pmoe's kernels would compete on that device.
+`pmoe.kernels.extension` asks the driver what it has loaded. For a device that is not present, this module
+predicts which code the driver would load, and with which PyTorch function pmoe's kernels would compete.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ExpectedKernels:
 def expected_kernels(
     capability: tuple[int, int], archs: Sequence[str], loaded: tuple[int, int] | None = None
 ) -> ExpectedKernels:
-    """Returns what a device would run, by its compute capability and by the compiled architectures.
+    """Predicts the code that a device would run, from its capability and the compiled architectures.
 
     capability: (major, minor).
     archs: names such as "sm_80", "sm_90a" or "ptx80"; empty without the extension.

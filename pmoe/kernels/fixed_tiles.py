@@ -1,10 +1,9 @@
 """Computes rows in tiles of a fixed size, so that a row's result does not depend on other rows.
 
-The number of rows decides by which method a library computes a product, and the size of a tensor decides by
-which method it computes the last elements. So the last bits of a row's result can change with the batch that
-the row is in. If all rows are computed in tiles of one shape, the library uses the same method for every
-tile. The result of a row may then still depend on the row's place in the tile. `rows_of_tile` checks that it
-does not.
+A library chooses the method of a product by the number of rows, and the method for a tensor's last elements
+by the tensor's size. So the last bits of a row's result can change with the batch that the row is in. If all
+rows are computed in tiles of one shape, the library uses the same method for every tile. The result of a row
+may then still depend on the row's place in the tile. `rows_of_tile` checks that it does not.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ _checked: dict[Hashable, int] = {}
 def with_alignment(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same values whose memory begins at a multiple of `ALIGNMENT` bytes.
 
-    If the tensor's own memory begins at such a multiple, the tensor itself is returned. Memory that torch has
-    just allocated always does.
+    If the tensor's own memory does so already, the tensor itself is returned. Memory that torch has just
+    allocated always does.
     """
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 

@@ -16,7 +16,7 @@ a heap has A = W * E cells. They are laid out in one of two ways:
                          begins.
 
 A tensor that has a row for each row of the cells has the shape (P, C, columns): P = A with a capacity, and P
-= 1 without a capacity. Rows of such a tensor that belong to no token are undefined.
+= 1 without a capacity. The tensor's rows that belong to no token are undefined.
 
 Letters: T tokens of this rank, K choices of a token, W ranks, E experts of one rank, A = W * E cells of a
 rank (also the number of experts of all ranks), P = A or 1, C rows of a cell or of the pool, M = d_model, H =
@@ -111,7 +111,7 @@ def pass_tensors(
     activation: name of the experts' nonlinearity.
     again_TM: (T, M), the layer's input, if a backward launch must send it a second time; else None.
 
-    Among the result are two new tensors that the launch fills:
+    The result also has two new tensors that the launch fills:
 
         result   (T, M)      the layer's output in forward, the input's gradient in backward
         active   (P, C, H)   activation after the nonlinearity of the rows that arrived: H = d_hidden columns
@@ -162,7 +162,7 @@ def forward_tensors(
         with a capacity      P = A: p is the row's cell, c its index in the cell. C is the capacity
         without a capacity   P = 1: c is the row's index in a pool of C rows, in which each cell begins at an
                              offset that the launch chooses. Rows that arrive have one pool, rows that are
-                             sent another one
+                             sent have another pool
 
     A slot is one of the T * K (token, choice) pairs. The new tensors, by name:
 
@@ -173,12 +173,11 @@ def forward_tensors(
         row           (T, K) int32  index c of the row that this rank sends for each slot; -1 if the slot is
                                     dropped
         slot          (P, C) int32  slot of each row that this rank sends; the inverse of "row"
-        home          (A,) int32    for each expert of all ranks, the index at which the cell that this rank
-                                    sends begins in this rank's pool of sent rows, into which the results
-                                    come back; None with a capacity
-        offset        (A,) int32    for each rank and each expert of this rank, the index at which the cell
-                                    that arrives begins in this rank's pool of arriving rows; None with a
-                                    capacity
+        home          (A,) int32    where each cell that this rank sends begins in this rank's pool of sent
+                                    rows, by expert of all ranks. The results come back into this pool. None
+                                    with a capacity
+        offset        (A,) int32    where each cell that arrives begins in this rank's pool of arriving rows,
+                                    by sending rank, then by expert of this rank. None with a capacity
     """
     _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK

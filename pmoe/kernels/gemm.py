@@ -25,16 +25,16 @@ W is the weight of an expert. The codes are the enum `Form` of cuda/grouped_gemm
 """
 
 PLAIN, HIDDEN, HIDDEN_GRADIENT = 0, 1, 2
-"""Codes of what a kernel computes after a product: `Epilogue` of cuda/grouped_gemm/problem.h.
+"""Codes of the operations that follow a product: `Epilogue` of cuda/grouped_gemm/problem.h.
 
 PLAIN adds a bias and scales. HIDDEN adds a bias and applies the nonlinearity. HIDDEN_GRADIENT scales and
 multiplies by the nonlinearity's derivative.
 """
 
 SPARE = 16
-"""Number of multiprocessors that products leave free for NCCL, each of whose blocks needs a whole one.
+"""Number of multiprocessors that products leave free for NCCL. A block of NCCL needs a whole one.
 
-Measured on an H200 (bench_beside) while another kernel held 16 multiprocessors, as NCCL's collectives do:
+Measured on an H200 (bench_beside) while another kernel occupied 16 multiprocessors, as NCCL's collectives do:
 with this value a product took 1.07 times as long as without the other kernel. With no multiprocessor left
 free it took 1.84 times as long.
 """

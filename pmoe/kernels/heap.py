@@ -4,9 +4,9 @@ Fused kernels send rows by writing them straight into the heap of the rank that 
 `pmoe.comm.heap.providers` makes heaps. Addresses are integers. The memory is allocated by CUDA itself and not
 by torch's caching allocator, because another process can open only whole CUDA allocations.
 
-If a kernel waits for another rank longer than a time limit, the kernel ends, and writes a report into memory
-that the host can read: what it waited for. `Heap.check` raises an error with this report. The heap is then
-unusable, and every rank must make a new heap, but the process can go on.
+If a kernel waits for another rank longer than a time limit, it writes a report into memory that the host can
+read, and ends. The report says for which event the kernel waited. `Heap.check` raises an error with this
+report. The heap is then unusable, and every rank must make a new heap, but the process can go on.
 
 Letters: W ranks, E experts of a rank, M = d_model.
 """
@@ -152,7 +152,7 @@ ROW_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class HeapShape:
-    """The sizes that determine the layout of a symmetric heap. All ranks must use the same.
+    """The sizes that determine the layout of a symmetric heap. They must be equal on all ranks.
 
     Two sets of kernels use heaps: COMET's (`pmoe.kernels.comet`) and FlashDMoE's (`pmoe.kernels.flashdmoe`).
 
@@ -163,8 +163,8 @@ class HeapShape:
     home_rows: COMET: the most rows that a rank can send, because their results are written back into its
         heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has buffers of these kernels. COMET:
-        0.
+    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has the kernels' own buffers, whose
+        sizes depend on it. COMET: 0.
     sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
         heap needs room beside the dispatched gradients.
     is_pool: FlashDMoE only: if False, there is a separate buffer of ``rows`` rows for each pair of a sending
@@ -227,9 +227,10 @@ def _places(
 ) -> dict[str, int]:
     """Returns the byte offsets of a heap's regions, by name.
 
-    The extension computes the offsets once for each shape. The arguments are fields of `HeapShape`.
+    The extension computes the offsets once for each shape. All arguments are fields of `HeapShape`.
 
-    cell: () for COMET's kernels; (d_hidden, sends_again, is_pool) for FlashDMoE's.
+    cell: the fields on which only the heap of FlashDMoE's kernels depends: d_hidden, sends_again and is_pool.
+        Empty for COMET's kernels.
     """
     module = loaded_extension()
     layout = module.flashdmoe_layout if cell else module.comet_layout
@@ -261,14 +262,14 @@ PERSISTENT_WAITS = (
     "rank {peer}: the offsets of rank {rank}'s rows for its experts",
     "rank {rank} itself: room for the rows of rank {peer}",
 )
-"""Texts for error messages: what a kernel can wait for, indexed by the code `Wait` of cuda/peers/watch.h.
+"""Texts for error messages: events for which a kernel can wait, by the code `Wait` of cuda/peers/watch.h.
 
-`WAITS` are those of COMET's kernels, `PERSISTENT_WAITS` those of FlashDMoE's.
+`WAITS` has the events of COMET's kernels, `PERSISTENT_WAITS` the events of FlashDMoE's.
 """
 
 
 def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
-    """Returns a sentence about what a kernel waited for until its time limit.
+    """Returns a text that says for which event a kernel waited until its time limit.
 
     report: the numbers of the kernel's report, in the order of `Report` in cuda/peers/watch.h.
     waits: `WAITS` or `PERSISTENT_WAITS`.
@@ -318,8 +319,9 @@ class Heap:
     bound_seconds: the most seconds that a kernel may wait for another rank.
     release: function that frees the memory; None after `close`.
     epoch: number of the last round that began; 0 before the first.
-    report: (8,) int32 in host memory that the device can write: what a kernel of this rank waited for too
-        long (`Report` of cuda/peers/watch.h). All numbers are 0 if no kernel waited too long.
+    report: (8,) int32 in host memory that the device can write: a description of the event for which a kernel
+        of this rank waited too long (`Report` of cuda/peers/watch.h). All numbers are 0 if no kernel waited
+        too long.
 
     Methods raise HeapError if the heap is broken or closed.
     """
@@ -380,7 +382,7 @@ class Heap:
 
         A round is one launch that dispatches rows, and the later launches that use these rows. Ranks set
         flags in each other's heaps when they have written rows. If this rank began a new round, the other
-        ranks, which still wait in the old round, would take its new flags for those of the old round.
+        ranks, which still wait in the old round, would mistake its new flags for flags of the old round.
 
         why: the reason, for the error of later calls.
         """

@@ -58,8 +58,8 @@ class ProductRequest:
 
     form: "forward" (rows times weights), "input" (gradient of the rows) or "weight" (gradient of the
         weights).
-    device: the device that computes. Requests that differ only in the device are equal, so devices of one
-        name share a choice.
+    device: the device that computes. Requests that differ only in the device are equal, so devices with the
+        same name share a choice.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
     experts: number of experts.
@@ -179,8 +179,8 @@ class Registry:
     challenger: name of the first candidate.
     forced: the candidate that every product must use inside a `forcing` block; None outside such a block.
     measured: for each request that was measured, the faster candidate and the times.
-    faults: results of checks of the first candidate, by checked case: what it computed wrongly, in words;
-        None if it computed everything correctly.
+    faults: results of checks of the first candidate, by checked case. A result is a text that says which
+        values were wrong; None if all were correct.
     """
 
     candidates: tuple[ProductCandidate, ...]
@@ -192,7 +192,7 @@ class Registry:
         self.forced: ProductCandidate | None = None
         self.measured: dict[ProductRequest, MeasuredChoice] = {}
         self.faults: dict[Any, str | None] = {}
-        """What the first candidate computed wrongly in each checked case; None if nothing."""
+        """Results of checks of the first candidate: a text about wrong values; None if all were correct."""
         self._named = {candidate.name: candidate for candidate in candidates}
         self._distrusted: dict[tuple[str, torch.dtype], str] = {}
         self._unmeasured: dict[ProductRequest, str] = {}
@@ -217,7 +217,7 @@ class Registry:
         The kernels have computed a wrong result on a device of that name.
 
         request: a product of that device name and dtype.
-        why: what the kernels computed wrongly. Warnings and logs show this text.
+        why: a text that says which result was wrong. Warnings and logs show it.
         """
         self._distrusted[request.device_name, request.dtype] = why
         self._ranked.clear()
@@ -266,8 +266,8 @@ class Registry:
     def competing(self, request: ProductRequest) -> tuple[str, str] | None:
         """Returns the names of the two candidates to time: pmoe's kernels, and the best other candidate.
 
-        The best other candidate is the first one in the order of preference that does not refuse the request.
-        Returns None if pmoe's kernels refuse the request.
+        The best other candidate is the first candidate, in the order of preference, that does not refuse the
+        request. Returns None if pmoe's kernels refuse the request.
         """
         willing = self._willing(request)
         return (willing[0], willing[1]) if len(willing) > 1 and willing[0] == self.challenger else None
@@ -458,9 +458,14 @@ def _grouped_mm_misfit(operands: ProductOperands) -> str | None:
 
 
 def _named(operands: ProductOperands) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-    """Returns the two operands of a product, each with its name: (("rows", tensor), ("weight", tensor)).
+    """Returns the two operands of a product as pairs (name, tensor).
 
-    The names are "grad" and "weight" for the form "input", "grad" and "rows" for the form "weight".
+    The names depend on the product's form:
+
+        form      the product                      names of the operands
+        forward   rows times weights               "rows", "weight"
+        input     the gradient of the rows         "grad", "weight"
+        weight    the gradient of the weights      "grad", "rows"
     """
     first, second = {"forward": ("rows", "weight"), "input": ("grad", "weight"), "weight": ("grad", "rows")}[
         operands.form

@@ -40,9 +40,9 @@ class Order(abc.ABC):
 
         row_SK has one of two forms:
 
-            every token has K rows         S = T, and out[t] is the sum above; token_S is None
-            tokens have different numbers  K = 1, and row_SK[s, 0] is a row of token token_S[s]; out[t] is the
-            of rows (some gates)           sum of all rows of token t, in the order of s; 0 if t has no row
+        - Every token has K rows: S = T, and out[t] is the sum above. token_S is None.
+        - Some gates give tokens different numbers of rows: K = 1, and row_SK[s, 0] is a row of token
+          token_S[s]. Then out[t] is the sum of all rows of token t, in the order of s; 0 if t has no row.
 
         Args:
             rows_NM: (N, M), N rows of M = d_model columns. Rows to which row_SK does not point may hold

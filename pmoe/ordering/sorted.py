@@ -8,7 +8,7 @@ Its rows are of two sorts:
   consecutive experts, so the block is also sorted by destination rank;
 - local rows, for experts on this rank, are not sent. They do not wait for other ranks, so they may be
   computed in m <= n parts. A part is called a piece: piece 0 has the local rows of the first n - m + 1
-  chunks, and each other piece has those of one chunk (`pmoe.schedule.tasks.piece_of`).
+  chunks, and each other piece has the local rows of one chunk (`pmoe.schedule.tasks.piece_of`).
 
 If m = n, each piece follows the sent rows of its chunk, so that all rows of a chunk are contiguous. If m < n,
 all pieces follow the last chunk. Dropped slots come last:
@@ -39,9 +39,9 @@ MAX_INT16 = 2**15 - 1
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
     """Returns the bounds at which T tokens are divided into n chunks: floor(i * T / n) for i = 0 .. n.
 
-    Chunk i has the tokens from bound i up to but not including bound i + 1. Numbers of tokens of two chunks
-    differ by at most one. If T < n, some chunks are empty. The bounds of 2 n, 3 n, ... chunks include those
-    of n chunks, so each chunk can be divided further without moving tokens between chunks.
+    Chunk i has the tokens from bound i up to but not including bound i + 1. The numbers of tokens of any two
+    chunks differ by at most one. If T < n, some chunks are empty. The bounds of 2 n, 3 n, ... chunks include
+    those of n chunks, so each chunk can be divided further without moving tokens between chunks.
 
     num_tokens: T, the number of this rank's tokens.
     n: number of chunks.
@@ -73,7 +73,7 @@ class Tokens:
 
     count: T, the number of tokens.
     of_slot: None if all tokens have the same number of experts. Else (S,) int64 ascending, the token of each
-        of the S slots. The expert indices of such a routing are (S, 1).
+        of the S slots. The expert indices are then (S, 1).
     """
 
     count: int
@@ -117,10 +117,10 @@ def sort_rows(
 ) -> SortedRows:
     """Sorts the (token, choice) pairs in the order of their rows: by chunk, then by expert.
 
-    Rows for experts on this rank are not sent. They are cut into m parts, called pieces: piece 0 has those of
-    the first n - m + 1 chunks, and each other piece those of one chunk. Each piece is sorted by expert, too.
-    If m = n, piece i follows the sent rows of chunk i; if m < n, all pieces follow the last chunk. Pairs of
-    the same chunk or piece and the same expert stay in token order. Dropped pairs come last:
+    Rows for experts on this rank are not sent. They are cut into m parts, called pieces: piece 0 has the rows
+    of the first n - m + 1 chunks, and each other piece has the rows of one chunk. Each piece is sorted by
+    expert, too. If m = n, piece i follows the sent rows of chunk i; if m < n, all pieces follow the last
+    chunk. Pairs of the same chunk or piece and the same expert stay in token order. Dropped pairs come last:
 
         n = 2, m = 2   chunk 0 sent | piece 0 | chunk 1 sent | piece 1 | dropped
         n = 3, m = 2   chunk 0 sent | chunk 1 sent | chunk 2 sent | piece 0 | piece 1 | dropped

@@ -14,6 +14,6 @@ Words and letters of this folder:
     T_DI, T_M, T_DO  the experts' input, hidden activation and output, on the rank of the experts
     rows that stay   rows that are not sent, because their expert is on the token's own rank
     n                number of chunks (micro-batches)
-    m                number of tasks that compute the rows that stay; a task may have those of several chunks
+    m                number of tasks that compute the rows that stay; one task may compute several chunks
     M, H             d_model and d_hidden
 """

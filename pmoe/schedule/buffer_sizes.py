@@ -25,12 +25,13 @@ class HiddenColumns:
     fields.
 
     hidden: width of T_M and of T_M's gradient.
-    active: width of the buffer for the activated hidden in passes that may overwrite T_M; 0 if such a pass
-        needs no buffer, because it writes the activated hidden over T_M.
+    active: width of the buffer for the activated hidden in passes that may overwrite T_M; 0 if no buffer is
+        needed, because experts write the activated hidden over T_M.
     scratch: width of the buffer for the activated hidden in passes that must not overwrite T_M.
-    scratch_rows: no width, but the number of rows of a block. Backward computes some products block by block.
+    scratch_rows: a number of rows, not a width: backward computes some products in blocks of this many rows.
     staged: width of the widest product that is computed in temporary memory and then copied to its buffer.
-    graph: sum of the widths of the tensors that autograd holds at once while it differentiates a block.
+    graph: sum of the widths of the tensors that autograd needs at the same time while it differentiates a
+        block.
     adapter: width of the product of a row and an adapter's first matrix: the adapter's rank; 0 without
         adapters.
     """
@@ -52,12 +53,12 @@ class ChunkRows:
     received: rows that other ranks send to this rank's experts. If one row is for several of these experts,
         it counts once for each.
     local: rows that stay on this rank, because their expert is on it.
-    home: rows of the buffer of results that come back: those of the chunk's tokens, and one row of zeros for
-        all dropped choices.
+    home: rows of the buffer for results that come back: the rows of the chunk's tokens, and one row of zeros,
+        which all dropped choices share.
     regrouped: whether received rows must be sorted by expert before the experts compute them.
-    arrived: rows that the dispatch all-to-all brings; None if their numbers are those of ``received``.
-    gathered: rows after the all-gather inside the node, if experts are sharded; None if their numbers are
-        those of ``received``.
+    arrived: rows that the dispatch all-to-all brings; None if the numbers are equal to ``received``.
+    gathered: rows after the all-gather inside the node, if experts are sharded; None if the numbers are equal
+        to ``received``.
     esp_size: the number of ranks that share each expert, one number for all chunks; below 2 if experts are
         not sharded.
     """
@@ -115,9 +116,9 @@ class BufferSizes:
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Returns (rows, columns) of the buffers of one name, with one number of rows for each chunk.
+        """Returns (rows of each chunk, columns) of the buffers called ``name``.
 
-        All chunks' buffers have the same number of columns.
+        The buffers of all chunks have the same number of columns.
 
         name: a name without a chunk, such as "T_DI".
         """
@@ -126,7 +127,7 @@ class BufferSizes:
         return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        """Computes (rows, columns) of the buffers of one name, with one number of rows for each chunk.
+        """Computes (rows of each chunk, columns) of the buffers called ``name``.
 
         A buffer that this pass or rank does not use has 0 rows. `of` caches the result.
 
@@ -176,9 +177,10 @@ class BufferSizes:
     def stays_as_it_arrives(self, i: int) -> bool:
         """Whether chunk i's rows of T_DI stay until backward in the memory in which they arrive.
 
-        This memory belongs to these rows only; it is no ring slot. In forward the result is True
+        This memory belongs to these rows only; it is no ring slot. The fate of T_DI in the restore pair says
+        what becomes of T_DI until backward. In forward the result is True
 
-        - with the fate "message";
+        - with the fate "message", which keeps the messages that arrived;
         - with the fate "keep", if the rows arrive sorted by expert. Unsorted rows arrive in a ring slot, and
           T_DI is their sorted copy.
 
@@ -192,7 +194,7 @@ class BufferSizes:
     def _inside_rows(self, name: str) -> Sequence[int]:
         """Returns how many rows each chunk has in a buffer that a collective inside the node reads or writes.
 
-        Such collectives run only if experts are sharded over the ranks of a node: an all-gather before the
+        These collectives run only if experts are sharded over the ranks of a node: an all-gather before the
         experts, and a reduce-scatter after them.
 
         name: the buffer:
@@ -221,8 +223,8 @@ class BufferSizes:
     def _expendable(self) -> bool:
         """Whether backward may overwrite T_M, the hidden activation, with its values after the nonlinearity.
 
-        It may if T_M was offloaded, recomputed, or copied from chunks of another size, because this T_M is a
-        copy in reused memory (a ring slot). A T_M that was kept from forward must not change.
+        It may if T_M was offloaded, recomputed, or copied from forward's chunks to chunks of another size.
+        T_M is then a copy in reused memory (a ring slot). A T_M that was kept from forward must not change.
         """
         return self.restore is not None and (self.restore.hidden != "keep" or self.rearranged)
 

@@ -3,9 +3,9 @@
 T_DI is the dispatched input (N x M: the N rows that a rank's experts received). T_M is the hidden activation
 before the nonlinearity (N x C). M is d_model, and C is d_hidden, or 2 d_hidden for SwiGLU. A pair has one
 word (a "fate") for each of the two tensors, which says what becomes of the tensor between the passes. A kept
-tensor stays in memory for all N rows. Any other tensor is held chunk by chunk, in one or two reused buffers
-(ring slots), and backward restores it. With two of the fates, a narrower form of all N rows stays in memory,
-too: "message" keeps the messages in which T_DI arrived, and "e4m3" keeps T_M in this float8 type.
+tensor stays in memory for all N rows. Any other tensor is in memory chunk by chunk, in one or two reused
+buffers (ring slots), and backward restores it. With two of the fates, a narrower form of all N rows stays in
+memory, too: "message" keeps the messages in which T_DI arrived, and "e4m3" keeps T_M in this float8 type.
 
 The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element. w is the bytes of a
 row's message (`pmoe.schedule.wire`), and e = C + 4 C / 128:
@@ -22,13 +22,15 @@ row's message (`pmoe.schedule.wire`), and e = C + 4 C / 128:
 
 Recomputing repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
 forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane. With
-"message", rows that stay on their rank have no message: backward copies them from T_I again, for no bytes.
+"message", rows that stay on their rank have no message. Backward copies them from T_I again, which sends no
+bytes.
 
-A restored tensor has the bits of forward's, with one exception: "e4m3" rounds T_M. Forward's output is not
-affected, but gradients are. "message" rounds nothing, because forward has computed with the same messages.
+A restored tensor has the same bits as in forward, with one exception: "e4m3" rounds T_M. Forward's output is
+not affected, but gradients are. "message" rounds nothing, because forward has computed with the same
+messages.
 
 The term 1/n or 2/n is for the ring slots. A tensor has one slot, or two if one slot is filled or emptied
-while the experts use the other. They hold at most N rows together, so with n = 1 nothing is saved. The price
+while the experts use the other. With n = 1 the slots have room for all N rows, so nothing is saved. The price
 of a pair is the sum of its two fates. `pmoe.planner.memory` predicts the bytes of a whole layer,
 `pmoe.planner.cost_model` its seconds.
 """
@@ -165,12 +167,13 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
 def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: bool) -> tuple[Restore, ...]:
     """Returns the restore pairs among which pmoe chooses, for ``memory_reuse=True`` and for `pmoe plan`.
 
-    Without a budget these are S1 to S4 and, if ``allow`` permits them, narrow pairs. None of these has the
-    fate "keep". With a budget, pairs with "keep" are added. Pairs that round nothing come first.
+    Without a budget these are S1 to S4 and, if ``allow`` permits them, narrow pairs, which keep T_DI or T_M
+    in fewer bytes. None of these has the fate "keep". With a budget, pairs with "keep" are added. Pairs that
+    round nothing come first.
 
     allow: MoELayer's argument; None leaves narrow pairs out.
     has_budget: whether a memory budget limits the choice.
-    has_messages: whether the layer receives rows as messages, without which none can be kept.
+    has_messages: whether the layer receives rows as messages. If not, there are no messages to keep.
     """
     exact = ALL_PAIRS if has_budget else tuple(STRATEGIES.values())
     if allow is None:
@@ -181,10 +184,10 @@ def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: 
 
 
 def without_messages(restore: Restore) -> Restore:
-    """Returns the pair for a layer on one rank, which receives no messages.
+    """Returns the restore pair of a layer on one rank: "message" is replaced by "communicate".
 
-    All rows stay on the rank. So backward copies the rows from T_I again, with "message" as with
-    "communicate".
+    One rank receives no messages, so it cannot keep any. With "communicate", backward copies the rows from
+    T_I again.
 
     restore: the pair that the options ask for.
     """

@@ -50,11 +50,12 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
 
     tasks: the tasks of a pass, in order.
     sizes: the number of slots of each ring, by the ring's name. Buffer "T_M_L.3" is in the ring "T_M_L" if
-        there is one, else in the ring "T_M". Names with "_again" are shortened in the same way. Buffers
-        without a ring, or with a ring of 0 slots, get no slot.
+        there is one, else in the ring "T_M". Buffer "T_DI_again.3" is in the ring "T_DI_again" if there is
+        one, else in "T_DI". Buffers without a ring, or with a ring of 0 slots, get no slot.
     homes: names of buffers that get their slots before all others, in this order: "home.i" and "home_L.i",
         the results of chunk i on the tokens' rank. "home_L.i" (rows that stay on this rank) is a part of the
-        memory of "home.i", so both need the same slot number, which the order of writing would not give.
+        memory of "home.i", so both need the same slot number. In the order of writing they could get
+        different numbers.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -78,7 +79,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     n: number of chunks.
     stages: the stages that the layer has.
     restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
-        again until backward; None if no backward pass follows, so that neither is needed again.
+        again until backward; None if no backward pass follows.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
@@ -96,7 +97,7 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     }
 
     def compute(i: int, place: str) -> None:
-        """Adds the task in which the experts compute one part of chunk i, and the offloading of its tensors.
+        """Adds the task in which experts compute one part of chunk i, and tasks that offload its tensors.
 
         If the restore pair offloads the part's dispatched rows (T_DI) or hidden activation (T_M), tasks that
         copy them to the host follow.
@@ -156,7 +157,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: what forward has done with T_DI and T_M: kept, offloaded, or dropped, to be made again.
+    restore: whether forward has kept T_DI and T_M, offloaded them, or dropped them, so that backward makes
+        them again.
     rearranged: whether forward had another number of chunks. Tensors that forward kept are then copied into
         slots, chunk by chunk.
     """
@@ -183,7 +185,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     def dispatch(i: int) -> None:
         """Adds the tasks that gather the output's gradient of chunk i and send it to the experts.
 
-        If backward sends forward's dispatched rows (T_DI) again, their tasks are added first.
+        If backward sends forward's dispatched rows (T_DI) again, the tasks that gather and send T_DI come
+        first.
 
         i: number of the chunk.
         """
@@ -206,9 +209,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         tasks.open(i)
 
     def fetch(i: int, place: str) -> None:
-        """Adds the copies from the host of chunk i's tensors that forward has offloaded.
+        """Adds the tasks that copy chunk i's tensors back from the host, if forward has offloaded them.
 
-        These may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
+        The tensors may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
 
         i: number of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
@@ -306,7 +309,7 @@ def rotating(
     n: number of chunks.
     stages: the stages that the layer has.
     restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
-        again between the passes; None for a forward pass that no backward pass follows.
+        again between the passes; None for a forward pass without a backward pass.
     rearranged: whether backward has another number of chunks than forward. It changes only backward's
         schedule.
     """

@@ -25,8 +25,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     both orders.
 
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
-    Those of all chunks but the last are computed in one task, because small products are slow. Those of the
-    last chunk are computed at the end, while the last combine all-to-all (R) runs.
+    The rows of all chunks but the last are computed in one task, because small products are slow. The rows of
+    the last chunk are computed at the end, while the last combine all-to-all (R) runs.
 
     n: number of chunks.
     stages: the stages that the layer has.
@@ -75,7 +75,7 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
     stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
     chunk's task comes after the next chunk's experts, so that the tasks of the last two chunks fill the time
-    while the last R runs. The tensors that such a task reads are held for at most two chunks.
+    while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks.
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 
@@ -129,8 +129,8 @@ def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[
        callbacks and the combine of chunk i - 1.
 
     With `Stages.hooked`, step 4 is one chunk late, because callbacks and experts share a lane. The callbacks
-    of chunk i must wait for its reduce-scatter. If they came at once, the experts of chunk i + 1, which come
-    after them in the lane, would wait too.
+    of chunk i must wait for its reduce-scatter. If the callbacks of chunk i were added right after the
+    reduce-scatter, the experts of chunk i + 1 would come after them in the lane, and would wait, too.
 
     With i = 0, step 1 is also added for chunk 0. With the last i, step 4 is also added for the last chunk.
 

@@ -3,7 +3,7 @@
 The engine runs this list, the simulator predicts its time, and the timeline draws it.
 
 A task starts when its lane is free and the tasks for which it waits have ended. A lane runs its tasks in list
-order. The tasks for which a task waits follow from the buffers that it reads and writes (`link`), so no
+order. `link` finds the tasks for which a task must wait, from the buffers that they read and write. So no
 schedule can reuse a buffer too early by mistake.
 
 Forward, n = 3 chunks (columns show the order, not the time; lanes run side by side). A task is named by a
@@ -13,7 +13,7 @@ letter (`Kind` lists all of them) and the number of its chunk:
     L  experts on rows that stay on this rank    C  experts on rows that other ranks sent
     R  combine all-to-all                        O  sums the results of each token
 
-L0 computes the rows that stay of chunks 0 and 1, L1 those of chunk 2:
+L0 computes the rows of chunks 0 and 1 that stay, L1 the rows of chunk 2 that stay:
 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
@@ -58,7 +58,7 @@ class Lane(str, enum.Enum):
 class Kind(str, enum.Enum):
     """The kinds of tasks, by the letters that schedules and timelines show.
 
-    The main ones are S, the dispatch all-to-all; C, which computes the experts; and R, the combine
+    The main kinds are S, the dispatch all-to-all; C, which computes the experts; and R, the combine
     all-to-all. A comment beside each kind says what its tasks do. "Rows that stay" have their expert on their
     own rank and are not sent.
     """
@@ -129,8 +129,9 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks that compute rows that stay on
-        this rank are numbered by themselves (`piece_of`), because one such task may compute several chunks.
+    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks for rows that stay on this rank
+        have a numbering of their own (`piece_of`), because one of these tasks may compute rows of several
+        chunks.
     lane: the queue in which the task runs.
     reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
@@ -189,9 +190,9 @@ class Schedule:
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """Maps each task's name to the tasks of other lanes for which its lane must still wait.
+        """Maps each task's name to tasks of other lanes: before the task, its lane must wait for these.
 
-        These are tasks that the task's ``waits`` names. A task X in ``waits`` is left out in three cases:
+        The tasks are taken from the task's ``waits``. A task X in ``waits`` is left out in three cases:
 
         - X is in the same lane, which runs its tasks in order.
         - Another task in ``waits`` certainly runs after X.
@@ -224,11 +225,12 @@ class Schedule:
 
     @functools.cached_property
     def joint_copies(self) -> dict[str, tuple[Task, ...]]:
-        """The copies of rows that one launch can make together with those of each task GI, by GI's name.
+        """Maps the name of each task GI to the tasks whose rows can be copied in the same launch as GI's.
 
-        They are made by the tasks G and LM if these follow GI in the compute lane, in this order, and wait
-        for no other lane any more. The memory that they write is then free when GI runs. A task O may come
-        before LM, because it uses none of that memory.
+        GI gathers rows that backward sends again. The result may have a task G and a task LM, which copy
+        rows, too. They must follow GI in the compute lane, in this order, and must not wait for another lane
+        any more. The memory that they write is then free when GI runs. A task O may come before LM, because O
+        uses none of that memory.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """
@@ -265,7 +267,7 @@ class Schedule:
     def frozen(self) -> Schedule:
         """This schedule for frozen experts: without the gradients of the experts' parameters (W, LW).
 
-        A task that waited for a removed task now waits for the tasks for which the removed one waited.
+        If a task waited for a removed task X, it now waits for the tasks for which X waited.
         """
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD)
         waits_of: dict[str, tuple[str, ...]] = {}
@@ -282,8 +284,8 @@ class Schedule:
     def halves(self) -> tuple[Schedule, Schedule]:
         """This schedule divided into two: one without and one with the gradients of parameters.
 
-        The second schedule has the tasks W, LW and XW, which compute gradients of parameters. The first one
-        has all other tasks.
+        The second schedule has the tasks W, LW and XW, which compute gradients of parameters. The first
+        schedule has all other tasks.
 
         No task can wait for a task of the other schedule. If X is in the other schedule, a task that waited
         for X now waits for the tasks of its own schedule for which X waited.
@@ -372,7 +374,7 @@ class Stages:
 def finished(
     direction: str, tasks: list[Task], stages: Stages, slots: Mapping[str, str] | None = None
 ) -> Schedule:
-    """Makes the schedule of a list of tasks: fills in for which tasks each task waits (`link`).
+    """Makes a schedule from a list of tasks: fills in the tasks for which each task waits (`link`).
 
     In backward it also adds the task that reduces other layers' gradients, if ``stages.gradients`` is set.
     With ``stages.one_lane`` it moves the tasks inside a node to the communication lane.
@@ -586,7 +588,7 @@ class PassBuilder:
         callbacks between dispatch and all-gather (`Stages.hooked`).
 
         i: number of the chunk.
-        again: whether the rows are those of forward (T_DI) that backward sends again. The tasks are then HAI
+        again: whether the rows are forward's rows (T_DI), which backward sends again. The tasks are then HAI
             and AGI.
         """
         if self.stages.hooked and 0 <= i < self.n:
@@ -599,7 +601,7 @@ class PassBuilder:
 
         i: number of the chunk.
         source: the name of the buffer with this rank's own rows.
-        again: whether the rows are those of forward (T_DI) that backward sends again. The task is then AGI.
+        again: whether the rows are forward's rows (T_DI), which backward sends again. The task is then AGI.
         """
         writes = [f"{'T_DI' if again else self._received}.{i}", f"copies{'_again' * again}.{i}"]
         self.add(Kind.ALL_GATHER.again(again), i, [f"{source}.{i}"], writes)
@@ -657,8 +659,8 @@ class PassBuilder:
     def copy_weights(self) -> None:
         """Appends task V, which sends the weights of busy experts to the ranks of their copies.
 
-        It comes first in the pass, so that two tasks hide it: gathering the first chunk, and computing rows
-        that stay. Nothing is appended if this pass sends no weights (`Stages.sends_copies`).
+        V is the first task of the pass. While the weights are sent, the rank gathers the first chunk, and
+        computes rows that stay. Nothing is appended if this pass sends no weights (`Stages.sends_copies`).
         """
         if self.stages.sends_copies(self.direction):
             self.add(Kind.COPY_WEIGHTS, -1, ["w"], ["w_V" if self.stages.relays_copies else "w_K"])
@@ -675,9 +677,9 @@ class PassBuilder:
 
     @property
     def copied(self) -> list[str]:
-        """The buffers with weights of copied experts that tasks of the experts read: ["w_K"], or [].
+        """Names of buffers that the experts' tasks read only if a call has copies of busy experts.
 
-        The list is empty if no expert has copies.
+        The list is ["w_K"], the buffer with the weights of the copies; [] if no expert has copies.
         """
         return ["w_K"] * (self.stages.copies is not None)
 
@@ -699,7 +701,7 @@ class PassBuilder:
         gradients of copies are sent.
 
         i: number of the chunk.
-        reads: the buffers that task KW reads. They are those of task W.
+        reads: the buffers that task KW reads. Task W reads the same buffers.
         is_last: whether this is the last chunk.
         """
         if not self.learns_copies:
@@ -725,8 +727,8 @@ class PassBuilder:
     def shared(self) -> None:
         """Appends the tasks of the shared expert, which computes all tokens. Appends nothing without one.
 
-        The caller calls this method at the point of the list at which rows are being sent and the other
-        experts have nothing to compute.
+        The caller adds these tasks at a point of the list where rows are being sent, and the other experts
+        have nothing to compute.
         """
         if self.stages.shared and self.direction == "forward":
             self.add(Kind.SHARED, -1, ["T_I"], ["T_S"])

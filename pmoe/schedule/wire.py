@@ -1,8 +1,8 @@
 """Wires: the number formats in which rows and results are sent, and the sizes of messages and buffers.
 
-The message of a row is what an all-to-all sends for it. A wire makes the message shorter than the row itself.
-The buffers that the all-to-all reads and writes then hold messages. Bytes of a message for M =
-d_model columns, rounded up to whole elements of the rows' dtype:
+An all-to-all sends a message for each row. A wire makes the message shorter than the row itself. The buffers
+that the all-to-all reads and writes then hold messages. Bytes of a message for M = d_model columns, rounded
+up to whole elements of the rows' dtype:
 
     None         M * element_size                          the row as it is
     "bfloat16"   2 * M                                     each number rounded to bfloat16
@@ -61,9 +61,10 @@ def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int
 class Wires:
     """The number formats in which a layer sends rows and results. None sends them in their own dtype.
 
-    rows: format of the rows that forward sends to experts (T_DI), also if backward sends them again.
+    rows: format of the rows that forward sends to experts (T_DI), and that backward may send again.
     gradients: format of the gradients that backward sends to experts (dT_DO).
-    results: format of what both passes send back to the tokens' ranks (T_DO and dT_DI).
+    results: format of the results that passes send back to the tokens' ranks: T_DO in forward, dT_DI in
+        backward.
     """
 
     rows: WireName | None = None
@@ -103,7 +104,8 @@ class MessageSizes(BufferSizes):
     number of columns is the number of elements, of the rows' dtype, that a message takes. Messages are
     unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted", which the experts read. Every chunk has these
     two buffers, even if its rows arrive sorted by expert. If results are sent in a narrower format,
-    "leaving_messages" holds the messages that a rank sends back, and "home_messages" those that it gets back.
+    "leaving_messages" holds the messages that a rank sends back, and "home_messages" the messages that it
+    gets back.
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.
@@ -133,7 +135,7 @@ class MessageSizes(BufferSizes):
         return rows, message_bytes(wire, self.d_model, self.element_size) // self.element_size
 
     def _wire_of(self, name: str) -> WireName | None:
-        """Returns the number format of the messages in a buffer, or of those that are unpacked into it.
+        """Returns the number format of the messages that a buffer stores, or that are unpacked into it.
 
         None if the buffer has nothing to do with messages, or if rows are sent in their own dtype.
 

@@ -49,8 +49,8 @@ class Arena:
             return
         spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
         self._memory = pool.take(total, like, self)
-        # unsafe_split gives each slot a version counter of its own. With other views, autograd would take a
-        # write to one slot for a change of all of them.
+        # unsafe_split gives each slot a version counter of its own. With other views, all slots would seem to
+        # change for autograd if one slot is written.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
         for name, turns in schedule.turns.items():

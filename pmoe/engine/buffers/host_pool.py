@@ -166,8 +166,8 @@ class HostPool:
     def _released(self, wanted: int) -> torch.UntypedStorage | None:
         """Returns a storage of exactly ``wanted`` bytes that no tensor uses any more; None if there is none.
 
-        Steps of a training run need the same sizes again and again, so most tensors get such a storage.
-        Getting one takes a third of the time that a new block takes.
+        Steps of a training run need the same sizes again and again, so most tensors get a storage that was
+        used before. That takes a third of the time that a new block takes.
         """
         for block in self._blocks_of_size.get(wanted, ()):
             if _holders(block) == _NONE:

@@ -4,7 +4,7 @@ On a GPU a lane is a CUDA stream (`pmoe.engine.lanes.cuda`). On the CPU the call
 sends messages asynchronously, and other lanes are threads. All classes of lanes run the same schedules, and
 have the same three methods. So tests on the CPU with gloo also test the order of tasks on a GPU:
 
-    run(task, action)   for each task, in the order of the schedule: starts the task after those it waits for
+    run(task, action)   for each task, in the schedule's order: starts it after the tasks for which it waits
     finish()            after the last task: waits for all lanes
     abandon()           after an error: makes it safe to free the buffers
 """
@@ -98,7 +98,7 @@ class CpuLanes(Lanes):
             self._wait(name)
 
     def abandon(self) -> None:
-        self._works.clear()  # not awaited, for a peer may be missing; each Work keeps its own buffers alive
+        self._works.clear()  # not awaited: a peer may be missing, and each Work keeps its own buffers alive
 
     def _wait(self, name: str) -> None:
         """Waits until the collective that a task started has ended.

@@ -24,8 +24,8 @@ class CudaLanes(Lanes):
 
     All buffers of a pass are allocated on the compute stream, and kept until `finish`. `finish` makes the
     compute stream wait for the other streams, so torch's allocator may then reuse the memory without
-    ``record_stream``. Tensors that users' modules allocate may be freed earlier, so they need this call
-    (`pmoe.engine.variants.offload.hold_for`).
+    ``record_stream``. Tensors that users' modules allocate may be freed earlier, so these tensors do need
+    ``record_stream`` (`pmoe.engine.variants.offload.hold_for`).
     """
 
     _streams: dict[tuple[torch.device, Lane], torch.cuda.Stream] = {}

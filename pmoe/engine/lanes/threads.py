@@ -72,13 +72,13 @@ class ThreadLanes(CpuLanes):
     def _communicate(self, task: Task, action: Action, awaited: Sequence[Future[Any]]) -> None:
         """Runs a communication task from beginning to end, in the thread of its lane.
 
-        After a task has failed, this rank starts no other task. Another rank may still be in the collective
-        that failed. If this rank started its next collective, that other rank would take the rows of the next
-        collective for rows of the failed one.
+        After a task has failed, this rank starts no other task. Another rank may still wait in the collective
+        that failed. If this rank started its next collective, the waiting rank would receive its rows as rows
+        of the failed collective.
 
         task: the task.
         action: the function that does the task's work.
-        awaited: the results of the tasks that must end before this one.
+        awaited: the results of the tasks that must end before this task.
         """
         for future in awaited:
             future.result()

@@ -37,14 +37,14 @@ class Backward(Pass):
     weight: (T * K,), the routing weights of T tokens with K choices each.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows, sorted by expert.
     weight_sorted, grad_weight_sorted: (rows,), the routing weights of this rank's sorted rows and their
-        gradients. Set only if some rows are not sent, because their experts are on this rank, and no kernel
-        has sorted the weights (`PassPlan.by_kernel`). Only the values for the rows that are not sent are
+        gradients. Set under two conditions: some rows are not sent (their experts are on this rank), and no
+        kernel has sorted the weights (`PassPlan.by_kernel`). Only the values for rows that are not sent are
         used.
     grad_weight: (T * K,), the gradients of the routing weights. The gradients for received rows return to the
         tokens' ranks in one message. They pass through these tensors, in this order:
 
         grad_weight_rows       (N,)  sorted by chunk and expert, as the tasks of the chunks compute them
-        grad_weight_gathered   (N,)  in the order of arrival; if that is the same order, the same tensor
+        grad_weight_gathered   (N,)  in the order of arrival; grad_weight_rows itself if both orders are equal
         grad_weight_leaving          the numbers to send: after a reduce-scatter if experts are sharded, else
                                      the tensor grad_weight_gathered
         grad_weight_home       (S,)  the S numbers that return to this rank
@@ -162,13 +162,13 @@ class Backward(Pass):
     def parts(self, unit: Unit) -> list[tuple[SavedUnit, Runs]]:
         """Returns the saved tensors of forward from which one backward task restores its T_DI and T_M.
 
-        Each entry has the saved tensors of one forward task, and pairs of slices: rows of the forward task,
-        and the rows of the backward task to which they are copied. In this class both passes have the same
+        Each entry has the saved tensors of one forward task, and pairs (slice of the forward task's rows,
+        slice of the backward task's rows to which they are copied). In this class both passes have the same
         chunks, so there is one entry with all rows. The subclass `OffloadingBackward` handles different
         chunks.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         whole = slice(0, self.groups(unit).num_rows)
         return [(self.kept[unit], ((whole, whole),))]
@@ -176,8 +176,8 @@ class Backward(Pass):
     def rows_of(self, unit: Unit) -> Tensor:
         """Returns the experts' input (T_DI) for one task, sorted by expert. The first call restores it.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         if unit not in self.rows:
             i, place = unit
@@ -194,8 +194,8 @@ class Backward(Pass):
     def recompute(self, i: int, place: str = "") -> None:
         """Recomputes the hidden activation T_M from the experts' input T_DI (task M).
 
-        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
-            because their experts are on this rank, if place is "_L".
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because their experts are on this rank.
         """
         unit = (i, place)
         recipe = next((kept.recipe for kept, _ in self.parts(unit)), None)
@@ -205,8 +205,8 @@ class Backward(Pass):
     def hidden_of(self, unit: Unit) -> Hidden:
         """Returns the hidden activation T_M for one task; recomputes it if no earlier task restored it.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         if unit not in self.hidden:
             if self.plan.restore.hidden == "keep" and not self.plan.rearranged:
@@ -250,10 +250,10 @@ class Backward(Pass):
     def _input_gradient(
         self, unit: Unit, grad_NM: Tensor, weight_N: Tensor, out_NM: Tensor, grad_weight_N: Tensor
     ) -> None:
-        """Computes for one task the gradients of N rows, the experts' inputs, and of their routing weights.
+        """Computes the gradients of one task's N rows (inputs of experts) and of their routing weights.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         grad_NM: (N, M), the gradient of the experts' output, with M = d_model columns.
         weight_N: (N,), the routing weights.
         out_NM: (N, M), memory for the gradient of the rows.
@@ -293,8 +293,8 @@ class Backward(Pass):
         The gradients are added to the sums over chunks. Then the experts' input (T_DI) of these rows is
         freed.
 
-        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
-            because their experts are on this rank, if place is "_L".
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because their experts are on this rank.
         """
         unit = (i, place)
         self.experts.weight_gradient(self.pending.pop(unit), self.groups(unit), self.sums)

@@ -179,7 +179,8 @@ class ForwardState:
     kept: the saved tensors, for each set of rows that experts computed in one task in forward.
     weight_received: (N,), the routing weights of the N rows that this rank's experts received, sorted by
         chunk, then expert; None if all rows stay on their rank.
-    passed: the autograd graphs of callbacks' hooks, by (name of the point where the hook runs, chunk).
+    passed: the autograd graphs of callbacks' hooks. The key is (name of the point where the hook runs,
+        chunk).
     regroup: for each chunk, the index that sorts arrived rows by expert, if forward computed it
         (`pmoe.engine.variants.send_once`); () if the plan has it (`Chunk.regroup`).
     """
@@ -235,12 +236,13 @@ class Pass:
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens with M = d_model columns. In
         forward they are the layer's input and output, in backward the gradients of the output and the input.
-    keep: whether a backward pass may follow; True in backward.
+    keep: in forward, whether a backward pass may follow; always True in backward.
     results: result_TM, split by chunk.
-    positions: for each chunk (tokens of the chunk, K), the number of the sorted row of each (token, choice)
-        pair (`PassPlan.position`).
-    experts: computes the rows of each task: this rank's experts, an object that launches their products on a
-        GPU, or this rank's experts together with its copies of other ranks' busy experts.
+    positions: for each chunk a tensor (tokens of the chunk, K): the row of each (token, choice) pair, as a
+        number among this rank's sorted rows (`PassPlan.position`).
+    experts: the object that computes the rows of each task. It is one of three: this rank's experts; an
+        object that launches their products on a GPU; or this rank's experts together with its copies of other
+        ranks' busy experts.
     sizes_type: the class of ``sizes``, which has the rows and columns of every buffer of the pass.
     own: the buffers that are not in ring slots, by name and chunk, "send.0" for example.
     home: (rows, M), the results of all chunks on the tokens' rank; None if chunks share buffers, because the
@@ -367,8 +369,8 @@ class Pass:
         The function takes a buffer's name, rows and columns. It returns the buffer's ring slot (memory in
         which chunks take turns), or new memory if the buffer has no slot.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         i, suffix = unit
 
@@ -384,8 +386,8 @@ class Pass:
     def groups(self, unit: Unit) -> RowGroups:
         """Returns how many rows each local expert has among the rows of one task.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         i, place = unit
         return self.pass_plan.pieces[i].groups if place else self.pass_plan.chunks[i].received
@@ -395,8 +397,8 @@ class Pass:
     ) -> ExpertRows:
         """Returns the argument for methods of `Experts`: rows, parameters, and memory to compute in.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         rows_NM: (N, M), the N rows of the task (T_DI) with M = d_model columns, sorted by expert.
         out: (N, M), memory for the result; None lets the experts choose it.
         grad_weight_N: (N,), memory for the gradient of the routing weights; None in forward.
@@ -406,7 +408,7 @@ class Pass:
     # ---- towards the experts
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        """Copies the tokens that chunk i sends to ``out``, sorted by destination rank and expert.
+        """Copies into ``out`` the tokens that chunk i sends, sorted by destination rank and expert.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the chunk, M), memory for the copies.
@@ -422,9 +424,9 @@ class Pass:
         self.gather_rows(self.source_TM, self.buffer("send", i), i)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
-        """Copies the tokens of block j of the rows that stay on this rank to ``out``, and returns ``out``.
+        """Copies into ``out`` the tokens of block j of the rows that stay on this rank; returns ``out``.
 
-        A row stays if its expert is on this rank. One task computes one block of such rows.
+        A row stays if its expert is on this rank. One task computes one block of these rows.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the block, M), memory for the copies.
@@ -568,8 +570,8 @@ class Pass:
         """Returns a dict from each kind of task in the schedule to the method that runs the task.
 
         The argument of the method is the number of a chunk. A kind LOCAL_... is for rows that stay on this
-        rank. Its method is the one for received rows, with the argument place="_L": LOCAL_WGRAD calls
-        wgrad(i, place="_L"), for example.
+        rank. It uses the method for received rows, with the argument place="_L": LOCAL_WGRAD calls wgrad(i,
+        place="_L"), for example.
         """
         return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
 

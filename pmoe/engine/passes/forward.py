@@ -45,8 +45,8 @@ class Forward(Pass):
     inputs: the tensors of the call.
     keep: whether a backward pass may follow.
     weight: (T * K,), the routing weights of T tokens with K choices each.
-    weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set only if some rows are not
-        sent, because their experts are on this rank, and no kernel has sorted the weights
+    weight_sorted: (rows,), the routing weights of this rank's sorted rows. Set under two conditions: some
+        rows are not sent (their experts are on this rank), and no kernel has sorted the weights
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
     scalars: the messages with one number for each row. The first message carries the routing weights.
@@ -139,10 +139,10 @@ class Forward(Pass):
         return arrived if regroup is None else arrived.index_select(0, regroup)
 
     def compute_unit(self, unit: Unit, expert_rows: ExpertRows, weight_N: Tensor) -> None:
-        """Computes the experts' output for the rows of one task, and saves what backward needs.
+        """Computes the experts' output for the rows of one task, and saves the tensors for backward.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         expert_rows: these N rows (T_DI), with memory for the result (T_DO).
         weight_N: (N,), the routing weight of each row.
         """
@@ -165,8 +165,8 @@ class Forward(Pass):
 
         The subclass `OffloadingForward` overrides this method, and copies tensors to the host.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         kept: the record in which T_DI is stored. It contains the hidden activation T_M already.
         rows_NM: (N, M), the N rows of T_DI, with M = d_model columns.
         changed: whether a user's module changed rows_NM in place.

@@ -27,7 +27,7 @@ class Callback:
     - before_dispatch may return rows with any number of columns and any dtype, the same on every rank. The
       all-to-all sends exactly these rows, and after_dispatch must turn them into (N, M) rows of the layer's
       dtype.
-    - before_combine and after_combine may change the experts' results in this way. Results are already
+    - before_combine and after_combine may change the experts' results in the same way. Results are already
       multiplied by their routing weights.
     - If ``memory_reuse`` sends rows again in backward, before_dispatch and after_dispatch run again on these
       rows.
@@ -70,7 +70,7 @@ class Callback:
         return rows
 
     def before_moe_end(self, y: Tensor) -> Tensor:
-        """Gets the layer's output, (..., d_model). The layer returns to its caller what this hook returns."""
+        """Gets the layer's output, (..., d_model). The layer returns the hook's result to its caller."""
         return y
 
 
@@ -100,7 +100,7 @@ class Hooks:
 
     @staticmethod
     def of(callbacks: Iterable[Callback]) -> Hooks | None:
-        """Collects the callbacks' hooks inside the layer; None if no callback overrides such a hook."""
+        """Collects the callbacks' hooks inside the layer; None if no callback overrides any of them."""
         callbacks = tuple(callbacks)
         hooks_at = {
             point: tuple(

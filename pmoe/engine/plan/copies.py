@@ -90,9 +90,9 @@ class KeptCopies:
 class HostedCopies:
     """The copies of busy experts in one call: what this rank hosts, sends and receives.
 
-    In a call with copies, experts and copies have common indices. Each rank has E_local + `per_rank` indices:
-    first its own experts, then the copies that it hosts, sorted by expert. A rank that hosts fewer than
-    `per_rank` copies does not use its last indices.
+    In a call with copies, one numbering covers experts and copies ("common indices"). Each rank has E_local +
+    `per_rank` indices: first its own experts, then the copies that it hosts, sorted by expert. A rank that
+    hosts fewer than `per_rank` copies does not use its last indices.
 
     An expert's weights are sent as one row of P numbers. If the expert has several copies, the row is cut
     into parts: the owner sends each host a different part (task V), and each host sends its part to all other
@@ -125,7 +125,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """The list of experts of which a rank hosts copies, for each rank, as indices in rising order."""
+        """Lists, one for each rank: the experts of which the rank hosts copies, in rising order."""
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:
@@ -144,7 +144,7 @@ class HostedCopies:
 
     @functools.cached_property
     def relays(self) -> bool:
-        """Whether some expert has several copies. The hosts of such an expert send each other its weights."""
+        """Whether some expert has several copies. Hosts of one expert then send each other its weights."""
         return any(len(hosts) > 2 for hosts in self.plan.hosts.values())
 
     @functools.cached_property
@@ -198,8 +198,8 @@ class HostedCopies:
     def completed(self) -> list[ExpertPart]:
         """The parts of weights that this rank receives from other hosts of the same experts (task VR).
 
-        These parts and the parts from the experts' owners are all weights of this rank's copies. The
-        parts are in the order of the message that task VR receives.
+        Together with the parts from the experts' owners, they are the complete weights of this rank's copies.
+        The parts are in the order of the message that task VR receives.
         """
         parts = []
         for expert in self.hosted:
@@ -231,8 +231,8 @@ class HostedCopies:
 
             bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
                      a row at position u of expert e belongs to the last entry that is at most e * 2**32 + u
-            numbers  the index of the expert or copy that computes the interval's rows, among the common
-                     indices of experts and copies (`HostedCopies`)
+            numbers  the index of the expert or copy that computes the interval's rows, in the numbering that
+                     covers experts and copies (`HostedCopies`)
 
         num_experts: the number of experts of all ranks, without copies.
 
@@ -263,7 +263,7 @@ class HostedCopies:
 
 
 def trained_share(tensors: Sequence[Tensor], trained: Sequence[bool]) -> float:
-    """Returns the fraction of the numbers in the experts' weights of which gradients are needed.
+    """Returns the share of the experts' weights that need gradients, as a fraction of their elements.
 
     tensors: the tensors with which experts compute (`Experts.operands`).
     trained: for each of these tensors, whether its gradient is needed.

@@ -94,7 +94,7 @@ class SortedSlots:
             self.weight = routes.weight_TK.detach().view(-1)
 
     def slots(self, n: int) -> SortedRows:
-        """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped ones last."""
+        """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped pairs last."""
         if n not in self._sorted:
             modules = self.modules
             num_pieces = self.num_pieces(n)
@@ -174,19 +174,19 @@ class SortedSlots:
             activation.
 
         Activation checkpointing runs the forward pass a second time, and expects the same operations in both
-        runs. This function may break that: sorted pairs are cached, so perhaps only one of the runs sorts. So
-        the caller must hide this function from activation checkpointing.
+        runs. This function may run different operations: sorted pairs are cached, so perhaps only one of the
+        runs sorts. So the caller must hide this function from activation checkpointing.
         """
         return make_plan(self, *self._deep_enough(choice, counts), counts, choice.restore)
 
     def _deep_enough(self, choice: Choice, counts: RankCounts) -> tuple[int, int]:
-        """Returns the numbers of chunks of both passes, cut finer until all chunks fit into their buffers.
+        """Returns the numbers of chunks of both passes, increased until all chunks fit into their buffers.
 
         If chunks take turns in a few buffers of fixed size, a chunk with too many rows would overflow its
         buffer. All ranks get the same result, because both arguments are the same on all ranks.
 
         For hooks, and for experts that are a user's modules, forward saves an autograd graph for each chunk.
-        Backward cannot use a part of such a graph. So backward gets forward's number of chunks
+        Backward cannot use a part of a graph. So backward gets forward's number of chunks
 
         - always, if there are hooks;
         - with a user's modules, if a chunk of backward would need a part of a chunk of forward.
@@ -384,7 +384,8 @@ def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> 
 def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
     """Launches the kernel that computes the orders of rows and of their routing weights in n chunks.
 
-    orders: the sorted (token, choice) pairs. The order of weights is computed only if kernels sorted them.
+    orders: the sorted (token, choice) pairs. The order of weights is computed only if kernels sorted these
+        pairs.
     bins: the row counts of bins (ranges of tokens), which kernels exchanged.
     """
     modules = orders.modules
@@ -504,7 +505,7 @@ def _are_several(come_nW: Tensor) -> Any:
 def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:
     """Returns the (N,) int64 index that sorts N rows from (source rank, group) to (group, source rank).
 
-    A group is the rows of one local expert, or those of one chunk for one local expert.
+    A group consists of the rows of one local expert, in one chunk or in all chunks.
 
     counts_WG: (W, G), the number of rows from each of W ranks in each of G groups, on the device of the rows.
     rows_by_source: (W,), the number of rows from each rank, on the host. Their sum is N. Because the host
@@ -563,8 +564,9 @@ def _ends(
     n: the number of chunks.
     num_pieces: the number of blocks of rows that stay.
     rank: this rank.
-    num_staying: for how many of this rank's experts its own rows stay; 0 if no rows stay. The indices after
-        these experts are copies of other ranks' busy experts, and rows for copies are always sent.
+    num_staying: the number of this rank's experts whose rows are not sent if they come from this rank; 0 if
+        all rows are sent. The indices after these experts are copies of other ranks' busy experts, and rows
+        for copies are always sent.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:

@@ -21,8 +21,7 @@ input):
     send buffer                 by destination rank, then expert    Chunk.send_rows
       all-to-all (S)
     arrived rows                by source rank, then expert         Chunk.recv_rows
-      all-gather (AG),                                              Chunk.gathered
-      if experts are sharded
+      all-gather (AG), if sharded                                   Chunk.gathered
       sort by expert                                                Chunk.regroup
     T_DI                        by expert, then source rank         Chunk.received
 
@@ -85,8 +84,8 @@ class Chunk:
         with the routing weights (`pmoe.engine.variants.send_once`).
     relayed: for dispatch and for combine, the numbers of other ranks' rows that this rank passes on in a
         hierarchical all-to-all (`Exchange.relay_counts`).
-    gathered: (L,) numbers of rows that arrive at each of the L ranks over which every expert is split, before
-        their all-gather; () if experts are not sharded.
+    gathered: if experts are sharded, (L,): the numbers of rows that arrive at each of the L ranks that share
+        an expert, before their all-gather; else ().
 
     Example: rank 0 sends rows for the experts a, a, b of this rank, and rank 1 sends rows for a, b. A name
     such as a0 is a row for expert a from rank 0.
@@ -126,7 +125,7 @@ class Chunk:
 class LocalChunk:
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
-    rows: which of this rank's sorted rows; these are all rows of its tokens, in the order of `PassPlan`.
+    rows: slice of this rank's sorted rows (all rows of its tokens, in the order of `PassPlan`).
     groups: number of these rows for each of this rank's E_local experts.
     """
 
@@ -143,8 +142,8 @@ class WeightMessage:
     send, recv: (P,) numbers of weights to and from each of the P ranks over which experts are distributed.
     regroup: (N,) int64, the index that sorts the N arrived weights: from (source rank, chunk, expert) to
         (chunk, expert, source rank), the order in which experts read rows. None if both orders are the same.
-    gathered: (L,) numbers of weights that arrive at each of the L ranks over which every expert is split; ()
-        if experts are not sharded.
+    gathered: if experts are sharded, (L,): the numbers of weights that arrive at each of the L ranks that
+        share an expert; else ().
     """
 
     slot: Tensor
@@ -158,8 +157,9 @@ class WeightMessage:
 class KernelOrder:
     """The order in which this rank sends one number for each of its rows, computed by a kernel on a GPU.
 
-    A routing weight is such a number. The S numbers of rows that are sent come first, sorted by destination
-    rank, then chunk, then expert. The numbers of rows that stay on this rank follow, sorted by chunk.
+    The number of a row is, for example, its routing weight. The numbers of the S rows that are sent come
+    first, sorted by destination rank, then chunk, then expert. The numbers of the rows that stay on this rank
+    follow, sorted by chunk.
 
     slot: (rows,) int64, the (token, choice) pair of each number.
     weight: (T * K,), the routing weights of all pairs, from which the kernel took ``taken``; None if the
@@ -208,11 +208,11 @@ class PassPlan:
         without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
         may read it.
     has_drops: whether some slots may have no row.
-    once: numbers by which the receiver finds the row of each routing weight, if a token is sent only once to
-        each rank (`pmoe.engine.variants.send_once`); else None. Several slots then share one row, and one
-        result returns for all of them.
-    by_kernel: the order of the numbers that are sent for rows, if a kernel has computed it; else None. The
-        passes of a GPU then use it, and no row is dropped.
+    once: numbers by which the receiver finds the row of each routing weight. Set only if a token is sent only
+        once to each rank (`pmoe.engine.variants.send_once`), else None. Several slots then share one row, and
+        one result returns for all of them.
+    by_kernel: the order in which a message carries one number for each row, such as its routing weight; None
+        if no kernel has computed it. Passes on a GPU use this order, and no row is dropped.
     counters: counters of tiles for products on a GPU, if a kernel has set them to zero; else None.
     """
 
@@ -263,7 +263,7 @@ class PassPlan:
 
     @functools.cached_property
     def home(self) -> list[slice]:
-        """The slice of the sorted rows that belong to the tokens of a chunk, for each chunk.
+        """A slice for each chunk: the sorted rows that belong to the chunk's tokens.
 
         A slice has the rows that the chunk sends. If the rows that are not sent have a block for each chunk,
         the chunk's block follows.
@@ -298,8 +298,8 @@ class PassModules(abc.ABC):
         runs its ``inside`` as a task after the last dispatch. Its ``t_gar`` is the predicted time of the
         all-reduce in seconds.
     traffic: counts the bytes that this rank sends.
-    copies: which copies of busy experts the call has on which ranks (``balance``); None if it has none. In a
-        call with copies, experts and copies have common indices (`HostedCopies`).
+    copies: the copies of busy experts in the call, and the ranks that host them (``balance``); None without
+        copies. In a call with copies, one numbering covers experts and copies (`HostedCopies`).
     """
 
     grid: Grid
@@ -350,7 +350,7 @@ class PassModules(abc.ABC):
 
     @functools.cached_property
     def hooks(self) -> Hooks | None:
-        """The callbacks' hooks before and after dispatch and combine; None if there are no such hooks."""
+        """The callbacks' hooks before and after dispatch and combine; None if callbacks have no hooks."""
         if not self.callbacks:
             return None
         from pmoe.engine.plan.callbacks import Hooks
@@ -367,9 +367,9 @@ class PassModules(abc.ABC):
         """The number of indices that each rank has for its experts and for copies of other ranks' experts.
 
         Without copies the number is E_local, the number of the rank's experts. In a call with copies of busy
-        experts, experts and copies have common indices. Each rank then has E_local + c indices, where c is
-        the largest number of copies that any rank hosts. A rank that hosts fewer copies does not use its last
-        indices.
+        experts, a rank numbers its experts and the copies that it hosts together. Each rank then has E_local
+        + c indices, where c is the largest number of copies that any rank hosts. A rank that hosts fewer
+        copies does not use its last indices.
         """
         return self.experts.num_local_experts + (0 if self.copies is None else self.copies.per_rank)
 
@@ -392,8 +392,8 @@ class Plan:
 
     modules: the layer's modules and ranks.
     forward, backward: the plan of each pass. The two may have different numbers of chunks.
-    joined: for each of backward's chunks, which rows of which forward chunks it consists of; None if both
-        passes have the same chunks.
+    joined: the rows of forward chunks from which each backward chunk is put together; None if both passes
+        have the same chunks.
     top_k: K, the number of experts that each token chooses.
     restore: for the experts' input T_DI and the hidden activation T_M: whether they are kept for backward,
         offloaded to the host, or made again.

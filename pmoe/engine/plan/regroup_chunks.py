@@ -33,11 +33,12 @@ forward chunk become which rows of the backward chunk.
 class ChunkRegrouping:
     """The map from the rows of backward's chunks to the rows of forward's chunks.
 
-    received: for the rows that experts receive: the forward chunks from which each backward chunk is copied,
-        and the rows of each.
-    local: the same for each block of the rows that are not sent, because their experts are on this rank
-        (`PassPlan.pieces`).
-    weight_map: (N,) int64, the number in forward's order of each of the N received rows in backward's order.
+    received: for the rows that experts receive, the rows of forward chunks from which each backward chunk is
+        copied.
+    local: the same map for the rows that are not sent, because their experts are on this rank; with blocks of
+        these rows (`PassPlan.pieces`) in place of chunks.
+    weight_map: (N,) int64. Entry i is for received row i in backward's order: the row's number in forward's
+        order.
     """
 
     received: ChunkRuns
@@ -48,7 +49,7 @@ class ChunkRegrouping:
 def join_chunks(
     recv_LWE: Tensor, recv_device_LWE: Tensor, stay_LE: Tensor, n: int, n_backward: int
 ) -> ChunkRegrouping:
-    """Returns for each of backward's chunks which rows of which forward chunks it consists of.
+    """Returns the rows of forward chunks from which each backward chunk is put together.
 
     A bin is a range of tokens. There are L bins, W ranks and E local experts.
 
@@ -65,7 +66,7 @@ def join_chunks(
 
 
 def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
-    """Returns for each backward chunk which rows of which forward chunks it consists of.
+    """Returns the rows of forward chunks from which each backward chunk is put together.
 
     The result is for the received rows, or for the rows that stay on their rank. Blocks of rows that are
     neighbours in both passes are joined, so that fewer copies are needed.
@@ -98,7 +99,7 @@ def _join(counts_LE: Tensor, n: int, n_backward: int) -> ChunkRuns:
 
 
 def _forward_index(counts_LE: Tensor, n: int, n_backward: int, num_rows: int) -> Tensor:
-    """Returns (num_rows,) int64, the number in forward's order of each row in backward's order.
+    """Returns for each row, in backward's order, its number in forward's order: (num_rows,) int64.
 
     The rows of all chunks of a pass are numbered one after another.
 

@@ -1,1 +1,1 @@
-"""Features of some layers only: each is a pair of subclasses, of the forward and the backward pass."""
+"""Features that only some layers have: each is a subclass of the forward and one of the backward pass."""

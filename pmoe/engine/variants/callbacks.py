@@ -142,7 +142,7 @@ class _Hooked(Pass):
             self._return_changed("leaving", i, self.buffer("leaving", i))
 
     def _return_changed(self, name: str, i: int, rows_NM: Tensor) -> None:
-        """Runs hooks on results of chunk i, and makes the rows that they return the buffer that is sent back.
+        """Runs hooks on results of chunk i. The rows that hooks return become the buffer that is sent back.
 
         Another buffer with the columns and dtype of these rows is allocated for the results that come back to
         this rank.

@@ -12,9 +12,10 @@ the hosts send back the gradients of the copies. Sending and adding are tasks of
     VG    the hosts send the gradients to the owner
     VA    the owner adds these gradients to the gradients of its experts
 
-An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` says which
-rank sends which part of which expert. Parameters that all experts share, such as a shared adapter, are not
-sent, because every rank has them. The row of an expert's gradients has only the parameters that are trained.
+An expert is sent as one row of P numbers: all its parameters, one after the other. `HostedCopies` lists the
+parts of experts that each rank sends and receives. Parameters that all experts share, such as a shared
+adapter, are not sent, because every rank has them. The row of an expert's gradients has only the parameters
+that are trained.
 
 Letters: C copies that this rank hosts, P numbers in an expert's parameters, G numbers in its gradients.
 """
@@ -71,7 +72,7 @@ class _WithCopies(Pass):
 
     @property
     def hosted(self) -> HostedCopies:
-        """The plan of copies of this call: which ranks host which experts, and which parts are sent where."""
+        """The plan of copies of this call: which ranks host which experts, and which parts ranks exchange."""
         copies = self.plan.modules.copies
         assert copies is not None
         return copies
@@ -341,9 +342,10 @@ class CopiesBackward(_WithCopies, Backward):
         return sum(shape.numel() for shape in self.gradient_shapes())
 
     def _make_sums(self) -> None:
-        """Allocates the gradients of the copies, and the sums over chunks from which they are copied.
+        """Allocates the gradients of the copies, and the sums over chunks.
 
-        If the sums have the dtype of the gradients, one memory is used for both, and nothing is copied.
+        The sums are later copied to the gradients. If both have the same dtype, they share one memory, and
+        nothing is copied.
         """
         new = self.pool.new
         self.copied_gradients = new(self.parameters[0], len(self.hosted.hosted), self.gradient_elements)
@@ -353,12 +355,12 @@ class CopiesBackward(_WithCopies, Backward):
             self.copy_sums[at] = GradientSum(view, self.chunks_left, memory)
 
     def sums_that_stay(self) -> list[GradientSum | None]:
-        """Returns `copy_sums` before it has the sums that are sent to owners, with None in their places."""
+        """Returns the first values of `copy_sums`: sums that are not sent to owners; None for the others."""
         stacked = set(self.stacked)
         return [None if at in stacked else total for at, total in enumerate(self.sums)]
 
     def summed_gradients(self) -> list[tuple[int, Tensor]]:
-        """Returns the views of `copied_gradients` that have sums, each with its place in `copy_sums`."""
+        """Returns pairs (index in `copy_sums`, view of `copied_gradients`), one for each sum that is sent."""
         views = parameters_in(self.copied_gradients, self.gradient_shapes())
         return list(zip(self.trained, views, strict=True))
 
@@ -374,9 +376,10 @@ class CopiesBackward(_WithCopies, Backward):
     def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
         """Returns one task's hidden activation T_M, of experts and copies, copied from forward's chunks.
 
-        saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        saved: for each forward chunk its T_M, and the pairs (slice of its rows, slice of the task's rows) to
+            copy.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
@@ -507,11 +510,9 @@ def _reuse_memory(memory: Tensor, _: Tensor, *shape: int) -> Tensor:
 
 
 def parameters_in(rows: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Returns views of experts' rows of numbers that have the shapes of the experts' parameters.
+    """Returns each parameter of C experts as a view (C, ...) of a matrix with one line for each expert.
 
-    The result has a view (C, ...) for each parameter.
-
-    rows: (C, P), a row of P numbers for each of C experts: its parameters, one after the other.
+    rows: (C, P), the matrix: the line of an expert has its parameters one after the other, P numbers.
     shapes: the shapes of the parameters of one expert.
     """
     views = []

@@ -1,7 +1,7 @@
 """Passes on a GPU that keep T_M in e4m3, which CUDA kernels pack and unpack (the fate "e4m3").
 
 One launch packs T_M of all rows of a task, and one launch for each run of rows unpacks it. The kernels need
-no temporary memory. If they cannot take T_M, PyTorch operations pack it block by block
+no temporary memory. If the kernels cannot read T_M, PyTorch operations pack it block by block
 (`pmoe.engine.variants.hidden_e4m3`), and a warning gives the reason once.
 """
 
@@ -18,7 +18,7 @@ from pmoe.warn import warn_once
 
 
 class _KernelsOfHidden(Pass):
-    """A pass that launches the kernels of messages on T_M.
+    """A pass that packs or unpacks T_M with the kernels that pack and unpack messages of rows.
 
     hidden_kernels: launches the kernels; None before the first launch.
     """
@@ -26,7 +26,7 @@ class _KernelsOfHidden(Pass):
     hidden_kernels: MessageKernels | None = None
 
     def kernels_for(self, hidden_NG: Tensor) -> MessageKernels | None:
-        """Returns what launches the kernels on rows of T_M; None if the kernels cannot take them.
+        """Returns the object that launches the kernels on T_M; None if they cannot read these rows.
 
         Warns once for each reason why they cannot.
 

@@ -1,8 +1,8 @@
 """Forward and backward passes on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows.
 
 The arguments that all launches of a pass share are checked once, when the pass begins, to save time of the
-host. If the kernels cannot compute what the layer's order (the module that sorts rows) or its experts
-compute, the methods of the base classes run, which use PyTorch operators.
+host. If the kernels do not support the layer's order (the module that copies and sums rows) or its experts,
+the methods of the base classes run, which use PyTorch operators.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _OnCuda(Pass):
 
     @functools.cached_property
     def row_token(self) -> Tensor:
-        """The token of each sorted row, (rows,), of rows that are sent and of rows that are not.
+        """The token of each sorted row, (rows,), whether the row is sent or not.
 
         Kernels copy rows without this tensor. So if kernels sorted the slots, the tensor is computed only
         when other operators must copy rows.
@@ -69,7 +69,7 @@ class _OnCuda(Pass):
         return pass_plan.slot // self.plan.top_k if is_empty else pass_plan.row_token
 
     def pieces_of(self, numbers: Tensor) -> Sequence[Tensor]:
-        """Returns the numbers of each block of the rows that stay on this rank.
+        """Returns a part of ``numbers`` for each block of the rows that stay on this rank.
 
         numbers: (rows,), a number for each row of this rank, in the order of `KernelOrder`.
         """
@@ -78,7 +78,7 @@ class _OnCuda(Pass):
 
     @functools.cached_property
     def weight_by_number(self) -> Tensor | None:
-        """The routing weights of this rank's rows in the order of `PassPlan.by_kernel`; None without it."""
+        """Routing weights of this rank's rows in the order of `PassPlan.by_kernel`; None without an order."""
         by_kernel = self.pass_plan.by_kernel
         return None if by_kernel is None else by_kernel.sort(self.weight)
 
@@ -249,7 +249,7 @@ class CudaForward(_OnCuda, Forward):
         out_NM: (N, M), memory for the results of M = d_model columns, or memory with the same layout and
             alignment.
         num_rows: N, the number of rows.
-        top_k: into how many rows each row of ``source`` is copied.
+        top_k: the number of rows to which each row of ``source`` is copied.
         """
         experts = self.experts
         if not isinstance(experts, LaunchedExperts):
@@ -264,9 +264,9 @@ class CudaBackward(_OnCuda, Backward):
 
     grad_of_piece: by block of rows that stay on this rank, the gradients of the output of these rows. An
         entry was copied together with the block's input, and is removed when a task reads it.
-    gathered: the chunks whose send buffers (of gradients) have been filled, and not been sent yet.
+    gathered: the chunks whose send buffers (of gradients) have been filled, but not sent yet.
     grad_by_number: (rows,), the gradients of the routing weights of this rank's rows, in the order of
-        `PassPlan.by_kernel`; None without that order.
+        `PassPlan.by_kernel`; None if no kernel has computed this order.
     """
 
     grad_of_piece: dict[int, Tensor]
@@ -304,8 +304,8 @@ class CudaBackward(_OnCuda, Backward):
     def gather_again(self, i: int) -> None:
         """Copies the tokens of chunk i to be sent again, together with other rows (`Schedule.joint_copies`).
 
-        One launch also copies the gradients that the next task G would copy, and both tensors of the block of
-        rows that the next task LM would copy. These tasks then copy nothing.
+        The same launch also copies the gradients for the next task G, and the input and the gradients of the
+        block of the next task LM. These tasks then copy nothing.
         """
         x_TM = self.saved.inputs.x_TM
         if self.moves is None or self.plan.modules.hooks is not None or not self._both_are_readable:
@@ -332,15 +332,15 @@ class CudaBackward(_OnCuda, Backward):
         super().recompute(i, place)
 
     def _copies_of_piece(self, j: int) -> list[RowCopy]:
-        """Returns the copies that make the input of block j and the gradients of its output, and notes them.
+        """Returns the copies that make the input of block j and the gradients of its output.
 
-        The task that recomputes the hidden activation needs the input only. The next task of the compute lane
-        needs the gradients. They may be copied before that task begins: the memory for them, in which blocks
-        take turns, is free already, because the tasks that read the block before ran earlier in the same
-        lane.
+        It also records that these copies have been made. The task that recomputes the hidden activation needs
+        only the input. The next task of the compute lane needs the gradients, which may be copied early.
+        Blocks take turns in the memory for the gradients. This memory is free already, because the tasks that
+        read the previous block's gradients ran earlier in the same lane.
 
-        There are no copies if backward does not read the input from the tokens again, or if they have been
-        made.
+        There are no copies if backward does not read the input from the tokens again, or if the copies have
+        been made.
 
         j: number of the block of rows that stay on this rank.
         """

@@ -32,9 +32,9 @@ class _WiredOnCuda(WiredPass):
 
     @functools.cached_property
     def kernels(self) -> dict[WireName | None, MessageKernels | None]:
-        """The objects that launch the kernels that convert rows, by the number format of messages.
+        """Maps each number format of messages to the object that launches the kernels for this format.
 
-        None for a format that the kernels do not support.
+        The value is None for a format that the kernels do not support.
         """
         found: dict[WireName | None, MessageKernels | None] = {}
         for wire in (self.wires.rows, self.wires.of(self.direction)):

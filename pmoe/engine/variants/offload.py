@@ -51,16 +51,16 @@ class OffloadingForward(Forward):
     def copy_rows_out(self, i: int, place: str = "") -> None:
         """Copies the experts' input T_DI of the rows of one task to host memory (task DI).
 
-        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
-            because their experts are on this rank, if place is "_L".
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because their experts are on this rank.
         """
         self._copy_out("T_DI", (i, place))
 
     def copy_hidden_out(self, i: int, place: str = "") -> None:
         """Copies the hidden activation T_M of the rows of one task to host memory (task DM).
 
-        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
-            because their experts are on this rank, if place is "_L".
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because their experts are on this rank.
         """
         self._copy_out("T_M", (i, place))
 
@@ -91,8 +91,8 @@ class OffloadingForward(Forward):
     def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor], leave: int = 0) -> list[Tensor]:
         """Takes host memory for tensors, and returns it. A later task copies the tensors.
 
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         tensor: "T_DI" (the experts' input) or "T_M" (their hidden activation).
         tensors: the tensors on the device.
         leave: bytes of host memory that must stay free for later tensors.
@@ -114,8 +114,8 @@ class OffloadingForward(Forward):
         """Starts the copies to the host for which `_to_host` took memory.
 
         name: "T_DI" (the experts' input) or "T_M" (their hidden activation).
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         for target, tensor in self.leaving_device.pop((name, unit), ()):
             if not self._lies_in_a_slot(tensor):
@@ -127,8 +127,8 @@ class OffloadingForward(Forward):
     def _lies_in_a_slot(self, tensor: Tensor) -> bool:
         """Returns whether a tensor lies in a ring slot (a buffer in which chunks take turns).
 
-        All ring slots of a pass share one storage. A tensor outside a ring slot must be held for the lane
-        that copies it (`hold_for`).
+        All ring slots of a pass share one storage. The memory of a tensor outside a ring slot must not be
+        used again before a lane has copied the tensor (`hold_for`).
         """
         slot = next(iter(self.arena.buffers.values()), None)
         return slot is not None and slot.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -162,8 +162,8 @@ class OffloadingBackward(Backward):
 
         The source is host memory, or chunks that forward kept on the device.
 
-        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
-            because their experts are on this rank, if place is "_L".
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because their experts are on this rank.
         """
         unit = (i, place)
         rows_NM = self.temporary(f"T_DI{place}", i)
@@ -179,8 +179,8 @@ class OffloadingBackward(Backward):
         The source is host memory, or chunks that forward kept on the device. If a part of T_M did not fit on
         the host, nothing is copied, and a later task recomputes T_M.
 
-        i, place: which rows: those received in chunk i if place is ""; block i of the rows that are not sent,
-            because their experts are on this rank, if place is "_L".
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because their experts are on this rank.
         """
         unit = (i, place)
         parts = self.parts(unit)
@@ -196,9 +196,10 @@ class OffloadingBackward(Backward):
     def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:
         """Returns the hidden activation T_M of one task, copied from forward's chunks (`Experts.join`).
 
-        saved: for each forward chunk its T_M, and which of its rows are which rows of the task.
-        unit: which rows: (i, "") those received in chunk i; (j, "_L") block j of the rows that are not sent,
-            because their experts are on this rank.
+        saved: for each forward chunk its T_M, and the pairs (slice of its rows, slice of the task's rows) to
+            copy.
+        unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
+            sent, because their experts are on this rank.
         """
         return self.plan.modules.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 

@@ -38,12 +38,12 @@ from pmoe.ordering.sorted import count_rows, sort_rows
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedRowCounts:
-    """The number and order of padded rows: ``capacity`` for each expert, made divisible by ``bins``.
+    """The number and order of padded rows: ``capacity`` rows for each expert, rounded up to fill bins.
 
     num_experts: E, the number of experts of all ranks.
     capacity: the number of rows of each expert that a rank keeps.
-    bins: the number of bins, equal parts of the rows. Rows are sorted by bin, then by expert. So all of n
-        chunks have the same number of rows, for every n that divides ``bins``.
+    bins: the number of bins, equal parts of the rows. Rows are sorted by bin, then by expert. So n chunks
+        have the same number of rows each, if n divides ``bins``.
 
     Capacity is rounded up to a multiple of ``bins``; the added rows stay empty. Example: capacity 5 in 2 bins
     gives 3 rows in each bin for each expert; with 2 experts that is N = 12 rows.
@@ -71,7 +71,7 @@ class PaddedRowCounts:
     def counts(
         self, num_ranks: int, device: torch.device, *, max_tokens: int, needs_grad: bool
     ) -> RankCounts:
-        """Returns the row counts of a call, in the same type as an exchange of counts among ranks returns.
+        """Returns the row counts of a call, as a `RankCounts`, which is also the result of an exchange.
 
         With padding every rank sends every expert the same number of rows, so no exchange is needed.
 
@@ -207,7 +207,7 @@ class PaddedCallKey:
         *,
         training: bool,
     ) -> CountsExchange:
-        """Starts to send these values to the other ranks. `check_same_calls` checks what arrives.
+        """Starts to send these values to the other ranks. `check_same_calls` checks the values that arrive.
 
         The method is a collective. The host waits only when the caller calls ``finish`` on the result.
 

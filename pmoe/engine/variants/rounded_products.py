@@ -1,4 +1,4 @@
-"""Passes whose experts round the operands of their products to float8 (MoELayer's ``products``).
+"""Passes whose experts round operands of their matrix products to float8 (MoELayer's ``products``).
 
 A pass has the same tasks as without rounding. It runs them with the experts of
 `pmoe.experts.rounded_products`.

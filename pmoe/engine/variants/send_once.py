@@ -131,9 +131,8 @@ class DeduplicatedRows:
 
     number: (S,) int32, for each of the S weights that this rank sends: the number of its row among the rows
         that go to the same rank in the same chunk. This number is sent with the weight.
-    base: (N,) int64, for each of the N weights that arrive: the number of the first row that its source rank
-        sends in its chunk, among all rows that arrive in the chunk. The weight's row is base + the number
-        that arrived.
+    base: (N,) int64, for each of the N weights that arrive: where the rows of its source rank begin among all
+        rows that arrive in its chunk. The weight's row is base + the number that arrived with the weight.
     """
 
     number: Tensor
@@ -176,7 +175,7 @@ class OnceForward(_Once, Forward):
     def sorted_weights(self) -> Tensor:
         """Returns (N,), the N routing weights that arrived, sorted by chunk and expert; also sets `regroup`.
 
-        `regroup` has an index for each chunk. Received rows [index] are the rows in the order in which the
+        `regroup` has an index for each chunk. ``received_rows[index]`` are the rows in the order in which the
         experts compute them: a received row appears once for each of its experts. The index is computed from
         the numbers that arrived with the weights.
         """

@@ -1,8 +1,8 @@
 """Passes of a trial, which take part in every collective even if this rank runs out of memory.
 
-A trial times a choice: a number of chunks n, and how backward restores what it needs (`pmoe.choose.trials`).
-The choice may need too much memory on one rank, while the other ranks wait for that rank in an all-to-all. So
-the rank goes on with its tasks:
+A trial measures the time of a choice: a number of chunks n and a restore pair, which says how backward gets
+saved rows (`pmoe.choose.trials`). The choice may need too much memory on one rank, while the other ranks wait
+for that rank in an all-to-all. So the rank goes on with its tasks:
 
     task of computation or of a copy     does nothing
     task of communication                sends and receives rows with any values, in memory that the pass has
@@ -30,7 +30,7 @@ from pmoe.engine.passes.forward import Forward
 from pmoe.schedule.tasks import Lane
 
 CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
-"""Texts by which errors of torch's allocator on the CPU are told from other RuntimeErrors."""
+"""Texts that distinguish errors of torch's allocator on the CPU from other RuntimeErrors."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher for the current heap: a new one if the heap was replaced since the last launch."""
+        """The launcher for the current heap. If the heap was replaced since the last launch, it is new."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)
@@ -46,7 +46,7 @@ class Steps:
 
         Ranks set flags in each other's heaps when they have written rows. If this rank fails between two
         launches, for example because it runs out of memory, the other ranks wait for the flags of this pass.
-        If this rank then began a new pass, the other ranks would take the new flags for those of the
+        If this rank then began a new pass, the other ranks would mistake its new flags for flags of the
         unfinished pass, and read rows that were never written.
         """
         try:

@@ -218,9 +218,9 @@ class Launcher:
         direction: the pass that the launch belongs to, "forward" or "backward".
         ranks: for each rank, the arguments that only this launch needs, by their names in cuda/comet/read.h:
             the result of a function ``..._fields`` of `pmoe.kernels.comet.operators`.
-        epilogue: code of the computation after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of
+        epilogue: number of the operation that follows the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of
             `pmoe.kernels.gemm`.
-        activation: code of the nonlinearity in `pmoe.kernels.gemm.ACTIVATIONS`; 0 for PLAIN.
+        activation: number of the nonlinearity in `pmoe.kernels.gemm.ACTIVATIONS`; 0 for PLAIN.
         """
         division = self.divide(kernel, direction)
         extension.module().comet(

@@ -43,8 +43,8 @@ class FusedRouting:
 
     rank: this rank.
     expert_TK: (T, K), global expert index of each slot.
-    position_TK: (T, K), index of each slot's row among the rows that this rank sends, which are sorted by
-        expert, then by token; -1 if the slot is dropped.
+    position_TK: (T, K), index of each slot's row among the rows that this rank sends; -1 if the slot is
+        dropped. These rows are sorted by expert, then by token.
     slot_S: (S,), slot of each of the S rows that this rank sends.
     send_WE: (W, E), number of rows that this rank sends to each of the E experts of each of the W ranks, on
         the device.
@@ -54,8 +54,8 @@ class FusedRouting:
     Several ranks of this process may share the tensors that are indexed by token. The tokens of these ranks
     then follow each other, in order of rank. Three more fields say which tokens and rows are this rank's:
 
-    first_token, num_tokens: this rank's tokens are those from first_token up to, but not including,
-        first_token + num_tokens. num_tokens is None if tensors are not shared.
+    first_token, num_tokens: this rank has the tokens from first_token up to, but not including, first_token +
+        num_tokens. num_tokens is None if tensors are not shared.
     first_row: number of rows that the lower ranks of this process send. position_TK counts the rows of all
         these ranks, so a position minus first_row is an index among this rank's rows. 0 if not shared.
     """
@@ -88,8 +88,8 @@ def routing_fields(heap: Heap, fused_routing: FusedRouting) -> dict[str, int]:
     heap: this rank's symmetric heap.
     fused_routing: where the rows of this rank's tokens go, and which rows arrive.
 
-    Raises ValueError if the heap has room for fewer rows, or if the kernels cannot read a tensor (wrong
-    shape, dtype, device or strides).
+    Raises ValueError if the heap has too little room for the rows of ``fused_routing``. Also raises it if the
+    kernels cannot read a tensor (wrong shape, dtype, device or strides).
     """
     shape = heap.shape
     if fused_routing.num_received > shape.rows:
@@ -302,7 +302,7 @@ def product_combine(
     """Multiplies rows by w2, sends the results to their tokens' ranks, and sums each token's results.
 
     A token's output is the sum over its rows of (active w2[e]^T + b2[e]) * routing weight, where e is the
-    row's expert. The routing weights are those that the last dispatch sent.
+    row's expert. The last dispatch has sent the routing weights.
 
     launcher: has the heap of each rank of this process.
     fused_routings: for each of these ranks, the `FusedRouting` with which the rows were dispatched.

@@ -33,7 +33,7 @@ If False, rows are first copied into their order. None lets `gathers_in_load` ch
 PERMUTED_COLUMNS = 2100
 """Columns of a first product above which copying rows into order is faster than gathering, on Hopper.
 
-The number is that for many choices K of a token; `gathers_in_load` multiplies it by (1 + 1 / K). Gathering
+The number is for tokens with very many choices K; `gathers_in_load` multiplies it by (1 + 1 / K). Gathering
 rows while they are loaded lengthens each step of each tile by 8 %, so it costs more the more columns a first
 product has. Copying (a permute) costs the same for any number of columns: it reads each token once and writes
 its K rows. By the stored times of an H200 (bench_grouped_gemm, bench_permute) the two are equal at 2100 (1 +
@@ -44,8 +44,8 @@ its K rows. By the stored times of an H200 (bench_grouped_gemm, bench_permute) t
 def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
     """Returns whether a first product should gather its rows from tokens, instead of reading copied rows.
 
-    kernels: name of the kernel code, "sm_90a" or "sm_80". The code for sm_80 always gathers: it loads rows in
-        order by the same instructions as gathered ones.
+    kernels: name of the kernel code, "sm_90a" or "sm_80". The code for sm_80 always gathers, because it loads
+        all rows by the same instructions, gathered or not.
     columns: number of rows of each expert's first weight: H = d_hidden, or 2H for SwiGLU.
     top_k: K, number of choices of a token.
 
@@ -60,10 +60,11 @@ class TileCounters:
     """Counters from which thread blocks take the next tile of their product: one counter for each product.
 
     A counter must be zero before its product. One launch sets `NUM_COUNTERS` counters to zero, so a pass of a
-    layer seldom needs a second launch of this sort. All products that take a counter must run on the stream
-    that was current when the first counter was taken.
+    layer seldom needs a second launch that zeroes counters. All products that take a counter must run on the
+    stream that was current when the first counter was taken.
 
-    zeros: (`NUM_COUNTERS`,) int32, zeros that are taken first; None if there are none.
+    zeros: (`NUM_COUNTERS`,) int32, counters that are zero already, and are returned first; None if there are
+        none.
     """
 
     def __init__(self, zeros: Tensor | None = None) -> None:
@@ -71,9 +72,9 @@ class TileCounters:
         self._num_left = 0 if zeros is None else NUM_COUNTERS
 
     def take(self, device: torch.device) -> int:
-        """Returns the address of a counter on ``device`` that is zero and that no product has had before.
+        """Returns the address of a counter on ``device`` that is zero, and that was not returned before.
 
-        The object owns the counter's memory, so it must live until the product has been launched.
+        This object owns the counter's memory, so it must live until the product has been launched.
         """
         if not self._num_left:
             self._memory.append(torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device))
@@ -106,8 +107,8 @@ def beside_communication(spare: int = SPARE) -> Iterator[None]:
     spare: number of multiprocessors to leave free.
 
     Inside the with-block, each thread block of a product takes its next tile from a shared counter. If a
-    communication kernel occupies a multiprocessor, the thread block for it starts late. That thread block
-    then takes fewer tiles, and does not delay the product.
+    communication kernel occupies a multiprocessor, the product's thread block for that multiprocessor starts
+    late. That thread block then takes fewer tiles, and does not delay the product.
     """
     spare_before = spare_of_thread.set(spare)
     counters_before = counters_of_thread.set(zeroed_of_thread.get() or TileCounters())
@@ -152,12 +153,12 @@ def launch(
     """Launches a grouped product on the current stream.
 
     kernels: name of the kernel code to launch, "sm_90a" or "sm_80": the result of `path_for`.
-    form: which product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
+    form: the kind of product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
     like: a tensor with the operands' dtype and device.
     ends: (E,), for each of E experts the index behind its last row.
     slots: for each row, the index of its (token, choice) pair, if rows are gathered from tokens or routing
         weights are indexed by pair; else None.
-    epilogue: what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
+    epilogue: the operation that follows the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
     fields: the other arguments, by their names in cuda/grouped_gemm/bind.cpp.
     """
     if slots is not None:
@@ -175,9 +176,9 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
     They can be used again for launches with the same arguments of this function.
 
     kernels: name of the kernel code, "sm_90a" or "sm_80".
-    form: which product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
+    form: the kind of product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.
     like: a tensor with the operands' dtype and device.
-    epilogue: what is computed after the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
+    epilogue: the operation that follows the product: PLAIN, HIDDEN or HIDDEN_GRADIENT of `pmoe.kernels.gemm`.
     """
     return {
         "device": like.device.index,

@@ -167,7 +167,7 @@ def hidden_gradient(
     active: Tensor | None = None,
     dots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradient of an expert's hidden activation, with two tensors that backward also needs.
+    """Computes the gradient of an expert's hidden activation, and two more tensors that backward needs.
 
     grad_NM: (N, M), gradient of the layer's output for each of N rows, not yet multiplied by the routing
         weight. M = d_model.

@@ -146,8 +146,8 @@ def check_given(
     position_TK: (T, K) int32 or int64, the row of each of the K choices of T tokens.
     weight_TK: (T, K), float32, or float64 if the rows are float64; or None.
     num_rows: number of rows that are sorted by expert; None takes it from a tensor of ``rows``.
-    rows: tensors by name. The first one determines the dtype and number of columns of all. Those with names
-        that end with "rows" may have any number of rows; the others must have T rows.
+    rows: tensors by name. The first tensor determines the dtype and number of columns of all. Tensors with
+        names that end with "rows" may have any number of rows; the other tensors must have T rows.
     """
     first = next(iter(rows.values()))
     check_tensor("position", position_TK, shape=("T", "K"), dtypes=[torch.int32, torch.int64])

@@ -76,8 +76,8 @@ class DeferredRouting(NamedTuple):
     """The routing of a call before it is computed: tensors without values, but with their autograd graph.
 
     A later launch (of FlashDMoE's kernel) writes the values of weight, expert, counts and l_aux into these
-    tensors. The tensors must not be read before. If no such launch follows, the caller must call `keep`,
-    which computes the values.
+    tensors. The tensors must not be read before. If no launch follows, the caller must call `keep`, which
+    computes the values.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts. If ``product`` is set, this tensor has no
         values yet, either.
@@ -211,7 +211,7 @@ def _route(
 
 
 def _heading(logits_TE: Tensor, numbers: Sequence[int] | None) -> Heading | None:
-    """Returns the heading that an operator got as a list of numbers.
+    """Returns the `Heading` (header of row-count messages) that an operator got as a list of numbers.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts.
     numbers: num_ranks and num_degrees, then the header; None for no heading.
@@ -385,8 +385,9 @@ def gate_operands(grad_TE: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
     grad_TE: (T, E) float32, the gradient of the logits.
     weight_EM: (E, M) bfloat16, the gate's weight for M columns.
 
-    Returns (T, 2E): the gradient rounded to bfloat16 in the first E columns, and in the others what rounding
-    lost; and (2E, M): the weight, twice. One launch writes both on devices that have pmoe's kernels.
+    Returns two tensors. The first is (T, 2E): the gradient rounded to bfloat16 in the first E columns, and
+    the rounding errors in the other E columns. The second is (2E, M): the weight, twice. One launch writes
+    both on devices that have pmoe's kernels.
     """
     num_tokens, num_experts = grad_TE.shape
     halves = weight_EM.new_empty(num_tokens, 2 * num_experts)

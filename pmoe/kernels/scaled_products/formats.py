@@ -1,7 +1,7 @@
 """The number formats to which operands of products can be rounded.
 
-Each operand is a matrix of rows with K columns, and the product sums over the columns. A scale is shared by
-some columns of one row:
+Each operand is a matrix of rows with K columns, and the product sums over the columns. Some columns of one
+row share a scale:
 
     name     numbers   columns of a scale   scale                     GPU with a product for it in torch
     "e4m3"   e4m3      all K                float32                   Hopper (compute capability 9.0)

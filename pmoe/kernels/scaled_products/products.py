@@ -1,6 +1,6 @@
 """Products of rounded operands: by torch's scaled_grouped_mm, or from the restored values of the operands.
 
-For rows sorted by expert, both compute
+For rows sorted by expert, both ways compute
 
     out = restored(rows) @ restored(matrix[e])^T    for the rows of each expert e
 
@@ -97,7 +97,7 @@ def refusals(request: ScaledRequest) -> list[str]:
 
 @functools.cache
 def way_to_compute(request: ScaledRequest) -> str:
-    """Returns which way computes a product: `SCALED_GROUPED_MM` if it can, else `RESTORED`.
+    """Returns the way to compute a product: `SCALED_GROUPED_MM` if torch can, else `RESTORED`.
 
     Warns on a GPU, once for each reason, that products are slow. PMOE_LOG_KERNELS=1 logs each choice once.
     """
@@ -184,7 +184,7 @@ def _product_of_restored(
 
 
 def restored_product_bytes(products: ProductsName, num_rows: int, columns: int, out_columns: int) -> int:
-    """Returns the most bytes of restored values and results that `scaled_product` holds at once.
+    """Returns the peak memory of restored values and results in `scaled_product`, in bytes.
 
     products: number format of the operands.
     num_rows: rows of the expert with the most rows.
@@ -204,8 +204,8 @@ def launch_scaled(
     """Computes rows matrix[e]^T for the rows of each expert e by one launch of torch's kernel.
 
     Returns (N, O) bfloat16. The arguments are those of `scaled_product`. The kernel needs every expert's
-    first row at a multiple of 16 bytes. Every row begins at one, so no rows are padded. For "mxfp8", the
-    scales of each expert are padded to a multiple of 128 rows.
+    first row at a multiple of 16 bytes. Every row begins at a multiple of 16 bytes, so no rows are padded.
+    For "mxfp8", the scales of each expert are padded to a multiple of 128 rows.
     """
     recipe = {"e4m3": F.ScalingType.RowWise, "mxfp8": F.ScalingType.BlockWise1x32}[products]
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if products == "mxfp8" else F.SwizzleType.NO_SWIZZLE

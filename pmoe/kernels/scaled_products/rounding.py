@@ -132,10 +132,10 @@ def rounded_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
 
 
 def rounding_bytes(products: ProductsName, num_rows: int, columns: int, element_size: int) -> int:
-    """Returns the most bytes that `round_operand` holds at once, the rounded matrix included.
+    """Returns the peak memory of `round_operand` in bytes, including the rounded matrix.
 
     These are the quotients in float32, the numbers and the scales. With "mxfp8" there are also the scales in
-    float32. If columns do not fill the last block, they are copied to whole blocks before.
+    float32. If the columns do not fill the last block, the matrix is first copied to whole blocks.
 
     products: the format to which the matrix is rounded.
     num_rows: R, over all matrices if there are several.
@@ -153,7 +153,7 @@ def rounding_bytes(products: ProductsName, num_rows: int, columns: int, element_
 
 
 def restoring_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
-    """Returns the most bytes that `restored` holds at once, its float32 result included.
+    """Returns the peak memory of `restored` in bytes, including its float32 result.
 
     products: the number format of the matrix.
     num_rows: R.

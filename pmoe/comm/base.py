@@ -102,8 +102,8 @@ class Exchange(abc.ABC):
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
-        Only an exchange that consists of several collectives overrides this method. It sends rows by way of
-        other ranks, which must know how many rows to expect.
+        Only an exchange that consists of several collectives overrides this method. It sends rows
+        through other ranks, which must know how many rows to expect.
 
         Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
         numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds

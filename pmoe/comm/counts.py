@@ -350,10 +350,11 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns row counts together with the loads of all experts and the largest values of ``marks``.
+        """Returns the row counts, with the load of each expert and the largest marks of any rank added.
 
         Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
-        over ranks is the load of each expert.
+        over ranks is the load of each expert. The marks are the numbers in this object's field ``marks``. The
+        result has the maximum of each mark over all ranks.
 
         counts: the row counts.
         agreed: the result of the max-reduction. Its last `size` numbers are the maxima of what `write` wrote.
@@ -522,9 +523,9 @@ def heading(
 class EarlyMessages:
     """Messages of row counts that the routing kernels have written, before the exchange began.
 
-    heading: the heading of the messages.
-    fault: the fault of the messages: an int64 scalar on the device, or `Fault.NONE`.
-    counts_FE: the row counts of the messages.
+    heading: the header of the messages, and the sizes that the kernels needed.
+    fault: the code of this rank's fault in the header: an int64 scalar on the device, or `Fault.NONE`.
+    counts_FE: the row counts in the messages.
     memory: the device memory that has the messages (`Messages`).
     """
 
@@ -591,7 +592,7 @@ class CountsExchange:
             must be None on all ranks or on none.
         once_FP: (F, P) int64 on the rows' device: rows for each of P ranks, if a token is sent only once to a
             rank (`RankCounts.sent_once`); else None.
-        exchanges: dispatch and combine, in case they send rows by way of other ranks; else ().
+        exchanges: dispatch and combine, in case they send rows through other ranks; else ().
         bypass_local: whether rows from a rank to itself are not sent.
         asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
@@ -756,7 +757,7 @@ class CountsExchange:
     def _relay(self, device_FWX: Tensor) -> list[Tensor]:
         """Returns how many rows this rank passes on for other ranks in dispatch and in combine.
 
-        A hierarchical all-to-all sends rows by way of other ranks, which must know how many rows will arrive.
+        A hierarchical all-to-all sends rows through other ranks, which must know how many rows will arrive.
         Rows are counted in F bins, equal ranges of a rank's tokens.
 
         Without a hierarchical all-to-all, the result is []. Otherwise it is a list of two int64 tensors on

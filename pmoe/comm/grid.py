@@ -42,7 +42,10 @@ class Grid:
 
     @staticmethod
     def of_group(group: dist.ProcessGroup | Ranks | None) -> Grid:
-        """Returns the grid of a group without sharded experts: P is the size of the group, and L is 1."""
+        """Returns the grid of a group without sharded experts.
+
+        Experts are spread over all P ranks of the group, and each expert is on L = 1 rank.
+        """
         ranks = group if isinstance(group, Ranks) else Ranks(group)
         return Grid(ranks, ranks, Ranks.single(), tuple(range(ranks.size)))
 

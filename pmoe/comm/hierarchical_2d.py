@@ -23,10 +23,11 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 
 
 class HierarchicalAllToAll2D(HierarchicalExchange):
-    """Sends rows by way of the rank of their own node that has the same place as their destination.
+    """Sends rows in two steps: inside the own node to another rank, then across nodes to the destination.
 
-    A rank's place is its number among the ranks of its node. Every node must have the same number of the
-    group's ranks.
+    A rank's place is its number among the ranks of its node. The first step brings a row to the rank of its
+    own node that has the same place as the destination. Every node must have the same number of the group's
+    ranks.
 
     nodes: which ranks share a node (`pmoe.comm.topology.Nodes`).
     """
@@ -55,7 +56,7 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
         return got_WF.t().contiguous()
 
     def _destinations(self) -> list[int]:
-        """Returns all ranks in the order in which their rows are sent in step 1: by place, then by node.
+        """Returns all ranks in the order in which step 1 sends the rows for them: by place, then by node.
 
         A rank's place is its number among the ranks of its node.
         """

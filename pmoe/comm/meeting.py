@@ -114,7 +114,7 @@ class Meeting:
             self._is_published = True
 
     def leave(self) -> None:
-        """Ends this rank's part in the meeting, after all ranks have come."""
+        """Ends this rank's part in the meeting. It must be called only after all ranks have come."""
         self._record.last_meeting = self._call
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")

@@ -235,7 +235,8 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
       would differ, and the processes would hang (pytorch issue 173608).
 
     The groups exist until torch.distributed is shut down. Later calls for the same topology return the same
-    groups. New groups could get the names of old ones, and would then find the old groups' keys in the store.
+    groups. They make no new groups, because a new group could get the name of an old one, and would then find
+    the old group's keys in the store.
 
     Raises ValueError on every rank of ``group``, before any group is made, if ``group`` has only some of the
     processes and its members belong to different numbers of groups.

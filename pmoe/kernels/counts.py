@@ -46,7 +46,7 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
         experts of each of W ranks.
     num_ranks: W.
     num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree the
-        ranks agree how often the chunks must be cut finer to fit into the buffers of every rank.
+        ranks agree on a number: how many more times the chunks must be cut to fit into every rank's buffers.
     """
     if counts_FE.dtype != torch.int32 or not counts_FE.is_contiguous():
         return f"counts of dtype {counts_FE.dtype} must be contiguous {torch.int32}"
@@ -147,7 +147,8 @@ class Messages:
             experts of each of W ranks.
         num_ranks: W.
         num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree
-            the ranks agree how often the chunks must be cut finer to fit into the buffers of every rank.
+            the ranks agree on a number: how many more times the chunks must be cut to fit into every rank's
+            buffers.
         memory: the memory of messages of these sizes; None allocates it.
         """
         num_bins = counts_FE.shape[0]

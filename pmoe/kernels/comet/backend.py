@@ -34,7 +34,7 @@ class Steps:
 
     @property
     def launcher(self) -> Launcher:
-        """The launcher for the current heap. If the heap was replaced since the last launch, it is new."""
+        """The launcher for the current heap. If the heap was replaced, a new launcher is made."""
         heap = self._find_heap()
         if heap is not self._made.heaps[0]:
             self._made = Launcher([heap], self._divide)

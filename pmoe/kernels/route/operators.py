@@ -94,7 +94,7 @@ class DeferredRouting(NamedTuple):
     product: tuple[Tensor, Tensor] | None = None
 
     def keep(self) -> None:
-        """Computes the routing at once and writes it into the tensors, if no later launch will do that."""
+        """Computes the routing now and writes it into the tensors. For calls that no launch will follow."""
         if self.product is not None:
             x_TM, weight_EM = self.product
             with torch.autocast(x_TM.device.type, enabled=False):

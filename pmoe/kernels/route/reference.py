@@ -55,12 +55,12 @@ class Routes(NamedTuple):
 def empty_routes(
     logits_TE: Tensor, top_k: int, num_chunks: int = 1, heading: Heading | None = None
 ) -> Routes:
-    """Returns the tensors of `Routes` without values, for a kernel to write.
+    """Returns the tensors of `Routes`, uninitialised, for a kernel to write.
 
     logits_TE: (T, E), the logits of T tokens for E experts. Only sizes, dtype and device are used.
     top_k: number of experts of a token.
     num_chunks: number of chunks of consecutive tokens.
-    heading: asks for messages of row counts.
+    heading: the header of messages of row counts; None if no messages are wanted.
     """
     num_tokens, num_experts = logits_TE.shape
 
@@ -82,10 +82,10 @@ def empty_routes(
 
 
 def _empty_messages(counts_nE: Tensor, heading: Heading | None) -> Tensor:
-    """Returns memory of messages without values; an empty tensor without a heading.
+    """Returns uninitialised memory for messages of row counts; an empty tensor if ``heading`` is None.
 
     counts_nE: (n, E), the row counts of n chunks for E experts. Only its sizes and device are used.
-    heading: asks for messages of row counts.
+    heading: the header of messages of row counts; None if no messages are wanted.
     """
     if heading is None:
         return counts_nE.new_empty(0, dtype=torch.int64)
@@ -241,7 +241,7 @@ def route(
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
     last: experts whose rows come after those of all other experts of a chunk.
     not_finite: the fault if a logit is infinite or NaN.
-    heading: asks for messages of row counts.
+    heading: the header of messages of row counts; None if no messages are wanted.
     """
     num_tokens, num_experts = logits_TE.shape
     probability_TE = logits_TE.softmax(-1)

@@ -134,8 +134,9 @@ def rounded_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
 def rounding_bytes(products: ProductsName, num_rows: int, columns: int, element_size: int) -> int:
     """Returns the peak memory of `round_operand` in bytes, including the rounded matrix.
 
-    These are the quotients in float32, the numbers and the scales. With "mxfp8" there are also the scales in
-    float32. If the columns do not fill the last block, the matrix is first copied to whole blocks.
+    The memory holds the matrix divided by its scales, in float32; the rounded numbers; and the scales. With
+    "mxfp8" it also holds the scales in float32. If the columns do not fill the last block, the matrix is
+    first copied to whole blocks.
 
     products: the format to which the matrix is rounded.
     num_rows: R, over all matrices if there are several.

@@ -41,12 +41,12 @@ class LayerCache:
                    last compared them; None before the first comparison
     compared       `LayerModules.compared_options` at the last call. It refers to no modules, because a
                    reference would keep replaced modules alive
-    words          the layer's options as texts, when ranks last compared them
+    words          the layer's options as texts, as they were when ranks last compared them
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
     counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
-                   rows in parts of the batch that fit these numbers. Empty before the first call
+                   rows so that the batch can be cut into these numbers of chunks. Empty before the first call
     had_copies     whether busy experts had copies on other ranks in the last call
     kept_copies    weights of copies of busy experts that this rank keeps for the next calls; None for none
     experts_state  a record of this rank's experts in the last call. If the experts are changed, the record of
@@ -317,12 +317,12 @@ class LayerModules(PassModules):
 
     @property
     def counted_degrees(self) -> tuple[int, ...]:
-        """The numbers of chunks that the row counts of the next call must fit, the same on all ranks.
+        """The numbers of chunks for which the next call counts its rows, the same on all ranks.
 
         Usually these are all numbers that may be chosen. Rows are counted in equal parts of the batch. The
         number of parts is a common multiple of these numbers, so that every chunk consists of whole parts.
-        With ``pipeline="solve"`` the common multiple of all numbers would be too large. So the counts fit
-        only the numbers of the last call. If the solver then takes other numbers, rows are counted again.
+        With ``pipeline="solve"`` the common multiple of all numbers would be too large. So rows are counted
+        only for the numbers of the last call. If the solver then takes other numbers, rows are counted again.
         """
         if not self.options.solves:
             return self.options.degrees

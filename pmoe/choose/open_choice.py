@@ -292,8 +292,8 @@ def _within_budget(batch: TrialBatch) -> Choice:
     for backward.
 
     The choices that are predicted to be fast are compared by trials, timed runs of both passes. With
-    ``pipeline="solve"`` no trials compare choices: the pair with the fastest prediction is taken, and the
-    solver chooses n later.
+    ``pipeline="solve"`` there are no trials: the n and the pair with the fastest prediction are returned. The
+    caller then uses only the pair, and lets the solver choose n.
 
     batch: the routed batch, on which trials run.
 

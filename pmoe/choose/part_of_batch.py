@@ -156,18 +156,18 @@ def _choices_of_stage(
 ) -> Sequence[Choice]:
     """Returns the choices that the next stage of trials tries: usually the first `STAGE` of ``remaining``.
 
-    A trial is a timed run of both passes.
+    A trial is a timed run of both passes. ``remaining`` begins with the choices that need the least memory.
 
     There are two exceptions:
 
     - If all of ``remaining`` need at most 8 % more memory than the `STAGE`-th choice, the stage tries all of
       them.
-    - If a trial of the `STAGE`-th choice could run on fewer than `MIN_TOKENS` tokens, the stage tries only
-      the first two choices, which need less memory.
+    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the `STAGE`-th
+      choice, the stage tries only the first two choices, which need less memory.
 
     batch: the routed batch.
     remaining: the choices (numbers of chunks, and how backward gets the rows and the hidden activation) that
-        may still be the fastest, those that need the least memory first.
+        may still be the fastest, sorted by memory.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that the trials of the next stage may take.
     """
@@ -261,7 +261,7 @@ def _part_with_memory(
     """Returns the largest batch of first tokens that fits into the allowed memory. Collective.
 
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
-    is None if ``share`` of the tokens are fewer than `MIN_TOKENS`.
+    is None if the fraction ``share`` of the tokens is fewer than `MIN_TOKENS` tokens.
 
     The first tokens may be routed less evenly than the whole batch. Half of the tokens then need more than
     half of the memory. So the peak is predicted from the row counts of these first tokens. If the peak is

@@ -133,9 +133,9 @@ def search(
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
     A trial is a timed run of both passes with some numbers of chunks. It must not need more memory than the
-    layer's later steps. The numbers that are chosen may be those that need the least memory. So a trial may
-    take only the memory of the smallest step. It runs on the first tokens of the batch, as many as fit into
-    this memory.
+    layer's later steps. Later steps may turn out to use the numbers of chunks that need the least memory. So
+    a trial may take only as much memory as a step with those numbers. It runs on the first tokens of the
+    batch, as many as fit into this memory.
 
     If all trials run out of memory, larger numbers of chunks are tried, because they need less memory. If
     those trials run out of memory too, the number that needs the least memory is returned. It is not tried

@@ -10,11 +10,11 @@ measured on this machine. The costs are the seconds of
 - the layer's gate;
 - the layer's order, the module that copies tokens to rows sorted by expert, and sums the rows of each token.
 
-The simulation assumes that tokens are evenly routed, so that 1 / P of the rows stay on their rank. If busy
-experts have copies, sending their weights and gradients counts, too.
+The simulation assumes that tokens are evenly routed: of the rows of an all-to-all among P ranks, 1 / P stay on
+their rank. If busy experts have copies, sending their weights and gradients counts, too.
 
-Letters: B tokens of the rank that has most, K choices of a token, P ranks across nodes, L ranks inside a
-node, M = d_model. n and m are the numbers of chunks of forward and of backward.
+Letters: B tokens of the rank with most tokens, K choices of a token, P ranks of the all-to-all among nodes, L
+ranks of the collectives inside a node, M = d_model. n and m are the numbers of chunks of forward and of backward.
 """
 
 from __future__ import annotations
@@ -355,7 +355,8 @@ def layer_costs(
     """Returns the seconds of each stage of a pass, as a line alpha + beta * fraction.
 
     The fraction is a chunk's share of the batch. A stage handles these sizes for the whole batch, with B
-    tokens of a rank, K choices of a token, P ranks across nodes, L ranks inside a node and M = d_model:
+    tokens of a rank, K choices of a token, P ranks of the all-to-all among nodes, L ranks of the collectives
+    inside a node and M = d_model:
 
         all-to-all                  B K (P - 1) / P * M elements
         all-gather, reduce-scatter  B K (L - 1) * M elements
@@ -428,7 +429,7 @@ def step_costs(
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
         used.
-    num_tokens: number of tokens of the rank that has most.
+    num_tokens: number of tokens of the rank with most tokens.
     restore: the restore pair: whether dispatched rows and hidden activation are kept, offloaded or made again
         for backward.
     most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
@@ -530,15 +531,15 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
 
     Returns whether the layer now has a fixed cost for batches of this size:
 
-        True    this call or an earlier call found it. It is 0 s if a trial ran out of memory, or if no trial
-                could run
-        False   trials may not run on this batch (`TrialBatch.may_try`); nothing is remembered
+        True    this call or an earlier call found it. It is 0 s if a trial ran out of memory, or if
+                ``tried`` returned None
+        False   no trials are allowed on this batch (`TrialBatch.may_try`); nothing is remembered
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.
     tried: function that measures both passes for some numbers of chunks, without the all-reduces that a
-        `pmoe.GradientReducer` adds to the backward pass. It returns None if no trial could run, and
-        `OUT_OF_MEMORY` for a trial that ran out of memory.
+        `pmoe.GradientReducer` adds to the backward pass. It returns None if nothing could be
+        measured, and `OUT_OF_MEMORY` for a trial that ran out of memory.
     """
     modules = batch.modules
     rows_TM = batch.inputs.x_TM
@@ -574,7 +575,7 @@ def _chunk_key(
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns, of which only the dtype is used.
-    num_tokens: number of tokens of the rank that has most.
+    num_tokens: number of tokens of the rank with most tokens.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.
     """
     return ("chunk cost", modules.options, restore, rows_TM.dtype, rounded_up(num_tokens))
@@ -591,7 +592,7 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     fastest in the forward pass. On a single rank the result is the pair with the fewest chunks. With a memory
     budget, a pair is allowed only if memory stays within the budget for any routing.
 
-    The seconds are predicted for the number of tokens of the rank that has most, rounded up to three
+    The seconds are predicted for the number of tokens of the rank with most tokens, rounded up to three
     significant binary digits, so that batches of similar size have the same n and m. The layer remembers the
     result. It depends only on numbers that all ranks share, so it is equal on all ranks. Collective the first
     time.
@@ -600,7 +601,7 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
         or made again for backward.
     tried: function that measures both passes for some numbers of chunks, for `measure_chunk_cost`. It returns
-        None if no trial could run.
+        None if nothing could be measured.
     """
     modules = batch.modules
     options = modules.options
@@ -645,8 +646,8 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     first. With a memory budget, a pair is in the list only if memory stays within the budget for any routing.
     The layer remembers the list.
 
-    The second result is the number of tokens of the rank that has most. It is rounded up, so that batches of
-    similar sizes share a list. If the budget allows no pair for the rounded number, the exact number is used.
+    The second result is the number of tokens of the rank with most tokens. It is rounded up, so that batches
+    of similar sizes share a list. If the budget allows no pair for the rounded number, the exact number is used.
 
     batch: the routed batch.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.

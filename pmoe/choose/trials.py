@@ -63,7 +63,7 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     The result is one of `DEGREES` (1, 2, 4, 8, 16). It is 1 if there are too few rows for two chunks. It is
     also 1 with one rank, because no rows are sent.
 
-    max_rows: number of rows (tokens times choices) of the rank that has most, so that all ranks get the same
+    max_rows: number of rows (tokens times choices) of the rank with most rows, so that all ranks get the same
         result.
     num_ranks: number of ranks.
     """
@@ -213,9 +213,10 @@ class TrialBatch:
         With ``pipeline="solve"``, ``rows_for`` counts the rows again, which is collective (`degrees` has the
         reason). If there is no ``rows_for``, the batch is returned unchanged.
 
-        If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks. The step
-        with `MAX_DEGREE` chunks needs the least memory. This memory is the limit of trials (timed runs of
-        both passes): `pmoe.choose.part_of_batch.smallest_peak`.
+        If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks, so that
+        the memory of a step with so many chunks can be predicted. That step needs the least memory. Trials
+        (timed runs of both passes) may take only this much memory
+        (`pmoe.choose.part_of_batch.smallest_peak`).
 
         choices: each has the numbers of chunks of both passes, and a restore pair: how backward gets the rows
             and the hidden activation.
@@ -230,11 +231,11 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing for trials: `orders`, whose backward pass all-reduces no gradients of other modules.
+        """The routing `orders`, changed for trials: backward all-reduces no gradients of other modules.
 
         A trial is a timed run of both passes. In a training step, a `pmoe.GradientReducer` all-reduces
-        gradients of other modules during this layer's backward pass. A trial is not a training step, so a
-        backward pass with this routing does not begin these all-reduces.
+        gradients of other modules during this layer's backward pass. A trial is not a training step, so its
+        backward pass does not begin these all-reduces.
         """
         orders = self.orders
         if orders.modules.gradients is not None:

@@ -25,7 +25,8 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 class HierarchicalAllToAll1D(HierarchicalExchange):
     """Sends rows in three steps: to their node's leader, to the destination's leader, to the destination.
 
-    The leader is the first rank of a node; the destination's leader is the leader of its node. Nodes may have different numbers of ranks.
+    The leader is the first rank of a node; the destination's leader is the leader of its node. Nodes may have
+    different numbers of ranks.
 
     nodes: which ranks share a node (`pmoe.comm.topology.Nodes`).
     """

@@ -273,8 +273,8 @@ class BalancedCounts(ExactCounts):
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted for the two
-    numbers of the layer's last call: in parts of the batch that fit these numbers. If the solver chooses
+    A call has one number of chunks for forward and one for backward. Rows are first counted so
+    that the batch can be cut into the two numbers of chunks of the layer's last call. If the solver chooses
     different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
@@ -334,9 +334,9 @@ def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
     - the digest of the experts' architecture;
     - `LARGEST_DIGEST` minus this digest.
 
-    All three are 0 for experts of other kinds. The ranks exchange the maximum of each number. So every rank
-    learns the largest and the smallest digest of all ranks. If these are equal, all ranks have the same
-    architecture.
+    All three are 0 for experts of other kinds. The ranks compute the maximum of each number over all ranks.
+    The maximum of the second number is the largest digest of all ranks. The maximum of the third number gives
+    the smallest digest. If these two digests are equal, all ranks have the same architecture.
 
     modules: the modules of the layer.
     """
@@ -593,7 +593,7 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
     """Returns the copies, and notes in them how backward gets their weights: kept, or sent again.
 
     The owners send the weights again if the restore pair sends the experts' input rows again. Otherwise the
-    weights are kept since forward. Copies that are kept for later calls are never sent again.
+    weights are kept from forward. Copies that are kept for later calls are never sent again.
 
     copies: the copies of a call.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
@@ -667,8 +667,8 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their shape, dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
-    learned: the fraction of the experts' weights that are trained: at least one rank needs their gradients.
-        The fraction is of the numbers in the weights, not of the tensors.
+    learned: the fraction of the experts' weights that are trained, counted in elements and not in tensors. A
+        weight is trained if at least one rank needs its gradient.
     """
     options = modules.options
     if routed.x_TM.is_cuda:

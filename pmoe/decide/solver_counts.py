@@ -1,9 +1,9 @@
 """Row counts of a layer with ``pipeline="solve"``, whose number of chunks depends on the row counts.
 
 Rows are counted in bins, equal parts of the batch. A chunk consists of whole bins, so n chunks need a number
-of bins that is a multiple of n. For all n from 1 to 16 this would be 720720 bins, which are too many. So rows
-are counted in bins that fit the numbers of chunks of the last call. If the solver then takes other numbers of
-chunks, rows are counted again and the counts are exchanged again:
+of bins that is a multiple of n. For all n from 1 to 16 this would be 720720 bins, which are too many. So the
+number of bins is a multiple only of the numbers of chunks of the last call. If the solver then takes other
+numbers of chunks, rows are counted again and the counts are exchanged again:
 
     last call                                  3 chunks in forward, 4 in backward
     this call                                  counts in 12 bins or a multiple of 12, exchanged
@@ -31,8 +31,8 @@ from pmoe.engine.plan.make_plan import SortedSlots
 class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted for the two
-    numbers of the layer's last call: in parts of the batch that fit these numbers. If the solver chooses
+    A call has one number of chunks for forward and one for backward. Rows are first counted so
+    that the batch can be cut into the two numbers of chunks of the layer's last call. If the solver chooses
     different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
@@ -54,8 +54,9 @@ class SolverCounts(ExactCounts):
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
         """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
-        If the present counts do not fit these numbers of chunks, the rows are counted again, which is
-        collective. The layer remembers both numbers, and the counts of its next call will fit them.
+        If the batch cannot be cut into these numbers of chunks with the present counts, the rows are counted
+        again, which is collective. The layer remembers both numbers. In the next call, rows are counted so
+        that the batch can be cut into them.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """

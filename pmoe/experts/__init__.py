@@ -16,7 +16,7 @@
     dtensor_layout    expert parameters that are DTensors on a device mesh
     columns           cuts tensors of experts into parts of their hidden columns, and joins parts
     products          grouped products: each expert's rows times that expert's matrix
-    rounded_products  grouped products of operands rounded to float8, for experts of one pass
+    rounded_products  grouped products of operands rounded to float8; a pass rounds each weight once
     marks             attributes of expert parameters that other tools read
     values            distinguishes tensors that hold numbers from meta and fake tensors
     wrapper_checks    refuses data-parallel wrappers around experts

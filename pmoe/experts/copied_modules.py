@@ -46,7 +46,9 @@ def row_values(module: nn.Module) -> list[Tensor]:
 
 
 def elements_in_row(module: nn.Module) -> list[int]:
-    """Returns how many numbers each parameter, then each buffer of an expert has in a row.
+    """Returns the number of elements that each parameter, then each buffer of an expert takes in a message.
+
+    A buffer with another dtype than the parameters is sent as its bytes, in elements of the parameters' dtype.
 
     module: the expert. Its parameters have one dtype.
     """
@@ -95,10 +97,11 @@ class _CopyGraph(Graph):
 class CopiedModules(ModuleExperts):
     """Copies of other ranks' experts that are modules, behind the interface of `Experts`.
 
-    In the gradients of a chunk, the Q parameters of copy 0 come first, then those of copy 1, and so on.
+    In the gradients of a chunk, the parameters of copy 0 come first, then the parameters of copy 1, and so on.
 
     template: a module of this rank, which computes the copies.
-    copied: (C, P), the copies' rows of numbers. Their values may be written after this object was built.
+    copied: (C, P), for each of C copies the P numbers of its parameters and buffers. The values may be
+        written after this object was built.
     trained: for each parameter of an expert, whether any rank needs its gradient.
     """
 

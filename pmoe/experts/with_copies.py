@@ -305,10 +305,10 @@ def _rows_in(hidden: Hidden) -> tuple[int, int]:
 
 
 def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tuple[slice, slice]]:
-    """Restricts a map from forward rows to backward rows to a range of the forward rows.
+    """Returns the part of ``runs`` whose forward rows lie in a range. Rows are counted from 0 again.
 
-    The chunk's rows consist of two parts, the rows of own experts and the rows of copies. The result maps one
-    part, whose rows are counted from 0 in both chunks.
+    ``runs`` says which rows of a forward chunk are which rows of a backward chunk. The rows of each chunk
+    consist of two parts, the rows of own experts and the rows of copies. The range is one of these parts.
 
     runs: pairs (slice of a forward chunk's rows, slice of a backward chunk's rows) of the same rows.
     start, stop: the range of forward rows to keep. In the result, forward rows are counted from ``start``.

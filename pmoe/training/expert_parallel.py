@@ -65,8 +65,8 @@ def parallelize(
             these ranks keeps an equal part of their parameters, gradients and optimizer states. A mapping
             stands for True, with arguments for `torch.distributed.fsdp.fully_shard`:
             "reshard_after_forward" (True or False; True if it is missing), "mp_policy", "offload_policy". The
-            mesh may then have two dimensions of copies: experts are sharded over the inner one and copied
-            over the outer one.
+            mesh may then have two dimensions whose ranks hold copies of the same experts: experts are sharded
+            over the inner one and copied over the outer one.
 
     What becomes of a layer depends on how it was built:
 
@@ -100,7 +100,7 @@ def parallelize(
     inner = _experts_mesh(mesh, may_replicate=shard_experts is not False)
     grid = grid_of_mesh(inner)
     others = [name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE)]
-    # The ranks along each dimension of copies, the inner dimension first.
+    # The ranks along each mesh dimension whose ranks hold copies of the same experts, the inner one first.
     of_copies = [Ranks(mesh.get_group(name)) for name in reversed(others)] or [Ranks.single()]
     with ExitStack() as together:
         for ranks in (*of_copies, grid.all):
@@ -148,7 +148,8 @@ def _checked_layers(
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
     sharding: arguments for fully_shard if experts are sharded over their copies; else None.
-    of_copies: the ranks along each dimension of copies, the inner dimension first.
+    of_copies: the ranks along each mesh dimension whose ranks hold copies of the same experts, the inner
+        dimension first.
 
     Raises ValueError or TypeError, with the layer's name, if a layer or an argument is wrong.
     """

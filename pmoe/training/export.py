@@ -245,7 +245,8 @@ class _Export:
     def _described(self) -> Iterator[tuple[str, str, torch.Size]]:
         """Yields (name in the model, exported name, shape) of each tensor that the export will yield.
 
-        If a layout stacks the experts in one tensor, only the tensor of the first expert is described.
+        If the layout has one exported tensor for all experts, only one tuple is yielded for this tensor. It
+        describes expert 0 of the model.
         """
         for name, value in self._dense():
             yield name, self.renamed(name), value.shape

@@ -531,9 +531,10 @@ def _check_shapes(
     up: Sequence[Tensor],
     rank: int,
 ) -> None:
-    """Raises ValueError if a stored matrix has not the shape that the layer and the rank ask for.
+    """Raises ValueError if the shape of a stored matrix does not fit the layer and the adapter's rank.
 
     keys: the names of the matrices ``down`` and ``up`` in the file.
+    rank: the adapter's rank, the inner dimension of the product up * down.
     """
     _, out_features, in_features = _shapes(layer)[weight]
     each = form.num_experts * rank if form.is_stacked else rank

@@ -11,8 +11,9 @@ FSDP2 (`torch.distributed.fsdp.fully_shard`) shards the experts. For each layer 
 So pmoe's call always reads whole weights. Gradients must be means over all ranks of the mesh. FSDP2 computes
 the mean over "dp"; `DividedByOwnRanks` divides by the number of the other ranks.
 
-With two dimensions of copies, such as ("nodes", "dp", "ep"), experts are sharded over the inner dimension
-("dp") and replicated over the outer one ("nodes"), as FSDP2 does with a mesh of two dimensions (HSDP).
+Two dimensions of a mesh may have ranks that hold copies of the same experts, such as "nodes" and "dp" of
+("nodes", "dp", "ep"). Experts are then sharded over the inner one ("dp") and replicated over the outer one
+("nodes"), as FSDP2 does with a mesh of two dimensions (HSDP).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class DividedByOwnRanks:
     mesh.
 
     num_ranks: the divisor.
-    over_copies: one object for each mesh dimension of copies. Its ``compare`` checks that the copies along
-        this dimension train the same parameters.
+    over_copies: one object for each mesh dimension whose ranks hold copies of the same experts. Its
+        ``compare`` checks that the copies along this dimension train the same parameters.
     """
 
     num_ranks: int
@@ -133,12 +134,13 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
 def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: dict[str, Any]) -> None:
     """Shards the parameters of experts over the ranks that hold their copies, by fully_shard.
 
-    The parameters, DTensors that are Replicate over the copies, become DTensors that are Shard over the
-    inner dimension of copies.
+    Before, the parameters are DTensors that are Replicate over ``copies``. Afterwards they are DTensors that
+    are Shard over the inner dimension of ``copies``.
 
     experts: this rank's experts, for which `check_shardable` raises no error.
     mesh: the mesh of the parameters.
-    copies: names of the dimensions of copies; the last one is sharded, the one before it replicated.
+    copies: names of one or two mesh dimensions whose ranks hold copies of the same experts. The parameters
+        are sharded over the last one (the inner), and stay replicated over the one before it.
     options: arguments for fully_shard.
     """
     assert isinstance(experts, StackedExperts)

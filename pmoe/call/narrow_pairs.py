@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def possible_pairs(modules: LayerModules, pairs: Sequence[Restore]) -> tuple[Restore, ...]:
     """Returns the restore pairs that a layer can have: some of ``pairs``, or with one rank, changed pairs.
 
-    On one rank no messages arrive, so a pair cannot keep the message that brought T_DI. The value "message" of
-    a pair is then replaced by "communicate", which on one rank copies the rows from T_I again.
+    On one rank no messages arrive, so a pair cannot keep the message that brought T_DI. The value "message"
+    of a pair is then replaced by "communicate", which on one rank copies the rows from T_I again.
 
     If the layer cannot keep T_M in e4m3, the pairs with "e4m3" are left out. But if no pair would be left,
     all pairs are returned, and `check_narrow` raises the error for them.

@@ -10,11 +10,12 @@ measured on this machine. The costs are the seconds of
 - the layer's gate;
 - the layer's order, the module that copies tokens to rows sorted by expert, and sums the rows of each token.
 
-The simulation assumes that tokens are evenly routed: of the rows of an all-to-all among P ranks, 1 / P stay on
-their rank. If busy experts have copies, sending their weights and gradients counts, too.
+The simulation assumes that tokens are evenly routed: of the rows of an all-to-all among P ranks, 1 / P stay
+on their rank. If busy experts have copies, sending their weights and gradients counts, too.
 
 Letters: B tokens of the rank with most tokens, K choices of a token, P ranks of the all-to-all among nodes, L
-ranks of the collectives inside a node, M = d_model. n and m are the numbers of chunks of forward and of backward.
+ranks of the collectives inside a node, M = d_model. n and m are the numbers of chunks of forward and of
+backward.
 """
 
 from __future__ import annotations
@@ -647,7 +648,8 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     The layer remembers the list.
 
     The second result is the number of tokens of the rank with most tokens. It is rounded up, so that batches
-    of similar sizes share a list. If the budget allows no pair for the rounded number, the exact number is used.
+    of similar sizes share a list. If the budget allows no pair for the rounded number, the exact number
+    is used.
 
     batch: the routed batch.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.

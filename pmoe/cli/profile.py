@@ -134,7 +134,7 @@ def _cells(line: LineCost, scale: float) -> tuple[str, str]:
     """Returns two cells of a table: the rate 1 / beta, and alpha in microseconds.
 
     line: the measured line, seconds = alpha + beta * size.
-    scale: number of units of ``size`` in the unit that is shown, such as 1e9 for GB.
+    scale: how many units of ``size`` make one unit of the table, such as 1e9 bytes for GB.
     """
     rate = f"{1 / line.beta_seconds / scale:.4g}" if line.beta_seconds else "-"
     return rate, f"{line.alpha_seconds * 1e6:.3g}"

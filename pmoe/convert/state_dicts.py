@@ -81,14 +81,16 @@ class Layout:
         return [part.replace("{e}", str(e)) for part in self.names[name].split() for e in numbers]
 
     def order(self, name: str) -> tuple[str, list[str]]:
-        """Returns the axes of the system's tensors that together have the values of one of pmoe's tensors.
+        """Returns the order of the axes in which the system stores the values of one of pmoe's tensors.
 
-        If there are several tensors, imagine them stacked in one large tensor. The result is a pair:
+        The system may store them in several tensors. Imagine these stacked in one large tensor. Letters stand
+        for axes: X experts, f gate and up projection, H = d_hidden, M = d_model (see `AXES`). The result is a
+        pair:
 
-        1. The axes of the stack, a text with one letter for each axis (see `AXES`), in the order in which the
-           values lie in memory. If the gate and up projections are separate tensors, the stack begins with
-           the axis f. If every expert has a tensor of its own, the axis X follows.
-        2. The axes of one of the tensors, a list with the letters of each dimension.
+        1. The axes of the stack, a text with one letter for each axis, in the order of memory: the last axis
+           changes fastest. If the gate and up projections are separate tensors, the stack begins with the
+           axis f. If every expert has a tensor of its own, the axis X follows.
+        2. The dimensions of a single tensor, a list. "Hf" is one dimension that holds two axes.
 
         name: pmoe's name.
 

@@ -48,7 +48,7 @@ def row_values(module: nn.Module) -> list[Tensor]:
 def elements_in_row(module: nn.Module) -> list[int]:
     """Returns the number of elements that each parameter, then each buffer of an expert takes in a message.
 
-    A buffer with another dtype than the parameters is sent as its bytes, in elements of the parameters' dtype.
+    The message has the dtype of the parameters. A buffer of another dtype is sent as bytes in such elements.
 
     module: the expert. Its parameters have one dtype.
     """
@@ -73,7 +73,7 @@ def _as_numbers(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 def _from_numbers(numbers: Tensor, like: Tensor) -> Tensor:
     """Returns the buffer from which `_as_numbers` made numbers.
 
-    numbers: (numbers,), a part of a row.
+    numbers: (numbers,), a part of a copy's numbers.
     like: a tensor with the buffer's shape and dtype.
     """
     if like.dtype == numbers.dtype:
@@ -97,7 +97,7 @@ class _CopyGraph(Graph):
 class CopiedModules(ModuleExperts):
     """Copies of other ranks' experts that are modules, behind the interface of `Experts`.
 
-    In the gradients of a chunk, the parameters of copy 0 come first, then the parameters of copy 1, and so on.
+    The gradients of a chunk begin with those of copy 0's parameters, then come those of copy 1, and so on.
 
     template: a module of this rank, which computes the copies.
     copied: (C, P), for each of C copies the P numbers of its parameters and buffers. The values may be

@@ -2,8 +2,8 @@
 
 The steps from a parameter to the tensor that a call computes with:
 
-    parameter        a DTensor over the ranks of the mesh. A parametrization may compute another DTensor from it
-    `local_values`   redistributes this other DTensor, if its placements differ from the parameter's
+    parameter        a DTensor over the ranks of the mesh; a parametrization may compute another one from it
+    `local_values`   redistributes the computed DTensor, if its placements differ from the parameter's
     `Local`          takes this rank's part; its backward reduces the gradients of all parameters together
 
 `replace_parameter` puts a new Parameter in a module. Optimizers that still have the old Parameter then raise

@@ -65,7 +65,9 @@ class ExternalGate(Gate):
             self._weights_of = None
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of replayed experts, from the function that was passed to `routing`.
+        """Returns the weights (T, K) of the experts ``expert_TK``, to which a call is replayed.
+
+        They come from the function ``weights_of`` that the caller passed to the with-block `routing`.
 
         Raises ValueError if no function was passed, or if choices are dropped (``keep_TK``).
         """

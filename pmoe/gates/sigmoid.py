@@ -27,9 +27,9 @@ def sigmoid_shares(logits_TE: Tensor) -> Tensor:
 class SigmoidGate(TopKRouter):
     """Chooses for a token x the top_k experts with the largest x . w_e. The weights are sigmoid(x . w_e).
 
-    w_e is the row of the gate's weight for expert e. This is FSMoE's formula (section 2.1). Ties go to the
-    lowest expert index. Experts are compared by x . w_e and not by its sigmoid, because the sigmoids of large
-    numbers are all rounded to 1.
+    w_e is the row of the gate's weight for expert e. This is the gate of BASE layers and StableMoE, in the
+    formula of FSMoE (section 2.1). Ties go to the lowest expert index. Experts are compared by x . w_e and
+    not by its sigmoid, because the sigmoids of large numbers are all rounded to 1.
 
     weight: parameter (E, M), the rows w_e of E experts. M = d_model.
 
@@ -38,8 +38,8 @@ class SigmoidGate(TopKRouter):
 
     The auxiliary loss is `load_balance_loss` + z_loss_weight * `router_z_loss`. As probabilities, the balance
     loss gets the sigmoids of each token divided by their sum. Without this division, training could lower the
-    loss by making all sigmoids smaller. (The BASE paper has no auxiliary loss: it assigns the same number of
-    tokens to each expert. pmoe does not do this.)
+    loss by making all sigmoids smaller. (The BASE paper has no auxiliary loss, because it assigns the same
+    number of tokens to each expert. pmoe does not do this.)
     """
 
     normalizes = False

@@ -165,7 +165,7 @@ class _Inference:
 
     - inputs that the caller names,
     - results of operators that could not be cut, and of operators that take no tensor,
-    - results of operators whose inputs are all uncut so far, if at least one of these inputs is free.
+    - results of operators with at least one free input, and no input that is already cut along an axis.
     """
 
     def __init__(self, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:

@@ -258,10 +258,10 @@ measured message was as long as it should be.
 
 
 def packed_bytes(module: fx.GraphModule) -> float:
-    """Returns the bytes of the rows into which a graph copies its tokens, for the layer that has most.
+    """Returns the bytes of the rows of one MoE layer of a graph: the layer with the most bytes.
 
-    In forward, the layer allocates at least twice as much: its rows and their results. In backward, the rows
-    are gradients.
+    A layer copies its tokens to rows, a row for each choice of a token. In forward, the layer allocates at
+    least twice as much: its rows and their results. In backward, the rows are gradients.
 
     module: the graph as it was traced.
 

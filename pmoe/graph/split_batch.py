@@ -64,7 +64,7 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
 
     size: length of the dimension, a multiple of ``sequences``.
     sequences: number of sequences in the batch. A dimension of tokens or rows has several entries for each
-        sequence, so ``size`` may be a multiple.
+        sequence.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 

@@ -139,8 +139,8 @@ def _interference(bench: Bench, pieces: Mapping[str, TimedCall], effort: Effort)
 
     as a median over rounds, on the slowest rank. The numbers of runs are chosen so that each lane alone would
     take about the same time. All ranks must send equally many messages, so the number of messages is fixed in
-    advance. Beside messages, the other lanes run twice as often, so that they do not end before the messages.
-    `speeds` counts only the time in which all lanes are busy.
+    advance. In a combination with messages, the other lanes make twice as many runs as alone, so that they do
+    not end before the messages. `speeds` counts only the time in which all lanes are busy.
 
     Collective.
 

@@ -255,12 +255,14 @@ def table3() -> list[dict[str, Any]]:
 def figure8() -> list[dict[str, Any]]:
     """Returns the cases of Fig. 8 for COMET's layer 1: the fastest number of communicating blocks (n_c).
 
-    tp, tokens       ranks of a tensor-parallel (TP) group; M, the tokens of all ranks
-    paper            the best n_c in the paper's text; None for the one case that the text leaves out
-    model, seconds   the simulated best n_c, and the kernel's seconds with it
-    paper_seconds    the kernel's simulated seconds with the paper's n_c
-    half_rate        the simulated best n_c if communicating blocks are half as fast
-    per_group        the simulated best n_c if M counts the tokens of one TP group, not of all ranks
+    tp              number of ranks of a tensor-parallel (TP) group
+    tokens          M, the number of tokens of all ranks
+    paper           the best n_c in the paper's text; None for the one case that the text leaves out
+    model           the simulated best n_c
+    seconds         the kernel's simulated seconds with this n_c
+    paper_seconds   the kernel's simulated seconds with the paper's n_c
+    half_rate       the simulated best n_c if communicating blocks are half as fast
+    per_group       the simulated best n_c if M counts the tokens of one TP group, not of all ranks
     """
     return [_case(*case) for case in printed("comet figure 8")]
 

@@ -4,16 +4,18 @@ A rank's kernel has three actors (section 4.2 of the thesis). Processors, all th
 rows, multiply tiles and add results. The subscriber sees that a tile of rows has arrived. The scheduler gives
 tasks to the processors that are free.
 
-    subscriber      A0 .  A1 .  .  U0 U1
-    scheduler       .  A0 .  A1 A0 A1
-    processors      S  S  C0 C0 C1 E0 E1 O0 O1
-    link            .  S  S  .  .  .  R0 R1
+    time ->         0  1  2  3  4  5  6  7  8  9  10
+    processors      S0 S1 .  .  C0 C1 E0 E1 .  O0 O1
+    link            .  S0 S1 .  .  .  .  R0 R1 .  .
+    subscriber      .  .  A0 A1 .  .  .  .  U0 U1 .
+    scheduler       .  .  .  C0 C1 E0 E1 .  .  .  .
 
-    S        rows are sent to the ranks of their experts
-    A0       the subscriber sees that tile 0 of rows has arrived; the scheduler hands out its tasks
-    C0, E0   first and second product of tile 0
-    R0       results of tile 0 are sent back; U0: the subscriber sees that they have arrived
-    O0       results of tile 0 are added to the output
+    S0       rows of tile 0 are sent to the ranks of their experts
+    A0       the subscriber sees that tile 0 has arrived
+    C0, E0   first and second product of tile 0. In the scheduler's line: it hands out these tasks
+    R0       results of tile 0 are sent back
+    U0       the subscriber sees that results of tile 0 have arrived
+    O0       these results are added to the output
 
 The kernel is compared with a synchronous layer, which runs one task after another in one chunk. The sizes of
 the layer, the writes to other ranks and the synchronous layer are taken from the simulation of COMET
@@ -93,8 +95,8 @@ def actor_tasks(
         R   the results pass the link
         O   the returned results are added to the output
 
-    All ranks are assumed to do the same at the same time. So when this rank sends results to rank - d, rank +
-    d sends results to this rank.
+    All ranks are assumed to do the same tasks, at the same time unless ``late`` is above 0. So when this rank
+    sends results to rank - d, rank + d sends results to this rank.
 
     layer: numbers of rows that arrive, by level and expert. The level is d for rows that rank + d sends.
     device: rates of the device.

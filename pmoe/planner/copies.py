@@ -360,7 +360,7 @@ class _Search:
 
         The nearest is the attempt with fewest rows left on ranks that exceed the target.
 
-        target: the time, in rows, that no rank may exceed.
+        target: the longest time, in rows, that a rank may need.
         """
         attempts = (_Attempt(self, target, *way) for way in self.ways)
         best = next(attempts)
@@ -373,8 +373,10 @@ class _Search:
 class _Attempt:
     """One attempt to find copies with which no rank needs longer than ``target``.
 
+    The time of a rank is counted in rows: the rows that it computes, plus the prices of copies.
+
     search: holds the loads, owners and limits of the problem.
-    target: the time, in rows, that no rank may exceed.
+    target: the longest time, in rows, that a rank may need.
     way: the options of the attempt.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). They get rows before any
         new copy.

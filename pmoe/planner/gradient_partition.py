@@ -123,7 +123,7 @@ class ExposedSeconds:
     """FSMoE's Eq. 5: seconds that all-reduces add to backward, for given bytes beside each MoE part.
 
     Some gradient bytes are already placed where their all-reduce costs no time. Further bytes that are
-    reduced beside MoE parts are called extra; the methods of this class compute what they cost.
+    all-reduced beside MoE parts are called extra; the methods of this class compute what they cost.
 
     layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
@@ -140,8 +140,8 @@ class ExposedSeconds:
     def placed(self, extra: Sequence[int]) -> tuple[list[Share], int]:
         """Returns (the all-reduces during each layer's backward pass, the bytes left for the end).
 
-        extra: for each layer, the bytes that are reduced beside its MoE part and add time. The bytes that fit
-            beside it without adding time are reduced there too, and are not counted in this number.
+        extra: for each layer, the bytes that are all-reduced beside its MoE part and add time. The bytes that
+            fit beside it without adding time are all-reduced there too, and are not counted in this number.
         """
         shares = []
         for layer, dense, moe, more in zip(self.layers, self.dense, self.moe, extra, strict=True):
@@ -160,16 +160,16 @@ class ExposedSeconds:
     def exposed(self, extra: Sequence[int]) -> float:
         """Returns the seconds that the all-reduces of all gradients add to the backward pass.
 
-        extra: for each layer, the bytes that are reduced beside its MoE part and add time. The bytes that fit
-            beside it without adding time are reduced there too, and are not counted in this number.
+        extra: for each layer, the bytes that are all-reduced beside its MoE part and add time. The bytes that
+            fit beside it without adding time are all-reduced there too, and are not counted in this number.
         """
         return float(self.of_candidates(np.array(extra, dtype=float)[:, None])[0])
 
     def remaining_bytes(self, extra: Sequence[int]) -> int:
         """Returns the bytes of gradients that are left for an all-reduce after the backward pass.
 
-        extra: for each layer, the bytes that are reduced beside its MoE part and add time. The bytes that fit
-            beside it without adding time are reduced there too, and are not counted in this number.
+        extra: for each layer, the bytes that are all-reduced beside its MoE part and add time. The bytes that
+            fit beside it without adding time are all-reduced there too, and are not counted in this number.
         """
         return self.total - sum(self.dense) - sum(self.moe) - sum(extra)
 
@@ -177,8 +177,8 @@ class ExposedSeconds:
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
         """A function (D, S) -> (S,) that computes the added seconds of S candidates for D layers at once.
 
-        A candidate says for each layer how many extra gradient bytes are reduced beside its MoE part, on top
-        of the bytes that cost no time there. The argument has one row for each layer, one column for each
+        A candidate says for each layer how many extra gradient bytes are all-reduced beside its MoE part, on
+        top of the bytes that cost no time there. The argument has one row for each layer, one column for each
         candidate. The result has, for each candidate, the seconds that all-reduces add to the backward pass.
         """
         line = self.all_reduce
@@ -211,12 +211,13 @@ class ExposedSeconds:
 
 
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
-    """Finds the extra gradient bytes to reduce beside each MoE part, by differential evolution.
+    """Finds how many extra gradient bytes to all-reduce during each MoE part, by differential evolution.
 
-    Extra bytes come on top of the bytes that cost no time beside the part. The evolution (scipy's; FSMoE uses
-    the same method) minimizes the seconds that all extra bytes add to the backward pass. A candidate has one
-    number from 0 to 1 for each layer. Layers take bytes one after another, and a layer takes this fraction of
-    the bytes that the layers before it have left for it. So every candidate is valid.
+    Some bytes can be all-reduced while the part runs without making the pass longer. Extra bytes are bytes
+    beyond these. The evolution (scipy's; FSMoE uses the same method) minimizes the seconds that all extra
+    bytes add to the backward pass. A candidate has one number from 0 to 1 for each layer. Layers take bytes
+    one after another, and a layer takes this fraction of the bytes that the layers before it have left for
+    it. So every candidate is valid.
 
     The added seconds are not smooth: as a layer takes more bytes, the seconds stay equal up to some number of
     bytes, and rise from that number on. The evolution comes near that number, but does not find it exactly.

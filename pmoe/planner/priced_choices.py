@@ -68,8 +68,8 @@ def bound(
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
             with K experts each and n chunks. If a chunk has more rows, the batch is cut into more chunks.
         bins: number of equal parts of the batch in which rows are counted. A chunk has at least one part, so
-            this number limits how far the largest chunk can be cut. None: the number that a layer with only
-            this choice uses.
+            the number of parts limits how far the largest chunk can be cut. None: the number of parts that a
+            layer uses if it has only this choice.
     """
     degrees = (choice.forward, choice.backward)
     of_slots = 1.0
@@ -100,8 +100,9 @@ def evaluate(
     profile: measured rates of the machine. With None all seconds are 0.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
     bins: number of equal parts of the batch in which rows are counted. If a chunk has too many rows for a
-        ring slot, the batch is cut into more chunks, but a chunk has at least one part. So this number
-        changes the bytes. None: for each choice, the number that a layer with only this choice uses.
+        ring slot, the batch is cut into more chunks. A chunk has at least one part. So the number of parts
+        limits how far the batch can be cut, and the predicted bytes depend on it. None: for each choice, the
+        number of parts that a layer uses if it has only this choice.
     """
     return [
         PricedChoice(
@@ -320,8 +321,9 @@ class Chooser:
     budget: bytes that must be enough for any routing, or None.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
     bins: number of equal parts of the batch in which rows are counted. If a chunk has too many rows for a
-        ring slot, the batch is cut into more chunks, but a chunk has at least one part. So this number
-        changes the bytes. None: for each choice, the number that a layer with only this choice uses.
+        ring slot, the batch is cut into more chunks. A chunk has at least one part. So the number of parts
+        limits how far the batch can be cut, and the predicted bytes depend on it. None: for each choice, the
+        number of parts that a layer uses if it has only this choice.
     """
 
     pairs: tuple[Restore, ...]

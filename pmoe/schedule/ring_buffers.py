@@ -45,17 +45,17 @@ from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, Task
 def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]) -> dict[str, str]:
     """Returns the ring slot of each buffer, such as {"T_DI.2": "T_DI[0]"}.
 
-    A ring is a small number of memory slots for the buffers of one name, which has one buffer for each chunk.
-    Buffers take the slots of their ring in turn, in the order in which tasks write the buffers.
+    A ring is a small number of memory slots for buffers of the same name, one buffer for each chunk. Buffers
+    take the slots of their ring in turn, in the order in which tasks write the buffers.
 
     tasks: the tasks of a pass, in order.
     sizes: the number of slots of each ring, by the ring's name. Buffer "T_M_L.3" is in the ring "T_M_L" if
         there is one, else in the ring "T_M". Buffer "T_DI_again.3" is in the ring "T_DI_again" if there is
         one, else in "T_DI". Buffers without a ring, or with a ring of 0 slots, get no slot.
-    homes: names of buffers that get their slots before all others, in this order: "home.i" and "home_L.i",
-        the results of chunk i on the tokens' rank. "home_L.i" (rows that stay on this rank) is a part of the
-        memory of "home.i", so both need the same slot number. In the order of writing they could get
-        different numbers.
+    homes: names of buffers that get their slots before all others, in the order of this list. They are
+        "home.i" and "home_L.i", which hold the results of chunk i on the tokens' rank. "home_L.i" (rows that
+        stay on this rank) is a part of the memory of "home.i", so both need the same slot number. In the
+        order of writing they could get different numbers.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}

@@ -120,17 +120,19 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
 def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[str]) -> None:
     """Adds the task of the experts for chunk i, and the tasks that send its results back.
 
-    The order is:
+    Usually the order is: the experts on chunk i; with sharded experts, the reduce-scatter of chunk i inside
+    the node; the combine all-to-all of chunk i.
 
-    1. callbacks and all-gather of chunk i + 1, only with sharded experts and callbacks (`Stages.hooked`);
+    With sharded experts and callbacks (`Stages.hooked`), the order is:
+
+    1. callbacks on the dispatched rows of chunk i + 1, and their all-gather;
     2. the experts on chunk i;
-    3. the reduce-scatter of chunk i inside the node, only with sharded experts;
-    4. the combine all-to-all of chunk i; but with sharded experts and callbacks (`Stages.hooked`), the
-       callbacks and the combine of chunk i - 1.
+    3. the reduce-scatter of chunk i inside the node;
+    4. callbacks on the results of chunk i - 1, and their combine all-to-all.
 
-    With `Stages.hooked`, step 4 is one chunk late, because callbacks and experts share a lane. The callbacks
-    of chunk i must wait for its reduce-scatter. If the callbacks of chunk i were added right after the
-    reduce-scatter, the experts of chunk i + 1 would come after them in the lane, and would wait, too.
+    Step 4 is one chunk late, because its callbacks share a lane with the experts. The callbacks on the
+    results of chunk i must wait for the reduce-scatter of chunk i. If they were added right after it, the
+    experts of chunk i + 1 would come after them in the lane, and would wait, too.
 
     With i = 0, step 1 is also added for chunk 0. With the last i, step 4 is also added for the last chunk.
 

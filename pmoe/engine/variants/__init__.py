@@ -1,1 +1,4 @@
-"""Features that only some layers have: each is a subclass of the forward and one of the backward pass."""
+"""Features that only some layers have.
+
+Most features have two classes: a subclass of the forward pass, and a subclass of the backward pass.
+"""

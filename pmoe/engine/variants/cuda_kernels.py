@@ -59,10 +59,10 @@ class _OnCuda(Pass):
 
     @functools.cached_property
     def row_token(self) -> Tensor:
-        """The token of each sorted row, (rows,), whether the row is sent or not.
+        """The token of each sorted row, (rows,), for rows that are sent and rows that stay on this rank.
 
-        Kernels copy rows without this tensor. So if kernels sorted the slots, the tensor is computed only
-        when other operators must copy rows.
+        Kernels do not need this tensor to copy rows. If kernels sorted the slots, it is therefore computed
+        only when other operators must copy rows.
         """
         pass_plan = self.pass_plan
         is_empty = pass_plan.row_token.numel() < pass_plan.slot.numel()

@@ -55,7 +55,7 @@ class PaddedRowCounts:
 
     @property
     def rows_a_bin(self) -> int:
-        """The number of rows of one expert in one of the ``bins`` equal parts: ceil(capacity / bins)."""
+        """The number of rows of one expert in one bin: its capacity / bins, rounded up."""
         return -(-self.capacity // self.bins)
 
     @property

@@ -66,7 +66,8 @@ class SpreadParamWrapper(ParamWrapper):
     def _activate_lora(self, active_adapters: Sequence[str]) -> Iterator[None]:
         """A context in which the experts add the active adapters to their weight.
 
-        PEFT's own method would add them here, before FSDP2 has gathered the weight.
+        PEFT's own method would add them when the context is entered. That is too early, because FSDP2 has not
+        gathered the weight yet.
         """
         names = [name for name in active_adapters if name in self.lora_A]
         experts: Any = self.get_base_layer()

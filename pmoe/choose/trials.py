@@ -256,7 +256,7 @@ class TrialBatch:
 
 
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
-    """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs most.
+    """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs the most.
 
     A step is a forward and a backward pass; only a forward pass if no gradients are needed. The prediction
     uses the row counts of the batch (`pmoe.planner.memory.predict`). It includes the gradients of the

@@ -133,10 +133,10 @@ class RankCounts:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: how often n chunks must be cut finer (`cuts`) to fit. They fit if no chunk
-                         brings any rank more rows than a ring slot, a buffer of fixed size, has room for
-                         (`slot_rows`). A chunk of a single bin is not cut. Empty if no number of chunks has
-                         to be cut finer
+        depth            depth[n]: how many more times n chunks must be cut (`cuts`) to fit. They fit if no
+                         chunk brings any rank more rows than a ring slot, a buffer of fixed size, has room
+                         for (`slot_rows`). A chunk of a single bin is not cut. Empty if all numbers of
+                         chunks fit
         host_shortage    whether any rank lacks host memory for the rows that it receives
         relays_copies    whether any expert has several copies. The ranks with these copies then pass the
                          expert's weights on to each other
@@ -271,7 +271,7 @@ class Slots:
     limits_own: bool = False
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns for each n in ``degrees`` how often n chunks must be cut finer to fit on this rank.
+        """Returns for each n in ``degrees`` how many more times n chunks must be cut to fit on this rank.
 
         A chunk fits if the rows that it brings to this rank fit into a ring slot, a buffer of fixed size. If
         a chunk does not fit, the batch is cut into more and smaller chunks; `cuts` lists the numbers of
@@ -791,7 +791,7 @@ class CountsExchange:
             header          the numbers in front of the row counts (`HEADER`)
             host shortage   1 if the host does not have enough memory for the received rows
             irregular       1 if a rank does not have exactly one row for each choice of its tokens
-            depth           how often each number of chunks must be cut finer (`Slots.depths`)
+            depth           for each degree, how many more times the chunks must be cut (`Slots.depths`)
 
         Every rank has received all headers, so their maximum needs no communication. The other numbers are
         computed from the counts, so they need a max-reduction after the counts have arrived. If the caller

@@ -68,9 +68,9 @@ class SolverCounts(ExactCounts):
     def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
         """Returns row counts for some numbers of chunks, and the sorted (token, choice) slots of the call.
 
-        Rows are counted in bins, equal parts of the batch. The bins fit all numbers in ``degrees``: whole
-        bins can be joined to n chunks for each n. The plan of the call is made from the slots. The method is
-        collective if rows must be counted again.
+        Rows are counted in bins, equal parts of the batch. The number of bins is a multiple of each n in
+        ``degrees``, so whole bins can be joined to n chunks. The plan of the call is made from the slots. The
+        method is collective if rows must be counted again.
 
         degrees: the numbers of chunks n. They follow from the largest number of tokens of any rank, so they
             are the same on all ranks.

@@ -664,7 +664,7 @@ def with_adapters(experts: Experts) -> LoraExperts:
 
 
 def without_adapters(experts: LoraExperts) -> None:
-    """Gives experts their original class back, after their last adapter was removed."""
+    """Gives experts their original class back. Called after their last adapter was removed."""
     for name in ("adapters", "sum_shared", "sum_whole", "num_ranks", "_first_expert", "active", "setting"):
         delattr(experts, name)
     experts.replicated_dims = {}

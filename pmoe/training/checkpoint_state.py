@@ -349,7 +349,9 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 
 
 def _number_of_part(tensor: DTensor, dim: int) -> int:
-    """Returns which of the equal parts along one dimension of a DTensor this rank holds, from 0.
+    """Returns the number of this rank's part of a DTensor along one dimension. Parts are equal.
+
+    The first part has the number 0.
 
     tensor: of any shape.
     dim: the dimension of the tensor.

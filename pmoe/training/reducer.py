@@ -194,7 +194,7 @@ class GradientReducer:
         return any(layer.ran is not None and layer.ran.path == "whole graph" for layer in self.layers)
 
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
-        """Returns which ranges of gradients later steps send at which point of backward. Collective.
+        """Returns for each point of backward the ranges of gradients that later steps send then. Collective.
 
         The ranges follow from the caller's partition. If the caller gave none, a partition is computed now
         from the times of the first step. If the layers are in a graph, the ranges follow from the order in

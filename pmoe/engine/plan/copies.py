@@ -50,7 +50,9 @@ class ExpertPart(NamedTuple):
     of_all: int
 
     def of(self, num_elements: int) -> slice:
-        """Returns which elements of an expert's weights, put in one row, belong to this part.
+        """Returns the range of elements that this part has of an expert's weights.
+
+        The elements of all weights of the expert are counted in one row.
 
         num_elements: P, the number of elements of the whole expert.
         """

@@ -192,8 +192,8 @@ class SortedSlots:
         - with a user's modules, if a chunk of backward would need a part of a chunk of forward.
 
         choice: the number of chunks of each pass before chunks are cut finer, and which tensors are kept.
-        counts: the exchanged row counts. ``counts.depth`` says for each number of chunks how often the chunks
-            must be cut finer (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
+        counts: the exchanged row counts. ``counts.depth`` says for each number of chunks how many more times
+            the chunks must be cut (`pmoe.comm.counts.cuts`); it is empty if all chunks fit.
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:

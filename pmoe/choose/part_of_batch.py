@@ -328,11 +328,11 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
 
 
 def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
-    """Removes choices from the start of a list, until every rank has memory for the first. Collective.
+    """Removes choices from the start of a list, until every rank has memory for the first one left.
 
-    The choices are tested in order: the memory of a step with a choice is allocated and freed again. The test
-    ends at the first choice for which every rank has enough memory. The result is this choice and all choices
-    after it, which are not tested. Rank 0 warns once about the removed choices.
+    Collective. The choices are tested in order: the memory of a step with a choice is allocated and freed
+    again. The test ends at the first choice for which every rank has enough memory. The result is this choice
+    and all choices after it, which are not tested. Rank 0 warns once about the removed choices.
 
     batch: the routed batch of all tokens.
     ordered: the choices (numbers of chunks, and how backward gets the rows and the hidden activation), in the

@@ -214,7 +214,7 @@ def module_lines(
 
 
 def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
-    """Returns an upper bound of the bytes that timing one module of the layer needs for each input row.
+    """Returns a bound of the bytes, for each input row, that are needed to time a module of the layer.
 
     The module is the gate, an expert, or the order (which copies tokens to rows and sums the rows of each
     token). For each row the measurement holds at most

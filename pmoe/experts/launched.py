@@ -97,10 +97,10 @@ class PreparedProduct:
 
 
 class LaunchedExperts:
-    """The experts of one pass on a GPU, whose matrix products are launched without repeated checks.
+    """Experts on a GPU that launch their matrix products without repeated checks. Made for one pass.
 
-    It has the methods of `Experts` that compute products, with the same arguments and results. If pmoe's
-    kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
+    The object has the methods of `Experts` that compute products, with the same arguments and results. If
+    pmoe's kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
 
     stacked: the experts.
     parameters: the tensors to compute with (`StackedExperts.operands`).

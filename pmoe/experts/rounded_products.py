@@ -21,7 +21,7 @@ from pmoe.kernels.scaled_products.rounding import Rounded, round_operand
 
 
 class RoundedProducts:
-    """The two products of `StackedExperts` with rounded operands, for one pass.
+    """The two products of `StackedExperts` with rounded operands. An object is used in one pass.
 
     products: the number format of the operands.
     """
@@ -109,7 +109,7 @@ class RoundedProducts:
 
 
 def with_rounded_products(experts: StackedExperts, products: ProductsName) -> StackedExperts:
-    """Returns experts for one pass that round the operands of their products.
+    """Returns experts that round the operands of their products. They are used in one pass.
 
     They have the same parameters as ``experts``.
 

@@ -189,7 +189,7 @@ def find_partition(
     buffers: GradientBuffers,
     ranks: Ranks,
 ) -> Partition:
-    """Returns how many bytes of gradients to send beside each dense part and each MoE layer.
+    """Returns how many bytes of gradients to all-reduce during each dense part and each MoE layer.
 
     A dense part is all modules between two MoE layers. The result is FSMoE's partition (Section 5.2), with
     one difference. FSMoE's generalized layer is a dense part and an MoE layer together. Here a dense part is

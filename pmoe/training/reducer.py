@@ -352,7 +352,7 @@ class CarriedGradients:
 class FirstStep(BackwardStep):
     """The first training step with a `GradientReducer`: sends nothing during backward, and records times.
 
-    From the record the reducer computes its partition: how many bytes of gradients later steps send beside
+    From the record the reducer computes its partition: how many bytes of gradients later steps send during
     each dense part (the modules between two MoE layers) and each MoE layer of backward.
 
     device: the device of the model.

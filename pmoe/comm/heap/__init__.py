@@ -1,4 +1,4 @@
-"""Makers of symmetric heaps (`pmoe.kernels.heap`), which fused kernels of all ranks read and write.
+"""Makes symmetric heaps (`pmoe.kernels.heap`), which fused kernels of all ranks read and write.
 
 A symmetric heap is memory with the same layout on every rank, which the other ranks can address. The makers
 differ in the source of the memory:

@@ -1,4 +1,4 @@
-"""Makers of symmetric heaps: for virtual ranks of one process, for processes of a node, over NVSHMEM.
+"""Makes symmetric heaps: for virtual ranks of a process, for the processes of a node, or over NVSHMEM.
 
 A symmetric heap is device memory with the same layout on every rank. The other ranks can address this memory,
 so fused kernels write rows straight to their destination.

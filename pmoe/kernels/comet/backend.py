@@ -75,7 +75,7 @@ class Steps:
         return self.launcher.heaps[0].rows(fused_routing.num_received)
 
     def row_weight(self, fused_routing: FusedRouting) -> Tensor:
-        """Returns the routing weights, (N,) float32, of the N rows that the last dispatch brought here.
+        """Returns the routing weights, (N,) float32, of the N rows of the last dispatch to this rank.
 
         The result is a view of the heap. The next `product_combine` or `gradient_combine` overwrites it.
         """

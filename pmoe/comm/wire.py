@@ -118,7 +118,7 @@ def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
 
 
 def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of temporary tensors, for each row, that `pack_rows` and its caller need.
+    """Returns how many bytes of temporary tensors `pack_rows` and its caller need for each row.
 
     The tensors are a copy of the row, gathered from the tokens. With "e4m3", if the rows are narrower than
     float32, there is also a float32 copy of the row.
@@ -131,7 +131,7 @@ def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 
 
 def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of temporary tensors, for each row, that `unpack_rows` needs.
+    """Returns how many bytes of temporary tensors `unpack_rows` needs for each row.
 
     The tensors are a copy of the messages, in the order of the rows. With "e4m3", if the rows are narrower
     than float32, there is also a float32 copy of the values.
@@ -144,10 +144,10 @@ def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 
 
 def hidden_block_bytes(columns: int, element_size: int) -> int:
-    """Returns the bytes of temporary tensors, for each row, that are needed to pack rows of T_M to e4m3.
+    """Returns how many bytes of temporary tensors packing a block of T_M needs for each of its rows.
 
-    Unpacking needs the same number of bytes. The tensors are, for each row: a float32 copy of the row, if it
-    is narrower than float32 or if its columns must be filled up to a multiple of 128; and two copies of its
+    The block is packed to e4m3, or unpacked. The tensors are, for each row: a float32 copy of the row, if it
+    is narrower than float32 or if its columns must be filled up to whole blocks of 128; and two copies of its
     scales.
 
     columns: columns of T_M.

@@ -46,9 +46,10 @@ def row_values(module: nn.Module) -> list[Tensor]:
 
 
 def elements_in_row(module: nn.Module) -> list[int]:
-    """Returns the number of elements that each parameter, then each buffer of an expert takes in a message.
+    """Returns how many elements of a message each parameter, then each buffer of an expert takes.
 
-    The message has the dtype of the parameters. A buffer of another dtype is sent as bytes in such elements.
+    The elements have the dtype of the parameters. A buffer of another dtype is sent as its bytes, which fill
+    whole elements.
 
     module: the expert. Its parameters have one dtype.
     """

@@ -230,6 +230,26 @@ def test_an_adapter_that_is_switched_before_a_checkpoint_runs_again_is_named(way
     forward("second").sum().backward()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_adapter_is_named_although_another_call_used_the_one_of_the_second_pass(training: bool) -> None:
+    """Both calls have the same routing, and a layer in eval mode remembers none."""
+    layer = build(pipeline=2).train(training)
+    for name in ("first", "second"):
+        pmoe.add_lora(layer, rank=RANK, name=name)
+        filled(layer, name)
+
+    def forward(name: str) -> Tensor:
+        pmoe.use_lora(layer, name)
+        x = tokens().requires_grad_()
+        y: Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return y.sum()
+
+    first = forward("first")
+    with pytest.raises(RuntimeError, match="adapter 'second', and its forward pass used 'first'"):
+        (first + forward("second")).backward()
+    (forward("second") + forward("second")).backward()
+
+
 def test_autocast_trains_float32_adapters() -> None:
     layer = build(dtype=torch.float32)
     pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)

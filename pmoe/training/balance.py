@@ -381,9 +381,15 @@ class BalanceLoss:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the window of steps to one that `state_dict` returned.
 
-        Raises ValueError if the window has other layers than the model.
+        Raises ValueError if the window has other layers than the model, or if only one of the two losses is
+        over a window.
         """
         check_kind(Mapping, "a state dict", state=state)
+        if ("window" in state) is not (self.over == "window"):
+            raise ValueError(
+                f"state (with {', '.join(map(repr, state)) or 'nothing'}) must have 'window' if and only if "
+                f"over ({self.over!r}) is 'window': load the state of a loss with the same over"
+            )
         steps = list_of("state['window']", state.get("window", []))
         for step in steps:
             sizes = {name: counts.numel() for name, counts in dict(step).items()}

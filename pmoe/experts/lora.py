@@ -26,7 +26,10 @@ rank of an adapter.
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -38,6 +41,7 @@ from torch import Tensor, nn
 from pmoe.experts.base import WHOLE, ExpertRows, Experts, Hidden, Shard
 from pmoe.experts.columns import own_columns
 from pmoe.experts.dtensor_layout import replace_parameter
+from pmoe.experts.expert_autograd import saves_plainly
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
@@ -485,6 +489,11 @@ class LoraExperts(StackedExperts):
             down, up = of_weight.get(weight, none)
             scaled = up if adapter.scale == 1 or not up.numel() else up * adapter.scale
             call_values += [down.to(like.dtype), scaled.to(like.dtype)]
+        if torch.is_grad_enabled() and not saves_plainly():
+            trained = [at for at, value in enumerate(call_values) if value.requires_grad]
+            if trained:  # one is enough, because the backward pass of a call reads all of them
+                last = trained[-1]
+                call_values[last] = _OfAdapter.apply(self, call_values[last])  # type: ignore[no-untyped-call]
         return call_values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
@@ -706,3 +715,40 @@ class SumOverRanks(torch.autograd.Function):
         sums = [gradient.contiguous() for gradient in gradients]
         ctx.sum_gradients(sums)
         return None, None, *sums
+
+
+class _OfAdapter(torch.autograd.Function):
+    """Returns a matrix of an adapter, and remembers the adapter's name for the backward pass of the call.
+
+    Under an activation checkpoint, autograd keeps this node of the forward pass, with its name, but reads
+    saved tensors from the recomputation. So a number of the name is saved, and the two must fit. A checkpoint
+    with use_reentrant=True keeps no node of the forward pass: `pmoe.checkpointing.routing_check` looks at
+    these.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, experts: LoraExperts, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(_number_of(experts.active))
+        ctx.check_unchanged = functools.partial(_check_adapter, weakref.ref(ctx), experts, experts.active)
+        return matrix.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def _number_of(name: str) -> Tensor:
+    """Returns a number for the name of an adapter, as an int64 scalar on the host."""
+    return torch.tensor(zlib.crc32(name.encode()), device="cpu")
+
+
+def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> None:
+    """Raises RuntimeError if a checkpoint ran a call again with another adapter than its forward pass.
+
+    node: returns the node of `_OfAdapter` that the forward pass made.
+    experts: the experts of the call.
+    name: the name of the adapter that the forward pass used.
+    """
+    (number,) = node().saved_tensors
+    if not torch.equal(number, _number_of(name)):
+        raise switched_adapter({name}, experts.active)

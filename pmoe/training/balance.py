@@ -93,6 +93,7 @@ class _LayerSums:
     z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
     counts: (E,) int64, how many choices fell on each expert.
     num_tokens, num_sequences: how many tokens and sequences the calls had.
+    has_constants: whether the scores of some call have no gradients.
     """
 
     share: Tensor | None = None
@@ -101,9 +102,11 @@ class _LayerSums:
     counts: Tensor | None = None
     num_tokens: int = 0
     num_sequences: int = 0
+    has_constants: bool = False
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
         """Adds the sums of one call. Each argument means the same as the attribute of its name."""
+        self.has_constants |= not share.requires_grad
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
         if sequences is not None:
@@ -289,10 +292,11 @@ class BalanceLoss:
                     f"layer {name!r} must be called before loss(): it was not since the last one"
                 )
             needs = any(parameter.requires_grad for parameter in self._layers[name].gate.parameters())
-            if needs and torch.is_grad_enabled() and not of_layer.share.requires_grad:
+            if needs and torch.is_grad_enabled() and of_layer.has_constants:
                 raise RuntimeError(
                     f"layer {name!r} was called without gradients: call totals() after forward passes under "
-                    "torch.no_grad(), and give checkpoints use_reentrant=False"
+                    "torch.no_grad(), also after those of an evaluation, and give checkpoints "
+                    "use_reentrant=False"
                 )
         step = self._reduced(calls) if totals is None else totals
         self._check_totals(step)
@@ -342,9 +346,7 @@ class BalanceLoss:
             return y
         if is_second_pass():
             # The graph of the first pass has the loss. Only a first pass without gradients left its calls.
-            if any(
-                calls.share is not None and not calls.share.requires_grad for calls in self._calls.values()
-            ):
+            if any(calls.has_constants for calls in self._calls.values()):
                 raise RuntimeError(
                     "attach must be outside of activation checkpoints with use_reentrant=True, whose first "
                     "pass has no gradients: pass use_reentrant=False"
@@ -381,9 +383,15 @@ class BalanceLoss:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the window of steps to one that `state_dict` returned.
 
-        Raises ValueError if the window has other layers than the model.
+        Raises ValueError if the window has other layers than the model, or if only one of the two losses is
+        over a window.
         """
         check_kind(Mapping, "a state dict", state=state)
+        if ("window" in state) is not (self.over == "window"):
+            raise ValueError(
+                f"state (with {', '.join(map(repr, state)) or 'nothing'}) must have 'window' if and only if "
+                f"over ({self.over!r}) is 'window': load the state of a loss with the same over"
+            )
         steps = list_of("state['window']", state.get("window", []))
         for step in steps:
             sizes = {name: counts.numel() for name, counts in dict(step).items()}
@@ -399,9 +407,11 @@ class BalanceLoss:
 
         name: the name of the layer.
         """
+        own_gate = self._layers[name].gate
 
         def collect(gate: nn.Module, inputs: Any, routing: Routing) -> None:
-            if is_second_pass() or is_shape_run():
+            # copy.deepcopy of a model copies hooks, too. The calls of the copy are not those of the model.
+            if gate is not own_gate or is_second_pass() or is_shape_run():
                 return
             # These operations are hidden from activation checkpoints, so the second pass need not repeat
             # them. Gradients flow from them to the checkpointed graph through the logits.

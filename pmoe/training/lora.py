@@ -125,7 +125,8 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
     """A context in which a model computes without adapters, for example as the reference model of DPO.
 
     No copy of the model is needed. Layers without adapters are not changed. Every rank must enter the context
-    before the same call of the model.
+    before the same call of the model. If the block itself chooses, adds or removes an adapter, that stays
+    after it.
     """
     layers = [
         (layer, experts)
@@ -139,7 +140,9 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for (layer, experts), name in zip(layers, before, strict=True):
-            _activate(layer, experts, name)
+            has_adapter = isinstance(experts, LoraExperts) and name in experts.adapters
+            if has_adapter and not experts.active:
+                _activate(layer, experts, name)
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": (None, []),
+    # With others ("pissa", "olora", "corda", "loftq"), PEFT changes the weights beside the adapters.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 """The values that `load_lora` takes of fields of the configuration; a missing field has the first."""
 

@@ -78,7 +78,7 @@ class PackingForward(_Packing, Forward):
         packed_NC: (N, C) uint8, memory for the packed rows, C bytes each.
         """
         for hidden_bG, packed_bC in self.blocks(hidden_NG, packed_NC):
-            pack_rows("e4m3", hidden_bG, packed_bC)
+            pack_rows("e4m3", hidden_bG, packed_bC, expendable=True)
 
 
 class PackingBackward(_Packing, Backward):

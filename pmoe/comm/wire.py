@@ -40,7 +40,7 @@ BLOCK_BYTES = 1 << 18
 BLOCKS_AT_ONCE = 4
 """A pass on the CPU packs all its tokens before it sends the first chunk if they are at most so many blocks.
 
-Their messages take at most 272 KiB in e4m3.
+The messages of tokens of 128 columns and more then take at most 0.3 MiB in e4m3, and 0.5 MiB in bfloat16.
 """
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny

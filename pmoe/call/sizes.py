@@ -17,6 +17,7 @@ from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
+from pmoe.ordering.sorted import copies_bytes
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
 from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -115,6 +116,8 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         rotates=options.rotates,
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
+        packs_tokens=device_type == "cpu" and copies_bytes(modules.order),
+        device_type=device_type,
         products=modules.products,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
         has_shared_gate=modules.shared_gate is not None,

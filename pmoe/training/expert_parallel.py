@@ -122,7 +122,7 @@ def parallelize(
         take_first(experts, grid.ep, Ranks.single(), experts.replicated_dims)
         lay_out(experts, mesh, names_of(experts))
         layer.layer_modules.experts.is_parallelized = True
-        names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
+        names = layer.layer_modules.experts.call_names
         means = [MeanOverRanks(mesh.size(), ranks.of_layer(name), layer.ranks, names) for ranks in of_copies]
         if sharding is not None:
             layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means)

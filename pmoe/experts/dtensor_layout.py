@@ -193,7 +193,9 @@ def is_gathered(experts: Any) -> bool:
     experts: this rank's experts (a `pmoe.Experts`).
     """
     return all(
-        tuple(getattr(experts, name).placements) == experts.placements[name] for name in experts.copy_parts
+        tuple(getattr(experts, name).placements) == experts.placements[name]
+        for name in experts.copy_parts
+        if name in experts._parameters  # FSDP2 gathers adapters together with these
     )
 
 

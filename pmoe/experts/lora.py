@@ -45,7 +45,7 @@ from pmoe.experts.expert_autograd import saves_plainly
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.experts.stacked import HIDDEN_DIMS, StackedExperts
+from pmoe.experts.stacked import HIDDEN_DIMS, UNCUT, StackedExperts, part_of_cut, put_expert
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.registry import Form
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -86,12 +86,15 @@ class Adapter(nn.Module):
     device, dtype: the device and dtype of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
+    copy_parts: for each matrix that FSDP2 shards over copies of the experts, the dimension and this rank's
+        part of it (`Experts.copy_parts`).
     targets: the names of the weights that get an adapter.
     """
 
     num_ranks: int = 1
     first_expert: int = 0
     shard: Shard = WHOLE
+    copy_parts: Mapping[str, tuple[int, Shard]] = {}
     alpha: float
     targets: tuple[str, ...]
 
@@ -159,17 +162,23 @@ class Adapter(nn.Module):
         local_expert: the expert's number on this rank; None draws an adapter that all experts share.
         """
         for weight in self.targets:
-            down, up = (local_part(parameter) for parameter in self.of(weight))
+            down, up = self.of(weight)
             if down.is_meta:
                 continue
-            own_down, own_up = (down, up) if local_expert is None else (down[local_expert], up[local_expert])
             shard = WHOLE if HIDDEN_OF_MATRICES[f"{weight}_A"] is None else self.shard
-            in_features = own_down.shape[-1] * shard.count
+            in_features = down.shape[-1]
+            if self.is_plain:
+                in_features *= shard.count
             bound = 1 / math.sqrt(in_features)
             dtype = torch.promote_types(down.dtype, torch.float32)
             whole = torch.empty(self.rank, in_features, dtype=dtype, device="cpu").uniform_(-bound, bound)
-            own_down.copy_(whole[:, shard.of(in_features)])
-            own_up.zero_()
+            values = whole[:, shard.of(in_features)]
+            cut = self.copy_parts.get(f"{weight}_A", UNCUT)
+            if local_expert is None:
+                local_part(down).copy_(part_of_cut(values, cut))
+            else:
+                put_expert(down, local_expert, values, cut)
+            local_part(up).zero_()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns the values that a state dict needs in addition to the matrices, by name.
@@ -433,7 +442,10 @@ class LoraExperts(StackedExperts):
         if not self.active or self.adapter(self.active).scale == 1:
             return 0
         adapter = self.adapter(self.active)
-        return sum(local_part(adapter.of(weight)[1]).numel() for weight in adapter.targets)
+        return sum(
+            local_part(adapter.of(weight)[1]).numel() * adapter.copy_parts.get(f"{weight}_B", UNCUT)[1].count
+            for weight in adapter.targets
+        )
 
     def note_operands(self) -> None:
         own_names = tuple(name for name in HIDDEN_DIMS if name[0] == "w" or self.has_bias)
@@ -553,6 +565,10 @@ class LoraExperts(StackedExperts):
             adapter.num_ranks = self.num_ranks
             adapter.first_expert = self._first_expert
             adapter.shard = self.shard
+            start = f"{ADAPTERS}{name}."
+            adapter.copy_parts = {
+                own.removeprefix(start): cut for own, cut in self.copy_parts.items() if own.startswith(start)
+            }
             for own, dim in adapter.hidden_dims().items():
                 parameter = adapter.get_parameter(own)
                 copies_of_columns = self.shard.count if dim is None else 1
@@ -648,7 +664,7 @@ def check_no_adapters(experts: Experts, what: str) -> None:
 
     what: the name of the function's argument that has the experts, for the message.
     """
-    if isinstance(experts, LoraExperts):
+    if isinstance(experts, LoraExperts) and experts.adapters:
         raise ValueError(
             f"{what} (experts with adapters {', '.join(experts.adapters)}) must have plain experts, because "
             "only the weights would be read: call pmoe.merge_lora(model) or pmoe.remove_lora(model) first"

@@ -52,6 +52,7 @@ from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
 from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs
+from pmoe.graph.trial import Trial
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """Operators by which tracing checks that row counts are not negative. They are removed from graphs."""
@@ -287,7 +288,7 @@ class GraphRunner:
             plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
             module = self.cutting.apply(plan)
             with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
-                costs = self._profiled(ranks, module, list(boxed))[0]
+                costs = self._profiled(ranks, module, list(boxed), Trial)[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
                 costs_of_plan[RangePlan(names, tuple(replace(range_, lag=lag) for range_ in ranges_of_k))] = (
@@ -350,20 +351,25 @@ class GraphRunner:
         }
 
     def _profiled(
-        self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
+        self,
+        ranks: Ranks,
+        module: fx.GraphModule,
+        boxed: list[Any],
+        interpreter: type[Profiled] = Profiled,
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
         """Runs a module call by call. Returns the cost of each call by its label, and the results.
 
         ranks: the ranks of the all-to-alls.
         module: the graph, possibly cut into parts.
         boxed: the graph's arguments, in a list that the run empties.
+        interpreter: the class that runs the module. `Trial` returns no results, and takes less memory.
         """
         tensor = next(
             argument for argument in boxed if isinstance(argument, Tensor) and argument.is_floating_point()
         )
         self._costs = costs_of(tensor.device)
         self._link = link_of(ranks, tensor.device, tensor.dtype, packed_bytes(self.module))
-        profiled = Profiled(module, self._costs, self._link)
+        profiled = interpreter(module, self._costs, self._link)
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
         return profiled.cost_by_label, results

@@ -64,22 +64,28 @@ class Costs:
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
-        self.seconds: dict[str, float] = read_or_default(
-            {}, "stored costs of operators are not used", self._stored
-        )
+        self.seconds: dict[str, float] = self._stored()
 
     def _stored(self) -> dict[str, float]:
-        """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
+        """Returns the seconds in the file; {}, with a warning, if the file cannot be used."""
         remedy = "they are measured again, and the file is replaced"
-        return load_json(
-            self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
-        )
+
+        def read() -> dict[str, float]:
+            """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
+            return load_json(
+                self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
+            )
+
+        return read_or_default({}, "stored costs of operators are not used", read)
 
     def save(self) -> None:
-        """Writes the seconds to the file. If that fails, it warns; the next run then measures again."""
+        """Writes the seconds to the file. If that fails, it warns; the next run then measures again.
+
+        Seconds that another run has stored in the meantime stay in the file.
+        """
         save_or_warn(
             "costs of operators could not be kept, and will be measured again",
-            lambda: save_json(self._path, {"seconds": self.seconds}),
+            lambda: save_json(self._path, {"seconds": {**self._stored(), **self.seconds}}),
         )
 
 

@@ -32,6 +32,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of, packed_bytes
+from pmoe.graph.graph_trial import GraphTrial
 from pmoe.graph.hand_over import GradientSteps, GraphInputs, pending
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
@@ -52,7 +53,6 @@ from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
 from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs
-from pmoe.graph.trial import Trial
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """Operators by which tracing checks that row counts are not negative. They are removed from graphs."""
@@ -288,7 +288,7 @@ class GraphRunner:
             plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
             module = self.cutting.apply(plan)
             with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
-                costs = self._profiled(ranks, module, list(boxed), Trial)[0]
+                costs = self._profiled(ranks, module, list(boxed), GraphTrial)[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
                 costs_of_plan[RangePlan(names, tuple(replace(range_, lag=lag) for range_ in ranges_of_k))] = (
@@ -362,7 +362,7 @@ class GraphRunner:
         ranks: the ranks of the all-to-alls.
         module: the graph, possibly cut into parts.
         boxed: the graph's arguments, in a list that the run empties.
-        interpreter: the class that runs the module. `Trial` returns no results, and takes less memory.
+        interpreter: the class that runs the module. `GraphTrial` returns no results, and takes less memory.
         """
         tensor = next(
             argument for argument in boxed if isinstance(argument, Tensor) and argument.is_floating_point()

@@ -1,13 +1,16 @@
-"""Bytes of a compiled graph's calls and inputs, and the memory of a trial that measures them."""
+"""Costs of a compiled graph's calls: bytes, the memory of a trial, and the file that keeps seconds."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from pmoe.graph.cost import Costs, Profiled, instructions_of
+from pmoe.graph.graph_trial import GraphTrial
 from pmoe.graph.lower import label, name_all
-from pmoe.graph.trial import Trial
 from tests.allocated import Allocated
 
 NUM_BYTES = 2**20
@@ -51,7 +54,7 @@ def test_an_input_that_is_named_like_a_call_keeps_its_own_bytes() -> None:
 
 def test_a_trial_holds_no_results_and_measures_the_same_calls() -> None:
     module = negatives(8)
-    trial, step = (kind(module, costs(), lambda num_bytes: 0.0) for kind in (Trial, Profiled))
+    trial, step = (kind(module, costs(), lambda num_bytes: 0.0) for kind in (GraphTrial, Profiled))
     x = rows()
     assert Allocated(lambda mark: trial.run(x)).peak == NUM_BYTES
     assert Allocated(lambda mark: step.run(x)).peak == 8 * NUM_BYTES
@@ -67,7 +70,7 @@ def test_a_result_that_calls_read_is_held_until_the_last_of_them() -> None:
     total = graph.call_function(torch.ops.aten.add.Tensor, (first, first))
     graph.output([first, total])
     name_all(graph)
-    trial = Trial(fx.GraphModule(nn.Module(), graph), costs(), lambda num_bytes: 0.0)
+    trial = GraphTrial(fx.GraphModule(nn.Module(), graph), costs(), lambda num_bytes: 0.0)
     assert trial.run(rows()) == []
     assert trial.cost_by_label["add_0"].num_bytes == NUM_BYTES
 
@@ -76,3 +79,15 @@ def test_an_operator_that_is_timed_several_times_has_one_result_at_a_time() -> N
     step = Profiled(negatives(1), costs(), lambda num_bytes: 0.0)
     x = rows()
     assert Allocated(lambda mark: step.run(x)).peak == NUM_BYTES
+
+
+def test_two_runs_that_share_a_folder_keep_the_costs_of_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PMOE_CACHE", str(tmp_path))
+    first, second = (Costs(torch.device("cpu")) for _ in range(2))
+    first.seconds["neg"] = 1.0
+    second.seconds["add"] = 2.0
+    first.save()
+    second.save()
+    assert Costs(torch.device("cpu")).seconds == {"neg": 1.0, "add": 2.0}

@@ -22,7 +22,7 @@ from pmoe.graph.lower import CALLS, OPS, label
 WEIGHT_GRADIENT = OPS.experts_weight_gradient.default
 
 
-class Trial(Profiled):
+class GraphTrial(Profiled):
     """Runs a graph and measures the cost of each call, but returns no results."""
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:

@@ -74,7 +74,7 @@ class GraphTrial(Profiled):
         gradient: the call that sums the weight gradients of all blocks of a layer.
         """
         uses: dict[fx.Node, list[fx.Node]] = {}
-        for block in zip(*gradient.args[:5], strict=True):  # type: ignore[arg-type]
+        for block in zip(*gradient.args[:5], strict=True):
             last = max(block, key=self._place_of.__getitem__)
             self._blocks.setdefault(last, []).append((gradient, block))
             for tensor in block:
@@ -95,8 +95,9 @@ class GraphTrial(Profiled):
         block: the tensors of the block.
         """
         arguments = (*([tensor] for tensor in block), *gradient.args[5:])
-        values = self.map_nodes_to_values(arguments, gradient)
-        seconds, _ = self._measured.pop(gradient, (0.0, None))
+        values: Any = self.map_nodes_to_values(arguments, gradient)
+        # No name keeps the last result, so that the next one may take its memory.
+        seconds = self._measured.pop(gradient, (0.0, None))[0]
         run = functools.partial(CALLS[gradient.target], *values)
         own_seconds, result = self.timed(gradient, run, signature(gradient, values, {}))
         self._measured[gradient] = (seconds + own_seconds, result)

@@ -67,7 +67,7 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingInput:
-    """The experts of a rank's tokens, or the gate's logits, with which the launch chooses the experts.
+    """The experts of a rank's tokens; or the gate's logits, from which the launch chooses the experts.
 
     There are T tokens with K choices each. A is the number of experts of all ranks.
 

@@ -377,7 +377,7 @@ MAX_HALVES = 1 << 30
 
 
 def gate_operands(grad_TE: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns bfloat16 operands of the gate's products of backward, for T tokens and E experts.
+    """Returns bfloat16 operands for the gate's matrix products in backward, for T tokens and E experts.
 
     Products of the results are summed in float32. They have the precision of float32 gradients, because a sum
     of two bfloat16 numbers differs from an element of the gradient by at most 2^-17 of it.

@@ -34,8 +34,8 @@ class Routes(NamedTuple):
     counts and ends.
 
     fault: int64 scalar, the argument ``not_finite`` of `route` if a logit is infinite or NaN, else 0.
-    messages: the memory of `pmoe.kernels.counts.Messages`, whose messages to other ranks have been written;
-        empty unless `route` got a ``heading``.
+    messages: the memory of a `pmoe.kernels.counts.Messages`, in which this rank's messages to other ranks are
+        written already; empty unless `route` got a ``heading``.
     l_aux: scalar with a gradient, the auxiliary loss E * sum_e f_e P_e + z_loss_weight * mean_t
         logsumexp(logits_t)^2. f_e is the share of slots that went to expert e, P_e the mean probability of e.
         Without tokens it is 0.

@@ -146,7 +146,7 @@ class BorrowedExperts(StackedExperts):
         if not self.stacks.transposed:
             super().weight_gradient(pending, groups, sums)
             return
-        # The gradient of a weight (in, out) is the transpose of that of a weight (out, in). Because of
+        # The gradient of a weight (in, out) is the transposed gradient of a weight (out, in). Because of
         # (A^T B)^T = B^T A, it is computed by exchanging the factors.
         rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
         w1, w2, b1, b2 = split_parameters(sums)

@@ -124,11 +124,11 @@ class BalanceLoss:
             optimizer.step()
 
     The object collects the gates' scores by forward hooks, which `remove` removes. Use it instead of the
-    layers' ``l_aux``, not in addition. The value and every gradient are those of the loss of the whole step
-    on one rank. They do not depend on the number of ranks, on expert parallelism, or on the number and sizes
-    of micro-batches. For this, `loss` needs to know the whole step:
+    layers' ``l_aux``, not in addition. The value and every gradient are the same as if one rank computed the
+    loss of the whole step: they do not depend on the number of ranks, on expert parallelism, or on the number
+    and sizes of micro-batches. For this, `loss` needs numbers of the whole step:
 
-    - If all forward passes of the step come before `loss`, it needs no argument.
+    - If all forward passes of the step come before `loss`, it has these numbers, and needs no argument.
     - If the backward pass of each micro-batch comes before the next micro-batch, `loss` needs a `StepTotals`,
       with the number of tokens ("window"), the number of sequences ("sequence"), or the counts ("batch"). To
       get the counts, run all forward passes without gradients first, and call `totals`. This costs one more
@@ -145,10 +145,10 @@ class BalanceLoss:
         layers: how the losses of several layers become one. "megatron" and "torchtitan": their sum.
             "transformers": one loss for the tokens of all layers together, times top_k, as
             ``load_balancing_loss_func`` computes it.
-        sequence_length: with "sequence", the number of tokens of each sequence; the last one of a call may be
-            shorter. None if `sequences` says how long they are.
-        window: with "window", the number of steps, without the present one. In the first step
-            there are no earlier ones, and all experts count as chosen equally often.
+        sequence_length: with "sequence", the number of tokens of each sequence; the last sequence of a call
+            may be shorter. None if the method `sequences` sets the lengths.
+        window: with "window", the number of earlier steps whose tokens count. In the first step there is no
+            earlier step, and all experts count as chosen equally often.
         z_loss_weight: factor of `router_z_loss` in the loss, a mean over the tokens of the step.
         averaged: whether gradients are averaged over the ranks of ``group``, as by DistributedDataParallel,
             FSDP or `pmoe.parallelize`. The loss of a rank is then multiplied by the number of ranks. False if
@@ -156,9 +156,9 @@ class BalanceLoss:
         group: the ranks that train on different tokens; None is the default group, or this rank alone.
 
     Every rank of the group must construct the object, with the same layers, and call its methods in the same
-    order. Activation checkpoints with use_reentrant=True are refused, because their first pass has no
-    gradients. Each call keeps its scores (T, E) until backward, even inside an activation checkpoint, for T
-    tokens and E experts. All tokens of a sequence must be on one rank. With pipeline parallelism, each rank
+    order. Activation checkpointing with use_reentrant=True is refused, because its first pass has no
+    gradients. Each call keeps its scores, (T, E) for T tokens and E experts, until backward, even under
+    activation checkpointing. All tokens of a sequence must be on one rank. With pipeline parallelism, each rank
     has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage includes
     this loss.
 
@@ -345,7 +345,7 @@ class BalanceLoss:
         if is_shape_run() and not is_second_pass():
             return y
         if is_second_pass():
-            # The graph of the first pass has the loss. Only a first pass without gradients left its calls.
+            # The first pass has attached the loss. It leaves calls behind only if it had no gradients.
             if any(calls.has_constants for calls in self._calls.values()):
                 raise RuntimeError(
                     "attach must be outside of activation checkpoints with use_reentrant=True, whose first "

@@ -206,7 +206,7 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     of_ranks: one dict from each rank, in rank order, with the keys
 
         step       number of the training step
-        extra      the caller's extra data; those of rank 0 are saved
+        extra      the caller's extra data; only the extra data of rank 0 are saved
         model      extra states of modules, by name
         options    options of optimizers, by name of the parameter
         values     optimizer states that are not tensors, by name of the parameter

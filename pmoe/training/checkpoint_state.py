@@ -107,9 +107,10 @@ class Names:
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
-        """Selects the names of tensors that only this rank has: those of experts that are a user's modules.
+        """Selects the names of the tensors that only this rank has.
 
-        All other tensors have the same name on every rank.
+        These are the tensors of experts that are a user's modules. All other tensors have the same name on
+        every rank.
 
         stored: names of this rank's tensors in the checkpoint, each with "model." or "optimizer." in front.
         """
@@ -260,7 +261,7 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 
 
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Selects the optimizer's state tensors that can be loaded: those of parameters with a saved state.
+    """Selects the optimizer's state tensors that can be loaded: their parameters have a saved state.
 
     A parameter that had no gradient yet when the checkpoint was saved had no state.
 

@@ -232,7 +232,7 @@ def _copies_of(name: str, parts: int, num_ranks: int) -> int:
 
 
 def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.device:
-    """Returns the device on which the norm is computed and all-reduced: that of the first parameter.
+    """Returns the device on which the norm is computed and all-reduced: the first parameter's device.
 
     A gradient's device is not used, because a rank may have no gradient. If there are no parameters, the
     result is a device whose tensors the group's collectives accept.

@@ -101,7 +101,7 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
 
 
 def _is_bias(name: str) -> bool:
-    """Returns whether a parameter's name is that of a bias: "bias", or a name that ends in "_bias".
+    """Returns whether a parameter is a bias by its name: "bias", or a name that ends in "_bias".
 
     The name decides, not the number of dimensions: a bias may have two or more, for example (heads, columns).
     """

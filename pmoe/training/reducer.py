@@ -419,7 +419,7 @@ class PartitionedStep(BackwardStep):
     def gradient_is_ready(self, at: int) -> None:
         self._buffers.take(at)
         self._ready.add(at)
-        # In their order, which is the same on all ranks, whatever the order of the gradients.
+        # Pieces are sent in their own order, the same on all ranks, not in the order in which gradients come.
         for piece in self._timetable.pieces[self._num_pieces :]:
             if not self._ready.issuperset(piece.parameters):
                 break

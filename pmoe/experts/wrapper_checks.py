@@ -45,11 +45,11 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     experts: the layer's experts.
     own: the global ranks over which the layer's experts are spread.
 
-    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If the
-    layer is replicated over several such groups of ranks, a wrapper may span one rank of each group, because
-    these ranks hold the same experts. The ranks of a FullyShardedDataParallel wrapper (FSDP1) cannot be read.
-    An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job, because any group
-    of several ranks then mixes different experts.
+    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If
+    several groups of ranks each hold a copy of all experts of the layer, a wrapper may span one rank of each
+    group, because these ranks hold the same experts. The ranks of a FullyShardedDataParallel wrapper (FSDP1)
+    cannot be read. An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job,
+    because any group of several ranks then mixes different experts.
 
     If `pmoe.parallelize` has changed the model, its experts must not be in any wrapper, because their
     gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the

@@ -158,9 +158,9 @@ class BalanceLoss:
     Every rank of the group must construct the object, with the same layers, and call its methods in the same
     order. Activation checkpointing with use_reentrant=True is refused, because its first pass has no
     gradients. Each call keeps its scores, (T, E) for T tokens and E experts, until backward, even under
-    activation checkpointing. All tokens of a sequence must be on one rank. With pipeline parallelism, each rank
-    has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage includes
-    this loss.
+    activation checkpointing. All tokens of a sequence must be on one rank. With pipeline parallelism, each
+    rank has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage
+    includes this loss.
 
     Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
     balanced by a loss, or, on every rank, if ranks have different layers.
@@ -319,8 +319,8 @@ class BalanceLoss:
 
         The factor has the number of micro-batches, because torch's schedules divide gradients by it
         (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own layers. Its ``group`` must
-        be the ranks that share the stage. Call `attach` outside of activation checkpoints with
-        use_reentrant=True.
+        be the ranks that share the stage. Call `attach` outside of activation checkpointing
+        with use_reentrant=True.
 
         Two kinds of calls attach no loss and return ``y`` itself: calls without gradients, and the run in
         which torch finds the shapes of a stage. After calls without gradients, `totals` can sum their numbers
@@ -334,8 +334,8 @@ class BalanceLoss:
             factor: the factor of the loss.
             totals: the argument of `loss`. With several micro-batches it must not be None.
 
-        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside a
-        checkpoint with use_reentrant=True.
+        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside
+        activation checkpointing with use_reentrant=True.
         """
         check_tensors(None, y=y)
         if not y.is_floating_point() or y.layout is not torch.strided:
@@ -413,7 +413,7 @@ class BalanceLoss:
             # copy.deepcopy of a model copies hooks, too. The calls of the copy are not those of the model.
             if gate is not own_gate or is_second_pass() or is_shape_run():
                 return
-            # These operations are hidden from activation checkpoints, so the second pass need not repeat
+            # These operations are hidden from activation checkpointing, so its second pass does not repeat
             # them. Gradients flow from them to the checkpointed graph through the logits.
             with hidden_from_checkpoints():
                 self._add(name, routing)

@@ -49,8 +49,8 @@ def route(
         by expert.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk; it divides
-        num_chunks. Counts are still those of each chunk.
-    last: experts whose rows come after those of all other experts of a chunk.
+        num_chunks. Rows are still counted chunk by chunk.
+    last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the value of `Routes.fault` if a logit is infinite or NaN.
     heading: asks for messages with the row counts of each chunk (`Routes.messages`). The experts of a rank
         follow each other, so the number of ranks must divide the number of experts.
@@ -337,7 +337,7 @@ def launch_route(
     normalize: whether a token's weights are divided by their sum.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
-    last: experts whose rows come after those of all other experts of a chunk.
+    last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the fault if a logit is infinite or NaN.
     heading: the argument that `empty_routes` got.
     """

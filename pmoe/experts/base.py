@@ -361,7 +361,7 @@ class Experts(nn.Module, abc.ABC):
         )
 
     def used_parameters(self) -> Iterable[nn.Parameter]:
-        """Returns the parameters with which a call computes now. They may have any shape."""
+        """Returns the parameters, of any shape, with which a call computes now."""
         return self.parameters()
 
     def note_operands(self) -> None:

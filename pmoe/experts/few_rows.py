@@ -164,7 +164,7 @@ def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
 
 
 def _activated(hidden_NG: Tensor, stacks: Stacks) -> Tensor:
-    """Returns the activation of N rows, (N, H) for H hidden columns. It may overwrite its argument.
+    """Returns the activation of N rows, (N, H) for H hidden columns. May overwrite ``hidden_NG``.
 
     hidden_NG: (N, G), the hidden activation before the nonlinearity; G is H, or 2H for gated experts.
     stacks: the experts' weights and their activation function.

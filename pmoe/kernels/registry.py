@@ -38,9 +38,9 @@ Form = Literal["forward", "input", "weight"]
 
 
 TIE = 0.01
-"""pmoe's kernels are chosen if they save at least this fraction of the plain computation's seconds.
+"""pmoe's kernels are chosen if they save at least this fraction of the plain candidate's seconds.
 
-Both count as equally fast if their seconds differ by less.
+If the two candidates' seconds differ by less, both count as equally fast.
 """
 
 

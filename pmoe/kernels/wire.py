@@ -47,7 +47,7 @@ class MessageKernels:
     """Packs rows into messages and unpacks messages by kernels, on the stream that is current now.
 
     The object checks no tensors, because the engine allocates them to suit the kernels: rows and messages
-    begin at multiples of 16 bytes. It must not be made if `refusal` refuses the rows.
+    begin at multiples of 16 bytes. Do not make an object if `refusal` refuses the rows.
 
     wire: the format of the messages.
     rows: a tensor (..., M) with the rows' columns, dtype and device.

@@ -60,8 +60,8 @@ class _Attached(torch.autograd.Function):
 class AttachedLosses:
     """Attaches losses to tensors, and warns if a loss was never differentiated.
 
-    Only the rank that did not differentiate its loss warns. It raises no error, because the other ranks may
-    be waiting for it in a collective.
+    Only the rank that did not differentiate its loss warns. That rank raises no error, because the other
+    ranks may be waiting for it in a collective.
     """
 
     def __init__(self) -> None:

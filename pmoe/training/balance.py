@@ -376,7 +376,8 @@ class BalanceLoss:
     def state_dict(self) -> dict[str, Any]:
         """Returns the window of steps, to be saved in a checkpoint; {} unless the loss is over a window.
 
-        It has for each step a dict {name of a layer: (E,) int64, how many choices fell on each expert}.
+        The window has a dict for each step: {name of a layer: (E,) int64, how many choices fell on each
+        expert}.
         """
         return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
 

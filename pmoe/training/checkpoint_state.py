@@ -37,8 +37,8 @@ Plain = dict[str, Any]
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of an optimizer's parameter group that are not saved.
 
-They are the parameters, and options for how a step is computed. When a checkpoint is loaded, they stay as the
-new run has set them.
+These entries are the parameters, and options for how a step is computed. When a checkpoint is loaded, the
+entries stay as the new run has set them.
 """
 
 
@@ -327,9 +327,9 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _in_boxes(tensor: Tensor) -> Tensor:
     """Describes a tensor to torch.distributed.checkpoint as two blocks if each of its two halves is split.
 
-    Only w1 and b1 have split halves: those of gated experts whose hidden columns are split over ranks
-    (picture in `in_boxes`). They are recognised by their DTensor placement `_StridedShard`. Any other tensor,
-    of any shape, is returned unchanged.
+    Only the w1 and b1 of gated experts have split halves, if the experts' hidden columns are split over ranks
+    (picture in `in_boxes`). The function recognises them by their DTensor placement `_StridedShard`. Any
+    other tensor, of any shape, is returned unchanged.
 
     FSDP2 uses the same placement for something else: for tensors that an inner mesh dimension has split
     already, such as transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs

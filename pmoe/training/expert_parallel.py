@@ -438,8 +438,8 @@ def _watch_ddp() -> None:
 def _mark_experts(model: nn.Module) -> None:
     """Sets the attribute ``allreduce = False`` on all parameters of parallelized experts.
 
-    pmoe and some data-parallel wrappers skip parameters with this mark. It is set again at each call, because
-    parametrizations and adapters may have added parameters since the last call.
+    pmoe and some data-parallel wrappers skip parameters with this mark. Each call sets the marks again,
+    because parametrizations and adapters may have added parameters since the last call.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.layer_modules.experts.is_parallelized:

@@ -173,7 +173,7 @@ def launch(
 def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN) -> dict[str, Any]:
     """Returns the arguments of a launch that do not depend on the rows, for the current stream.
 
-    They can be used again for launches with the same arguments of this function.
+    The result can be used for several launches, if this function would get the same arguments for each.
 
     kernels: name of the kernel code, "sm_90a" or "sm_80".
     form: the kind of product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.

@@ -379,8 +379,9 @@ MAX_HALVES = 1 << 30
 def gate_operands(grad_TE: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
     """Returns bfloat16 operands for the gate's matrix products in backward, for T tokens and E experts.
 
-    Products of the results are summed in float32. They have the precision of float32 gradients, because a sum
-    of two bfloat16 numbers differs from an element of the gradient by at most 2^-17 of it.
+    A product with these operands sums in float32, and is as precise as a product with the float32 gradient:
+    each element of the gradient is replaced by a sum of two bfloat16 numbers, which differs from the element
+    by at most 2^-17 of its value.
 
     grad_TE: (T, E) float32, the gradient of the logits.
     weight_EM: (E, M) bfloat16, the gate's weight for M columns.

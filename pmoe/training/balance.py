@@ -384,8 +384,8 @@ class BalanceLoss:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the window of steps to one that `state_dict` returned.
 
-        Raises ValueError if the window has other layers than the model, or if only one of the two losses is
-        over a window.
+        Raises ValueError if the window has other layers than the model, or if only one of the two losses (the
+        saved loss and this loss) is over a window.
         """
         check_kind(Mapping, "a state dict", state=state)
         if ("window" in state) is not (self.over == "window"):
@@ -597,7 +597,7 @@ class BalanceLoss:
 def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by name, if all of them can be balanced by a loss.
 
-    Raises ValueError if there are none, or if a gate has no `pmoe.Gate.balance_terms`.
+    Raises ValueError if the model has no MoE layers, or if a gate has no `pmoe.Gate.balance_terms`.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     if not layers:

@@ -150,8 +150,8 @@ def load_checkpoint(
     Collective: every rank must call it.
 
     Raises CheckpointError on every rank, before anything is changed, if there is no checkpoint, if files are
-    missing, too short or damaged, or if names, shapes or dtypes differ from those of the model and the
-    optimizers. The message names them.
+    missing, too short or damaged, or if names, shapes or dtypes do not fit the model and the optimizers. The
+    message names them.
     """
     ranks = Ranks(group)
 

@@ -192,9 +192,9 @@ def find_partition(
     """Returns how many bytes of gradients to send beside each dense part and each MoE layer.
 
     A dense part is all modules between two MoE layers. The result is FSMoE's partition (Section 5.2), with
-    one difference. FSMoE's generalized layer is a dense part and an MoE layer together. Here a dense part is
-    one generalized layer and an MoE layer another one, so that gradients of a dense part can be sent during
-    the MoE layer after it.
+    one difference. FSMoE's generalized layer is a dense part and an MoE layer together. Here each dense
+    part and each MoE layer is a generalized layer of its own, so that gradients of a dense part can be sent
+    during the MoE layer after it.
 
     seen: a record of each backward pass of an MoE layer in the first training step.
     last_seconds: seconds of the dense part that backward runs after the last MoE layer.

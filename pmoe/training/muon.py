@@ -64,8 +64,8 @@ class ExpertMuon(Optimizer):
         dtype: the dtype of the Newton-Schulz steps. torch's Muon uses bfloat16.
 
     Raises ValueError for numbers out of range, and for a model without stacked experts. Raises ValueError
-    also if a rank has only parts of matrices, which cannot be orthogonalized alone: if hidden columns are
-    split over ranks ("esp"), or if ``shard_experts`` cuts inside of matrices.
+    also if a rank has only parts of matrices, because a part cannot be orthogonalized. A rank has only parts
+    if hidden columns are split over ranks ("esp"), or if ``shard_experts`` cuts inside of matrices.
     Raises TypeError for experts that are modules or parametrized.
     """
 

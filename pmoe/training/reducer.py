@@ -226,7 +226,7 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
     These are the parameters that require gradients and do not belong to an expert.
 
-    Raises ValueError if there is none, or if one of them is a DTensor.
+    Raises ValueError if there is no parameter to reduce, or if one of the parameters is a DTensor.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():

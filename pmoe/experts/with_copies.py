@@ -294,7 +294,7 @@ class _SharedSpace:
 
 
 def _rows_of(part: _Part | None) -> int:
-    """Returns the number of rows of a part of a chunk's rows; 0 for None."""
+    """Returns the number of rows in a part of a chunk; 0 if the part is None."""
     return 0 if part is None else part.rows.stop - part.rows.start
 
 

@@ -27,7 +27,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 
 HEADER = 4
-"""Number of int32 values in front of the counts of a message: kHeader of cuda/counts/layout.h."""
+"""Number of int32 values that precede the counts in a message: kHeader of cuda/counts/layout.h."""
 
 FAULT = 1
 """Index in a header: header[FAULT] is the code of the sender's fault. kFault of cuda/counts/layout.h."""

@@ -22,7 +22,7 @@ def make_batch_invariant(model: ModelType) -> ModelType:
     - n (the number of chunks), the restore pair (how backward gets the rows and the hidden activation) and
       the number of ranks.
 
-    The same is true of the token's part of the gradient of a layer's input. The gradients of parameters are
+    The same holds for the token's gradient, a part of the gradient of a layer's input. The gradients of parameters are
     sums over the tokens of a batch, so they are not invariant. They are the same in two runs with the same
     batch and the same n.
 

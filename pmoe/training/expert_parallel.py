@@ -83,8 +83,8 @@ def parallelize(
       is Replicate), and Replicate over the ranks that hold copies. With shard_experts they are Shard over
       these ranks, along the first dimension whose size is a multiple of the number of copies.
     - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
-    - The names of all parameters and buffers of experts enter the list of names that
-      `DistributedDataParallel` ignores.
+    - All parameters and buffers of experts are added to the list of names that `DistributedDataParallel`
+      ignores.
     - The dense part does not change.
 
     Collective: every rank of the mesh must call it, before optimizers and data-parallel wrappers are made. An

@@ -49,7 +49,8 @@ class ExpertMuon(Optimizer):
 
     A step on a matrix W with the gradient G, its momentum B, the momentum's factor mu, and learning rate lr:
 
-        B = mu B + (1 - mu) G;  U = mu B + (1 - mu) G, or B without nesterov
+        B = mu B + (1 - mu) G
+        U = mu B + (1 - mu) G with nesterov, U = B without
         W = (1 - lr weight_decay) W - lr adjust(W) orthogonalized(U)
 
     adjust(W) is a factor that depends on the shape of W, by the rule adjust_lr_fn.

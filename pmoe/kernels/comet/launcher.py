@@ -52,7 +52,7 @@ def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | N
 
 
 def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
-    """Returns why fused kernels of several processes could wait for each other forever; None if they cannot.
+    """Returns why fused kernels of several processes could deadlock; None if they cannot.
 
     By default CUDA loads a kernel at its first launch, and loading may wait until running kernels have ended.
     A fused kernel that runs on this rank may wait for another rank, and that rank may wait for this rank's

@@ -152,7 +152,7 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
 
 def find(folder: Path, step: int | None) -> str:
-    """Returns the name of the folder of a checkpoint: of the one saved at ``step``, or of the latest one.
+    """Returns the folder name of the checkpoint of a training step, or of the latest checkpoint.
 
     folder: folder of all checkpoints of the run.
     step: number of a training step; None takes the latest checkpoint.

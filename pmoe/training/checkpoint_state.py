@@ -261,7 +261,7 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 
 
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Selects the optimizer's state tensors that can be loaded: their parameters have a saved state.
+    """Selects the state tensors that an optimizer can load: the tensors of parameters with a saved state.
 
     A parameter that had no gradient yet when the checkpoint was saved had no state.
 

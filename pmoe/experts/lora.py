@@ -5,7 +5,7 @@ An adapter of rank R changes a weight of expert e by a product of two small matr
     weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R, with a constant alpha
 
 The product B @ A is never computed. Instead, rows x are multiplied by A, then by B, and the result is added
-to the product of x and W. For the first weight W1, with A for A[e] and B for scale * B[e]:
+to the product of x and W. For the first weight W1, where A stands for A[e] and B for scale * B[e]:
 
     forward    T_M  = x W1^T + (x A^T) B^T                 x A^T is small: (N, R) for the N rows of a chunk
     backward   dT_DI = dT_M W1 + (dT_M B) A
@@ -13,8 +13,8 @@ to the product of x and W. For the first weight W1, with A for A[e] and B for sc
 
 The second weight W2 has an A and a B of its own. W1 and W2 are not trained, so they need no gradients.
 
-If each expert's hidden columns are split over ranks (FSMoE's ESP), so are the adapters. The matrices without
-hidden columns are whole on each of these ranks, which then computes a part of their gradient:
+If each expert's hidden columns are split over ranks (FSMoE's ESP), two of the four matrices are split, too.
+Each of these ranks holds the two others whole, and computes a part of their gradients:
 
     A of W1    (R, M)    whole, gradients are summed      A of W2    (R, H)    split along H
     B of W1    (G, R)    split along G                    B of W2    (M, R)    whole, gradients are summed
@@ -54,7 +54,7 @@ WEIGHTS = ("w1", "w2")
 """The weights that may have an adapter."""
 
 ADAPTERS = "adapters."
-"""The beginning of the names of all adapters' parameters among those of the experts."""
+"""The prefix of all adapters' parameters in the names of the experts' parameters."""
 
 HIDDEN_OF_MATRICES: dict[str, int | None] = {"w1_A": None, "w1_B": -2, "w2_A": -1, "w2_B": None}
 """Maps an adapter's matrices to the dimension that counts hidden columns, from the end; None if none does."""
@@ -133,7 +133,7 @@ class Adapter(nn.Module):
 
     @property
     def differs_between_ranks(self) -> bool:
-        """Whether ranks hold different values, of other experts or of other hidden columns."""
+        """Whether ranks hold different values, because their experts or hidden columns differ."""
         return self.shard.count > 1 or (self.num_ranks > 1 and not self.shared)
 
     def hidden_dims(self) -> dict[str, int | None]:
@@ -186,8 +186,8 @@ class Adapter(nn.Module):
         They are ``alpha``, ``rank``, ``shared``, ``experts`` and ``part``. ``experts`` is [number of this
         rank's first expert, number behind its last expert]; None if all experts share one adapter. ``part``
         is [number of this rank's part of the hidden columns, number of parts]; None if the rank has all
-        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which know which part they
-        are.
+        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which contain this
+        information.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain
@@ -235,7 +235,7 @@ def adapter_of_calls(layer: nn.Module) -> str:
 
 
 def switched_adapter(before: Collection[str], now: str) -> RuntimeError:
-    """Returns the error for a recomputation that uses another adapter than the forward pass did.
+    """Returns the error for a recomputation that uses another adapter than its forward pass used.
 
     before: the names of adapters that forward passes used; "" for none.
     now: the name of the adapter that calls use now; "" for none.
@@ -295,7 +295,7 @@ class AdaptedWeight:
         of_down: GradientSum | None,
         of_up: GradientSum | None,
     ) -> None:
-        """Adds the gradients of ``down`` (A) and ``up`` (scale * B) from some rows to their sums.
+        """Computes gradients of ``down`` (A) and ``up`` (scale * B) for some rows, and adds them to the sums.
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         rows_NI: (N, I), the rows of I input features that the results were computed from.
@@ -503,7 +503,7 @@ class LoraExperts(StackedExperts):
             call_values += [down.to(like.dtype), scaled.to(like.dtype)]
         if torch.is_grad_enabled() and not saves_plainly():
             trained = [at for at, value in enumerate(call_values) if value.requires_grad]
-            if trained:  # one is enough, because the backward pass of a call reads all of them
+            if trained:  # one matrix is enough: a call's backward pass reads the saved tensors of all
                 last = trained[-1]
                 call_values[last] = _OfAdapter.apply(self, call_values[last])  # type: ignore[no-untyped-call]
         return call_values
@@ -645,7 +645,7 @@ CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
     FFNExperts: LoraFFNExperts,
     SwiGLUExperts: LoraSwiGLUExperts,
 }
-"""Maps a class of experts to the class that its experts get with their first adapter."""
+"""Maps a class of experts to the class that these experts get together with their first adapter."""
 
 
 def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:
@@ -736,10 +736,10 @@ class SumOverRanks(torch.autograd.Function):
 class _OfAdapter(torch.autograd.Function):
     """Returns a matrix of an adapter, and remembers the adapter's name for the backward pass of the call.
 
-    Under an activation checkpoint, autograd keeps this node of the forward pass, with its name, but reads
-    saved tensors from the recomputation. So a number of the name is saved, and the two must fit. A checkpoint
-    with use_reentrant=True keeps no node of the forward pass: `pmoe.checkpointing.routing_check` looks at
-    these.
+    Under activation checkpointing, autograd keeps this node of the forward pass, with the name, but takes the
+    saved tensors from the recomputation. So a number computed from the name is saved, too. Backward compares
+    it with the name: they do not fit if the recomputation used another adapter. With use_reentrant=True the
+    node of the forward pass is not kept, and `pmoe.checkpointing.routing_check` makes the comparison.
     """
 
     @staticmethod
@@ -759,7 +759,7 @@ def _number_of(name: str) -> Tensor:
 
 
 def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> None:
-    """Raises RuntimeError if a checkpoint ran a call again with another adapter than its forward pass.
+    """Raises RuntimeError if a call was recomputed with another adapter than its forward pass used.
 
     node: returns the node of `_OfAdapter` that the forward pass made.
     experts: the experts of the call.

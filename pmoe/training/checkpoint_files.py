@@ -46,12 +46,12 @@ RECORDS = frozenset(
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain, without `PATHS`.
+"""(module, name) of the classes, besides `PATHS`, that a checkpoint's pickled list of tensors may have.
 
 Other classes are refused, because unpickling them could run any program.
 """
 PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-"""(module, name) of PosixPath in that list. Only Python 3.13 has the second module, and uses its name."""
+"""The two (module, name) of PosixPath in that list: Python 3.13 writes the second, others the first."""
 
 
 OF_OTHERS = {
@@ -167,7 +167,7 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
 
 def find(folder: Path, step: int | None) -> str:
-    """Returns the name of a checkpoint's folder: that of ``step``, or of the latest checkpoint.
+    """Returns the folder name of the checkpoint of a training step, or of the latest checkpoint.
 
     folder: folder of all checkpoints of the run.
     step: number of a training step; None takes the latest checkpoint.

@@ -59,11 +59,11 @@ def parallelize(
         mesh: device mesh with the dimension "ep", over which experts are spread. It may also have "esp", over
             which each expert's hidden columns are split, and one more dimension, over which experts are
             copied.
-        reduce: whether each backward pass reduces the experts' gradients: sums them over the copies of the
-            experts and divides them by the number of the mesh's ranks, before they are added to the gradients
-            of earlier passes. False leaves it to `pmoe.training.parallel.reduce_gradients`.
-        shard_experts: whether FSDP2 shards experts over the ranks that hold copies of them, so that each of
-            these ranks keeps an equal part of their parameters, gradients and optimizer states. A mapping
+        reduce: whether each backward pass reduces the experts' gradients: it sums them over the copies of the
+            experts and divides by the number of the mesh's ranks. Then it adds them to the gradients of
+            earlier passes. False leaves the reduction to `pmoe.training.parallel.reduce_gradients`.
+        shard_experts: whether FSDP2 shards experts over the ranks that hold copies of them. Each of these
+            ranks then keeps an equal part of the parameters, gradients and optimizer states. A mapping
             stands for True, with arguments for `torch.distributed.fsdp.fully_shard`:
             "reshard_after_forward" (True or False; True if it is missing), "mp_policy", "offload_policy". The
             mesh may then have two dimensions of copies: experts are sharded over the inner one and copied
@@ -79,13 +79,13 @@ def parallelize(
 
     What becomes of the parameters:
 
-    - "ffn" and "swiglu" experts, which have one tensor for a weight of all experts of the rank: the
-      parameters become DTensors on ``mesh``, Shard(0) over "ep", hidden columns split over "esp", Replicate
-      over copies. The bias b2 is Replicate over "esp". With shard_experts they are Shard over copies, along
-      the first dimension that the number of copies divides.
+    - "ffn" and "swiglu" experts have one tensor for a weight of all experts of the rank. Their parameters
+      become DTensors on ``mesh``: Shard(0) over "ep", split along the hidden columns over "esp" (the bias b2
+      is Replicate), and Replicate over the ranks that hold copies. With shard_experts they are Shard over
+      these ranks, along the first dimension whose size is a multiple of the number of copies.
     - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
-    - The names of all parameters and buffers of experts enter the list of names that
-      `DistributedDataParallel` ignores.
+    - All parameters and buffers of experts are added to the list of names that `DistributedDataParallel`
+      ignores.
     - The dense part does not change.
 
     Collective: every rank of the mesh must call it with the same mesh, before optimizers and data-parallel
@@ -433,8 +433,8 @@ def _watch_ddp() -> None:
 def _mark_experts(model: nn.Module) -> None:
     """Sets the attribute ``allreduce = False`` on all parameters of parallelized experts.
 
-    pmoe and some data-parallel wrappers skip parameters with this mark. It is set again at each call, because
-    parametrizations and adapters may have added parameters since the last call.
+    pmoe and some data-parallel wrappers skip parameters with this mark. Each call sets the marks again,
+    because parametrizations and adapters may have added parameters since the last call.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.layer_modules.experts.is_parallelized:

@@ -56,7 +56,8 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
         model: the model, or a layer. The experts of its layers must be stacked ("ffn", "swiglu"). Adapters of
             the frozen experts are frozen too, if each expert has its own.
         experts: the indices of the experts among all experts of a layer, from 0; or a mask, a bool tensor
-            (E,) that is True for the frozen ones of a layer's E experts. A rank freezes those that it holds.
+            (E,) that is True for each frozen expert of a layer's E experts. A rank freezes the chosen experts
+            that it holds.
 
     After each backward pass the gradients of the frozen experts are zeros. An optimizer's step does not
     change their values, not even by a bit. Call this function after `pmoe.parallelize`. To freeze all

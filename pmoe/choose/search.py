@@ -47,8 +47,8 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
     Trials are timed runs of both passes with several n.
 
-    1. If earlier trials found the fastest n for about this number of tokens, its memory is tested, because a
-       step of this batch may need more memory than the earlier trials. If the memory is enough, this n is
+    1. If earlier trials found the fastest n for about this number of tokens, the memory is tested: a step of
+       this batch with this n may need more memory than the earlier trials. If the memory is enough, this n is
        returned, else a larger n (`n_with_enough_memory`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and written to a file if $PMOE_CACHE is set.

@@ -87,8 +87,9 @@ def measure_in_stages(
     first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
-       least memory, on as many tokens as fit into it. The number of chunks that follows the largest number in
-       ``choices`` is tried, too, if the layer allows it, to find out whether still more chunks are faster.
+       least memory, on as many tokens as fit into this memory. The number of chunks that follows the largest
+       number in ``choices`` is tried, too, if the layer allows it, to find out whether still more chunks are
+       faster.
     2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
        memory of this fastest choice. So the next stage may take this much memory. The next stage tries the
        fastest choice again, and choices that need more memory.
@@ -141,7 +142,8 @@ def measure_in_stages(
 def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
     """Adds a choice with the next larger number of chunks, if the layer allows a larger number.
 
-    A trial is a timed run of both passes. Trials with the added choice show whether still more chunks would
+    Returns the choices and the added choice. A trial is a timed run of both passes. Trials with the added
+    choice show whether still more chunks would
     be faster (`measure_in_stages`).
 
     batch: the routed batch.

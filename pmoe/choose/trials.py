@@ -171,8 +171,7 @@ class TrialBatch:
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials on this batch are worth their time and safe. Safe trials change nothing in the
-        model.
+        """Whether trials on this batch are worth their time, and change nothing in the model.
 
         Trials are worth their time if all of these are true: there are several ranks, gradients are needed,
         there are enough rows for two chunks, and communication may overlap with computation (the layer is not

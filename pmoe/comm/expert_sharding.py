@@ -38,7 +38,7 @@ class ShardCollectives:
         self.traffic = traffic
 
     def copies(self, own_rows: int) -> int:
-        """Returns how many rows of scratch memory `all_gather` needs to send ``own_rows`` rows.
+        """Returns how many rows the scratch memory of `all_gather` must hold, if ``own_rows`` rows are sent.
 
         `all_gather` runs as an all-to-all, which needs one copy of the rows for each other rank. With two
         ranks the result is 0, because the rows can be sent to the only other rank without a copy.
@@ -51,7 +51,7 @@ class ShardCollectives:
         rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory for ``self.copies(N)`` rows, the number that the method of this name returns.
+        copies: scratch memory for as many rows as the method `copies` returns for N rows.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size

@@ -77,8 +77,8 @@ class Grid:
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
-        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). Each rank gets the entry of the rank
-        among the P ranks that has a part of the same experts.
+        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts get the
+        same entry: the entry of that rank of the P ranks which is among these L ranks.
         """
         if not self.is_sharded:
             return counts_FPX
@@ -89,8 +89,8 @@ class Grid:
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
         """Reorders counts of received rows: from rank order to the order of rows after an all-gather.
 
-        L ranks of a node share experts. The all-gather brings each of these L ranks all rows that the L ranks
-        have received. There is one set of counts for each source rank, the rank that sent the rows.
+        L ranks of a node share experts. After the all-gather, each of these L ranks has all rows that the L
+        ranks have received. There is one set of counts for each source rank, the rank that sent the rows.
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.
@@ -130,7 +130,7 @@ class Grid:
         return arrival_FWX[:, start : start + self.ep.size]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Layers that were pickled before hold ``ep`` and ``esp`` under their old names.
+        # Layers that an older version of pmoe has pickled have ``ep`` and ``esp`` under their old names.
         old_names = {"across": "ep", "inside": "esp"}
         self.__dict__.update({old_names.get(name, name): value for name, value in state.items()})
 
@@ -161,6 +161,6 @@ def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(places, device=device)
 
 
-# Layers that were pickled before this file existed look for `Grid` in pmoe.comm.ranks. An import of this file
-# there would be a circle.
+# Layers that were pickled before this file existed look for `Grid` in pmoe.comm.ranks. That file cannot
+# import this file, because this file imports it.
 vars(old_place)["Grid"] = Grid

@@ -143,8 +143,7 @@ def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choi
     """Adds a choice with the next larger number of chunks, if the layer allows a larger number.
 
     Returns the choices and the added choice. A trial is a timed run of both passes. Trials with the added
-    choice show whether still more chunks would
-    be faster (`measure_in_stages`).
+    choice show whether still more chunks would be faster (`measure_in_stages`).
 
     batch: the routed batch.
     choices: numbers of chunks with one restore pair, which says how backward gets the rows and the hidden

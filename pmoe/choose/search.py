@@ -296,10 +296,11 @@ FORMAT = 3
 
 Files of all versions are read:
 
-    1   one table: n by single numbers of tokens. Its key lacks some things that change the seconds
-    2   a table for each restore pair and dtype of the rows: n by single numbers of tokens
-    3   a table for each dtype of the rows, and for each number of copies that a rank hosts: n by ranges of
-        numbers of tokens
+    1   one table with the fastest n for single numbers of tokens. Its key lacks some things that change the
+        seconds
+    2   a table for each restore pair and dtype of the rows, with the fastest n for single numbers of tokens
+    3   a table for each dtype of the rows and each number of copies that a rank hosts, with the fastest n for
+        ranges of numbers of tokens
 """
 
 Tables = dict[str, GranularityTable]
@@ -317,7 +318,7 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     version: version of the file's format, 2 or 3. $PMOE_CACHE never has files of version 1; users may have
-        saved such files elsewhere, and `load_degrees` reads them.
+        saved files of version 1 elsewhere, and `load_degrees` reads them.
     """
     if not os.environ.get("PMOE_CACHE"):
         return None

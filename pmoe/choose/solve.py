@@ -355,7 +355,8 @@ def layer_costs(
     """Returns the seconds of each stage of a pass, as a line alpha + beta * fraction.
 
     The fraction is a chunk's share of the batch. A stage handles these sizes for the whole batch, with B
-    tokens of a rank, K choices of a token, P ranks across nodes, L ranks inside a node and M = d_model:
+    tokens of a rank, K choices of a token, P ranks among which rows are dispatched, L ranks that share an
+    expert, and M = d_model:
 
         all-to-all                  B K (P - 1) / P * M elements
         all-gather, reduce-scatter  B K (L - 1) * M elements

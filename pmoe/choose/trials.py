@@ -177,8 +177,9 @@ class TrialBatch:
         there are enough rows for two chunks, and communication may overlap with computation (the layer is not
         ``sequential``).
 
-        Trials are not safe if the layer has callbacks, or if experts are a user's modules, because a trial
-        runs callbacks and modules too. A user's module may, for example, count the rows that it computes.
+        Trials may change something in the model if the layer has callbacks, or if experts are a user's
+        modules, because a trial runs callbacks and modules, too. A user's module may, for example, count the
+        rows that it computes.
         """
         modules = self.modules
         shared = modules.shared_expert

@@ -38,10 +38,12 @@ class ShardCollectives:
         self.traffic = traffic
 
     def copies(self, own_rows: int) -> int:
-        """Returns how many rows the scratch memory of `all_gather` must hold, if ``own_rows`` rows are sent.
+        """Returns the size of the scratch memory that `all_gather` needs, in rows.
 
         `all_gather` runs as an all-to-all, which needs one copy of the rows for each other rank. With two
         ranks the result is 0, because the rows can be sent to the only other rank without a copy.
+
+        own_rows: number of rows that this rank sends.
         """
         return own_rows * self.esp.size if self.esp.size > 2 else 0
 

@@ -52,10 +52,11 @@ class Grid:
         return self.esp.size > 1
 
     def shards(self, expert_TK: Tensor, num_experts: int) -> Tensor:
-        """Returns the L shards of each chosen expert, as numbers of (rank, expert of that rank) pairs.
+        """Returns the L shards of each chosen expert, as one number for each shard.
 
-        Shard s of an expert is the part of its hidden columns that the rank at place s of a node holds. A
-        pair has the number rank * E + e, for expert e of the E experts of a rank.
+        Shard s of an expert is the part of its hidden columns that the rank at place s of a node has. The
+        number of a shard is rank * E + e: the rank has the shard, and e is the index of the expert among the
+        E experts of that rank.
 
         expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
         num_experts: E, the number of experts of a rank.
@@ -77,8 +78,8 @@ class Grid:
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
-        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts get the
-        same entry: the entry of that rank of the P ranks which is among these L ranks.
+        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts get
+        equal entries: copies of the entry for their experts.
         """
         if not self.is_sharded:
             return counts_FPX
@@ -137,7 +138,7 @@ class Grid:
     def reconnect(self) -> bool:
         """Takes the default process group if the layer's group was lost by pickling or destroyed.
 
-        Returns whether a new group replaces a destroyed one (`Ranks.reconnect`).
+        Returns whether a new group replaces a destroyed group (`Ranks.reconnect`).
 
         Raises ValueError if the grid was made from a device mesh, because pickling loses the mesh: the layer
         must be built again. Raises RuntimeError or ValueError if no group can replace the old group.

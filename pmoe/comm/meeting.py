@@ -2,7 +2,8 @@
 
 The rank waits in the store, torch.distributed's key-value store. A rank may skip the backward pass of a
 layer's last call and call the layer again, while its peers run that backward pass. The rank's row counts
-would then be paired with rows of the peers' backward pass. A meeting before the call detects this:
+would then be paired with rows of the peers' backward pass. A meeting before the call detects the skipped
+pass:
 
 - A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
   If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, no rank comes.
@@ -121,7 +122,7 @@ class Meeting:
 
 
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
-    """Returns a sentence about each peer that waits before a call that this rank will not make with it.
+    """Returns a sentence about each peer that waits for a call in which this rank will not take part.
 
     There are two cases: this rank runs a backward pass that the peer has skipped, or this rank has already
     made the call for which the peer waits.

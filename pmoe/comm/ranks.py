@@ -55,7 +55,8 @@ class Ranks:
         self.rank = 0
         if group is not None:
             candidate: object = group
-            # To a rank outside of a new group, torch.distributed.new_group returns an integer in its place.
+            # On a rank that is not in the new group, torch.distributed.new_group returns an integer and no
+            # group.
             if not isinstance(candidate, dist.ProcessGroup):
                 name = (
                     "GroupMember.NON_GROUP_MEMBER" if isinstance(candidate, int) else type(candidate).__name__
@@ -107,9 +108,11 @@ class Ranks:
         return self._record
 
     def reconnect(self) -> bool:
-        """Takes the default group if the group was lost by pickling, or was a destroyed default group.
+        """Takes the default group if this object has lost its group.
 
-        Returns whether the new group replaces a destroyed one.
+        A group is lost by pickling the object. A default group is also lost if it is destroyed.
+
+        Returns whether the new group replaces a destroyed group.
 
         Raises RuntimeError if the group was destroyed and no other can replace it. Raises ValueError if the
         default group has another size than the old group, or if this rank has another number in it.

@@ -97,7 +97,7 @@ class Topology:
 
     @staticmethod
     def of_nodes(ids: Sequence[Hashable], global_ranks: Sequence[int], origin: str = "nodes") -> Topology:
-        """Returns the topology of ranks that have these nodes.
+        """Returns the topology of a group from the nodes of its ranks.
 
         ids: for each rank of the group, an id of its node. Ranks with equal ids share a node.
         global_ranks: for each rank of the group, its global rank.
@@ -116,14 +116,12 @@ class Topology:
 
     @property
     def max_local(self) -> int:
-        """The number of ranks of the largest node."""
+        """The largest number of ranks on any node."""
         return max(len(ranks) for ranks in self.members)
 
     @property
     def is_level(self) -> bool:
-        """Whether hierarchical steps make no sense: there is only one node, or each node has only one rank.
-
-        One flat collective is then enough.
+        """Whether one flat collective is enough: there is only one node, or each node has only one rank.
         """
         return self.num_nodes == 1 or self.max_local == 1
 
@@ -141,7 +139,7 @@ class Topology:
         return self._where[rank][1]
 
     def inside(self, rank: int) -> tuple[int, ...]:
-        """Returns all ranks on the node of ``rank``, in the order of their process group."""
+        """Returns all ranks on the same node as ``rank``, in the order of the node's process group."""
         return self.members[self.node(rank)]
 
     def across(self, rank: int) -> tuple[int, ...]:
@@ -255,7 +253,7 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
 def _make_groups(
     members: Sequence[Sequence[int]], topology: Topology, options: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """Makes process groups, and returns the one that this process is in.
+    """Makes process groups, and returns the group that this process is in.
 
     members: for each new group, its ranks, numbered as in ``topology``.
     options: arguments of torch.distributed.new_group.

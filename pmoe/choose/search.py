@@ -440,7 +440,7 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
 def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
     """Converts the table of a file of version 1. Returns a dict {dtype of this layer: table}.
 
-    The key in such a file has the layer's sizes, experts, parameters and use of memory, but not the machine.
+    The key in the file has the layer's sizes, experts, parameters and use of memory, but not the machine.
     Only the entries that the file's key has are compared with the key of this layer.
 
     fields: {"key": ..., "points": [[B, forward, backward], ...]}. B is the number of tokens, forward and
@@ -605,7 +605,7 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
 
 
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
-    """Returns the results of trials from the file in $PMOE_CACHE; an empty dict if there is no such file.
+    """Returns the results of trials from the file in $PMOE_CACHE; an empty dict if there is no file.
 
     Trials are timed runs that find the fastest numbers of chunks. If the file cannot be used, warns and
     returns an empty dict.

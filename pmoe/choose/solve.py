@@ -364,8 +364,8 @@ def layer_costs(
         order, restore              B K rows
 
     The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
-    For pmoe's own experts the seconds are always those of a forward pass; for a backward pass the caller
-    doubles them (`LayerCosts.backward`).
+    For pmoe's own experts the result is always for a forward pass; for a backward pass the caller doubles the
+    seconds (`LayerCosts.backward`).
 
     shape: sizes of the layer.
     operations: measured costs of matrix products and collectives.

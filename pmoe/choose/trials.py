@@ -201,7 +201,8 @@ class TrialBatch:
 
         Rows are counted in equal parts of the batch. n chunks can be made if n divides the number of parts.
         With ``pipeline="solve"`` the options allow many n, and no reasonable number of parts is a multiple of
-        all these n. So the result has only some of the n. Otherwise it has all n that the options allow.
+        all these n. So the result has only some of the n. Without ``pipeline="solve"`` it has all n that the
+        options allow.
         """
         options = self.modules.options
         if not options.solves:

@@ -271,7 +271,7 @@ class Slots:
     limits_own: bool = False
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns for each n in ``degrees`` how often n chunks must be cut finer to fit on this rank.
+        """Returns, for each n in ``degrees``, how often n chunks must be cut finer to fit on this rank.
 
         A chunk fits if the rows that it brings to this rank fit into a ring slot, a buffer of fixed size. If
         a chunk does not fit, the batch is cut into more and smaller chunks; `cuts` lists the numbers of
@@ -477,7 +477,7 @@ KiB from a rank to all others, even among thousands of ranks. That is less than 
     tokens       number of its tokens
     fault        number of its `Fault`
     mode         sum of bits such as TRAINING, and of LIFE times `GroupRecord.life`: the number of the default
-                 process group among those of this job, which distinguishes groups of the same name
+                 process group in this job, which distinguishes groups of the same name
     type, layer  index of the rows' dtype in TYPES, plus LAYER times the layer's number (`Ranks.number`)
 """
 

@@ -267,7 +267,7 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
         with contextlib.suppress(RuntimeError):
             work.wait(LOOK_AFTER)
             return
-    raise PeerError(min(reports, key=len))  # the shortest is the cause: peers' errors quote each other's
+    raise PeerError(min(reports, key=len))  # the shortest error is the cause, which the longer errors quote
 
 
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:

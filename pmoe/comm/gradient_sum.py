@@ -1,6 +1,6 @@
 """Sums gradients over ranks, in place.
 
-The gradients are those of copies of an expert, or of parameters that all experts share.
+The gradients are of copies of an expert, or of parameters that all experts share.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ class Grid:
         expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
         num_experts: E, the number of experts of a rank.
 
-        Returns (T, K * L) with the dtype of ``expert_TK``: the shards of a choice follow each other.
+        Returns (T, K * L) with the dtype of ``expert_TK``: the L shards of a token's first choice, then the L
+        shards of its second choice, and so on.
         """
         ep_rank_TK = expert_TK // num_experts
         ranks = _index(self.order, expert_TK.device).view(-1, self.ep.size)  # (L, P)

@@ -132,7 +132,7 @@ def names_of_left_groups() -> set[str]:
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Maps each default process group to its number among those of this job, from 1 (`GroupRecord.life`)."""
+"""Maps each default process group of this job to its number, counted from 1 (`GroupRecord.life`)."""
 
 MOST_LIVES = 1 << 10
 """Default process groups are numbered modulo this number.
@@ -147,9 +147,9 @@ def _life() -> int:
     A group that is destroyed and made again may have the same name. The number distinguishes the keys of the
     old and the new group in the store. Only default groups with which this rank has used layers are counted.
 
-    The counter is in the default group's store; a store such as torchrun's outlives the group. The store is
-    read once for each default group. The result is 0 if there is no default group or no store, or if the
-    store does not answer within 5 seconds.
+    The counter is in the default group's store. With torchrun the store outlives the group. The store is read
+    once for each default group. The result is 0 if there is no default group or no store, or if the store
+    does not answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

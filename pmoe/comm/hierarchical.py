@@ -90,8 +90,8 @@ class HierarchicalExchange(Dispatch, Combine):
     ) -> None:
         """Exchanges rows in several collectives. `exchange` calls this method if it needs several.
 
-        Several are needed if there are several nodes and some node has several ranks. The arguments are
-        those of `exchange`:
+        Several are needed if there are several nodes and some node has several ranks. `exchange` passes on
+        its own arguments:
 
         rows, out: contiguous (N,) or (N, M): N rows of M columns. ``rows`` has a block for each rank, and
             ``out`` takes a block from each rank, in order of rank.

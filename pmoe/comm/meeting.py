@@ -1,9 +1,10 @@
 """Meetings: before some calls, a rank waits until all ranks of its group have come to that call.
 
-The rank waits in the store, torch.distributed's key-value store. A rank may skip the backward pass of a
-layer's last call and call the layer again, while its peers run that backward pass. The rank's row counts
-would then be paired with rows of the peers' backward pass. A meeting before the call detects the skipped
-pass:
+The rank reads in the store (torch.distributed's key-value store) whether all ranks have come.
+
+A rank may skip the backward pass of a layer's last call and call the layer again, while its peers run that
+backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
+before the call detects the skipped pass:
 
 - A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
   If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, no rank comes.

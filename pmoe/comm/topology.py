@@ -24,7 +24,7 @@ from pmoe.comm.ranks import Ranks
 ACROSS, INSIDE = "ep", "esp"
 """Names of a mesh's dimensions: over "ep" experts are distributed, over "esp" each expert is split.
 
-The ranks of "ep" may be on different nodes; those of "esp" are on one node.
+The ranks of "ep" may be on different nodes; the ranks of "esp" are on one node.
 """
 
 
@@ -81,7 +81,10 @@ Nodes = int | Sequence[Hashable] | None
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a group's ranks. Ranks are numbered as in the group, nodes by their first rank.
+    """The nodes of a group's ranks.
+
+    Ranks have their numbers in the group. Nodes are numbered in the order of their first ranks, so rank 0 is
+    on node 0.
 
     members: the ranks of each node. A rank's index among them is its place in the node. The ranks are in the
         order of their global ranks, because torch orders the ranks of a new process group in this way.
@@ -154,7 +157,7 @@ class Topology:
 
 
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
-    """Returns the topology of ``ranks``. With several ranks it is a collective that compares ``nodes``.
+    """Returns the topology of ``ranks``. With several ranks the call is a collective that compares ``nodes``.
 
     nodes: which ranks share a node (`Nodes`): the number of ranks on each node, an id of its node for each
         rank, or None for the number in LOCAL_WORLD_SIZE.
@@ -263,7 +266,7 @@ def _make_groups(
     for ranks in members:
         global_ranks = [topology.global_ranks[rank] for rank in ranks]
         if own_rank in global_ranks:
-            own_group = dist.new_group(global_ranks, **options)  # outsiders get no group from torch
+            own_group = dist.new_group(global_ranks, **options)  # torch gives a group only to its members
         elif "use_local_synchronization" not in options:
             dist.new_group(global_ranks, **options)
     assert isinstance(own_group, dist.ProcessGroup)

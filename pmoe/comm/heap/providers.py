@@ -207,10 +207,10 @@ class _HeapBuilder(CollectiveSteps):
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
     def facts(self) -> tuple[dict[str, object], str]:
-        """Returns (the values that must be equal on all ranks, by name; the name of this rank's node).
+        """Returns the values that must be equal on all ranks, by name, and the name of this rank's node.
 
         The values are the heap's sizes, its dtype, its number of bytes, and the code of the loaded kernels.
-        Ranks with the same name of a node are on one node.
+        Two ranks are on one node if their node names are equal.
 
         Raises ValueError if an environment variable is wrong.
         """

@@ -10,9 +10,8 @@ run in stages. A stage has a limit of memory. Its trials run on the first tokens
 within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
 
 If a stage finds that n = 4 is faster than all larger n, the layer's later steps will have at most 4 chunks.
-So they will need at least the memory of a step with n = 4. The next stage may take as much memory, so more
-tokens fit. The stages end when the fastest n of a stage is also the n that needs the least memory in this
-stage:
+So they will need at least the memory of a step with n = 4. The next stage may take this much memory, so more
+tokens fit. The stages end when the fastest n of a stage also needs the least memory of all n in this stage:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  16, 8, 4             4

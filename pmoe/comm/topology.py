@@ -124,8 +124,7 @@ class Topology:
 
     @property
     def is_level(self) -> bool:
-        """Whether one flat collective is enough: there is only one node, or each node has only one rank.
-        """
+        """Whether one flat collective is enough: there is only one node, or each node has only one rank."""
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property

@@ -62,7 +62,7 @@ PAIR_DEGREE = 4
 """Number of chunks with which restore pairs are compared if the number of chunks is not chosen yet.
 
 Trials run on as many tokens as fit into the memory of the layer's smallest step, the step with the most
-chunks. With two chunks, only about an eighth of the tokens would fit, and their seconds would say little.
+chunks. With two chunks, only about an eighth of the tokens would fit, too few to compare restore pairs.
 """
 
 _compared: set[str] = set()

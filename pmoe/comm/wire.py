@@ -118,7 +118,7 @@ def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
 
 
 def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of temporary tensors, for each row, that `pack_rows` and its caller need.
+    """Returns how many bytes of temporary tensors `pack_rows` and its caller need for each row.
 
     The tensors are a copy of the row, gathered from the tokens. With "e4m3", if the rows are narrower than
     float32, there is also a float32 copy of the row.
@@ -131,10 +131,10 @@ def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
 
 
 def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of temporary tensors, for each row, that `unpack_rows` needs.
+    """Returns how many bytes of temporary tensors `unpack_rows` needs for each row.
 
-    The tensors are a copy of the message, put in the order of the rows. With "e4m3", if the rows are narrower
-    than float32, there is also a float32 copy of the row's values.
+    The tensors are a copy of the messages, in the order of the rows. With "e4m3", if the rows are narrower
+    than float32, there is also a float32 copy of the values.
 
     wire: the number format of the message.
     d_model: M, the columns of a row.

@@ -158,7 +158,7 @@ class LayerModules(PassModules):
         if is_wrapped or is_watched(self.experts_module) or is_watched(self.shared_module):
             return True
         asks_for_kernels = self.options.fused not in (False, "auto")
-        return asks_for_kernels and self.without_shared_expert.fused_refusal is None
+        return asks_for_kernels and self.fused_refusal is None
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
@@ -404,6 +404,8 @@ class LayerModules(PassModules):
         fused = self.options.fused
         if fused == "auto" and self.ranks.size == 1:
             return "nothing travels on one rank"
+        if fused == "auto" and self.shared_expert is not None:
+            return "a task of the schedule computes the shared expert"
         return self.refusal("persistent" if fused == "persistent" else "fused")
 
 

@@ -17,6 +17,7 @@ from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
+from pmoe.ordering.sorted import copies_bytes
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
 from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -83,6 +84,9 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
     row_size = 4 if like is None else like.element_size()
     parameter_size = row_size if parameter is None else parameter.element_size()
     columns = modules.experts.columns(device_type)
+    # FSDP2 gathers the parameters of all adapters of the experts, also of those that a call does not use.
+    is_sharded = modules.experts.is_sharded
+    held_parameters = list(modules.experts.parameters() if is_sharded else modules.experts.used_parameters())
     if not columns.hidden:  # experts that are modules do not say how wide their hidden activation is
         columns = HiddenColumns(hidden=options.d_hidden, scratch=options.d_hidden)
     return LayerSizes(
@@ -94,9 +98,9 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         columns=columns,
         element_size=row_size,
         weight_size=max(4, row_size),
-        expert_parameters=_elements_of(modules.experts.used_parameters(), modules.experts.is_sharded),
+        expert_parameters=_elements_of(held_parameters, modules.experts.is_sharded),
         frozen_parameters=_elements_of(
-            (parameter for parameter in modules.experts.used_parameters() if not parameter.requires_grad),
+            (parameter for parameter in held_parameters if not parameter.requires_grad),
             modules.experts.is_sharded,
         ),
         shared_over=modules.experts.shared_over,
@@ -115,6 +119,8 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         rotates=options.rotates,
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
+        packs_tokens=device_type == "cpu" and copies_bytes(modules.order),
+        device_type=device_type,
         products=modules.products,
         shared_columns=HiddenColumns() if shared_expert is None else shared_expert.columns(device_type),
         has_shared_gate=modules.shared_gate is not None,

@@ -33,8 +33,8 @@ def choose(
     If the layer's options fix the numbers of chunks and the pair, these are returned. Otherwise
     `pmoe.choose.open_choice.choose_among` chooses, for example by trials: timed runs of both passes.
 
-    On a GPU, several kernels can compute the experts' matrix products. The first call times them. Collective
-    if kernels or trials are timed.
+    On a GPU, several kernels can compute the experts' matrix products. The first call times them. The call is
+    collective if kernels are timed or trials run.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.

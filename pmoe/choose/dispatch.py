@@ -62,11 +62,11 @@ def fastest_dispatch(
 def _by_profile(
     spec: LayerOptions, grid: Grid, topology: Topology, like: torch.Tensor
 ) -> tuple[ExchangeName, str]:
-    """Returns the name of the all-to-all that is fastest by this rank's stored profile, and the reason.
+    """Returns the name of the all-to-all that is fastest according to the stored profile, and the reason.
 
-    The profile has the link speeds that `pmoe profile` measured. If there is no profile, or no comparison is
-    possible (`fastest_dispatch` lists the cases), the result is the flat all-to-all, which sends each row
-    directly to its rank.
+    The profile is this rank's file with the link speeds that `pmoe profile` measured. If there is no profile,
+    or no comparison is possible (`fastest_dispatch` lists the cases), the result is the flat all-to-all,
+    which sends each row directly to its rank.
 
     spec: the options of the layer.
     grid: the ranks of the layer.

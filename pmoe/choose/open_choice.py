@@ -62,7 +62,7 @@ PAIR_DEGREE = 4
 """Number of chunks with which restore pairs are compared if the number of chunks is not chosen yet.
 
 Trials run on as many tokens as fit into the memory of the layer's smallest step, the step with the most
-chunks. With two chunks, only about an eighth of the tokens would fit, and their seconds would say little.
+chunks. With two chunks, only about an eighth of the tokens would fit, too few to compare restore pairs.
 """
 
 _compared: set[str] = set()
@@ -143,7 +143,7 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
     options = modules.options
     # Bins are the equal parts of the batch in which rows are counted; a chunk consists of whole bins. With
     # the solver, no number of bins suits all numbers of chunks, so the seconds of each choice are predicted
-    # with a number of bins of its own.
+    # with its own number of bins.
     bins = None if options.solves else modules.bins_for(options.degrees)
     new_chooser = Chooser(pairs=modules.pairs, budget=options.budget, slack=options.slack, bins=bins)
     key = ("predicted", options, batch.inputs.x_TM.dtype)
@@ -180,14 +180,14 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
 def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int, per_rank: int) -> int:
     """Returns the most copies of busy experts that a rank may host within the memory budget.
 
-    A number of copies is within the budget under this condition: with some number of chunks and some restore
-    pair (how backward gets the rows and the hidden activation), memory stays within the budget for any
-    routing. Pairs that offload the dispatched rows (T_DI) do not count, because the host may have no memory
-    for them. The number of tokens is rounded up, so that batches of similar sizes share one cached result.
+    A restore pair says how backward gets the rows and the hidden activation. A number of copies is allowed if
+    there is a number of chunks and a restore pair with which memory stays within the budget for any routing.
+    Pairs that offload the dispatched rows (T_DI) do not count, because the host may have no memory for them.
+    The number of tokens is rounded up, so that batches of similar sizes share one cached result.
 
     modules: the modules and options of the layer, which has a budget.
     rows_TM: (T, M), T rows with M = d_model columns, of which only the dtype and the device are used.
-    max_tokens: tokens of the rank with most tokens.
+    max_tokens: number of tokens of the rank that has most.
     per_rank: the most copies that the options allow. The result is not larger.
     """
     options = modules.options
@@ -206,7 +206,7 @@ def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_
 
     modules: the modules and options of the layer, which has a budget.
     sizes: sizes of the layer.
-    tokens: tokens of the rank with most tokens.
+    tokens: number of tokens of the rank that has most.
     per_rank: the most copies that the options allow.
     """
     options = modules.options
@@ -265,9 +265,10 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
 def _cheapest_pair(batch: TrialBatch) -> Restore:
     """Returns the restore pair with which a step takes the fewest predicted seconds (MPipeMoE, Eq. 10).
 
-    By Eq. 10 a pass takes as long as the slowest of three things: computation, communication, and copies to
-    or from the host. The rates of all three are measured on this machine. If the predictions of several pairs
-    are close to the fastest, trials (timed runs of both passes) decide among these pairs (`Chooser.pair`).
+    Eq. 10 predicts that a pass takes as long as the slowest of three things: computation, communication, and
+    copies to or from the host. The rates of all three are measured on this machine. If the predictions of
+    several pairs are close to the fastest, trials (timed runs of both passes) decide among these pairs
+    (`Chooser.pair`).
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.

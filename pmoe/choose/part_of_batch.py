@@ -1,17 +1,17 @@
-"""Runs trials on only the first tokens of a batch, to save memory. A trial times a step with some choice.
+"""Runs trials on only the first tokens of a batch, to save memory. A trial is a timed step.
 
-A chunk is a micro-batch, n the number of chunks. In a layer that reuses memory, chunks share a few buffers,
-each as large as one chunk. So a step with n = 1 needs the most memory, and a step with the largest n needs
-the least.
+A chunk is a micro-batch, n the number of chunks. Trials with several n find the fastest n. In a layer that
+reuses memory, chunks share a few buffers, each as large as one chunk. So a step with n = 1 needs the most
+memory, and a step with the largest n needs the least.
 
-A trial must not need more memory than the layer's later steps. How much these need depends on the n that is
-chosen in the end, which is not known yet. A trial on fewer tokens needs less memory. So trials run in stages.
-A stage has a limit of memory. It runs on the first tokens of the batch, and their number is the largest that
-stays within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
+A trial must not need more memory than the layer's later steps. How much memory these steps need depends on
+the n that is chosen in the end, which is not known yet. A trial on fewer tokens needs less memory. So trials
+run in stages. A stage has a limit of memory. Its trials run on the first tokens of the batch, as many as stay
+within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
 
 If a stage finds that n = 4 is faster than all larger n, the layer's later steps will have at most 4 chunks.
-So they will need at least the memory of a step with n = 4. The next stage may take this memory, into which
-more tokens fit. The stages end when the fastest n of a stage is also the one that needs the least memory:
+So they will need at least the memory of a step with n = 4. The next stage may take this much memory, so more
+tokens fit. The stages end when the fastest n of a stage also needs the least memory of all n in this stage:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  16, 8, 4             4
@@ -64,10 +64,10 @@ So trials may need up to this many times the allowed memory.
 """
 
 SHRINKS = 2
-"""How many times fewer tokens are taken for a trial if its predicted peak is above the allowed memory."""
+"""How often the number of tokens of a trial is reduced if its predicted peak is above the allowed memory."""
 
 ROOM = 0.85
-"""Fraction of the allowed memory that a trial may take. The rest is for what the call holds (its routing)."""
+"""Fraction of the allowed memory that a trial may take. The rest is for the call's routing."""
 
 
 def measure_in_stages(
@@ -79,27 +79,29 @@ def measure_in_stages(
     how backward gets the rows and the hidden activation. The result is a dict {choice: seconds}. The caller
     takes one of the choices for the layer's steps.
 
-    A trial must not need more memory than the layer's later steps, with the choice that is taken in the end.
-    The layer's smallest step is the one with the lowest predicted peak. If all choices need about as much
-    memory as the smallest step, all are tried together (`measure_in_little_memory`). Otherwise trials run in
-    stages, on the first tokens of the batch:
+    A trial must not need more memory than the layer's later steps. How much memory these need depends on the
+    choice that is taken in the end. So trials start with little memory: the predicted peak of the layer's
+    smallest step, the step that needs the least memory. If all choices need about as much memory as the
+    smallest step, all are tried together (`measure_in_little_memory`). Otherwise trials run in stages, on the
+    first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
-       least memory, on as many tokens as fit. It also tries the next larger number of chunks after those in
-       ``choices``, if the layer allows one, to find out whether still more chunks are faster.
+       least memory, on as many tokens as fit into this memory. The number of chunks that follows the largest
+       number in ``choices`` is tried, too, if the layer allows it, to find out whether still more chunks are
+       faster.
     2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
        memory of this fastest choice. So the next stage may take this much memory. The next stage tries the
        fastest choice again, and choices that need more memory.
-    3. The stages end if the fastest choice of a stage is the one that needs the least memory, or if all
-       choices that need more memory were tried and took more than `NEAR` times the seconds of the fastest. If
-       a later stage lacks memory, the stages end with the results so far.
+    3. The stages end if the fastest choice of a stage needs the least memory of the choices in this stage.
+       They also end if all choices that need more memory than the fastest were tried, and each took more than
+       `NEAR` times its seconds. If a later stage lacks memory, the stages end with the results so far.
 
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.
     most_rounds: largest number of timed rounds of a stage.
 
     The result has no entry for a choice that was not tried, or that ran out of memory in a trial on any rank.
-    The result is empty if fewer than `MIN_TOKENS` tokens fit.
+    The result is empty if fewer than `MIN_TOKENS` tokens fit into the memory of the first stage.
 
     Raises OutOfMemoryError on every rank if all choices of the first stage run out of memory.
     """
@@ -137,10 +139,10 @@ def measure_in_stages(
 
 
 def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
-    """Returns the choices, and one more with the next larger number of chunks, if the layer allows one.
+    """Adds a choice with the next larger number of chunks, if the layer allows a larger number.
 
-    A trial is a timed run of both passes. Trials with the additional choice show whether still more chunks
-    would be faster (`measure_in_stages`).
+    Returns the choices and the added choice. A trial is a timed run of both passes. Trials with the added
+    choice show whether still more chunks would be faster (`measure_in_stages`).
 
     batch: the routed batch.
     choices: numbers of chunks with one restore pair, which says how backward gets the rows and the hidden
@@ -189,8 +191,8 @@ def measure_in_little_memory(
     (`times_of_whole`). A trial must not need more memory than the layer's later steps, so the allowed memory
     is
 
-    - without a memory budget: the lowest predicted peak of a step with any choice, because this choice may be
-      taken in the end;
+    - without a memory budget: the lowest predicted peak of a step with any choice, because the choice with
+      this peak may be taken in the end;
     - with a memory budget: the budget, because a step may need all of it.
 
     If the memory is enough for all tokens, trials run on the whole batch. The result is a dict {choice:
@@ -242,7 +244,7 @@ def _measure_part(
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets
         the rows and the hidden activation.
-    share: the fraction of the batch's tokens on which trials run. Fewer tokens are used if those tokens need
+    share: the fraction of the batch's tokens on which trials run. Fewer tokens are used if these tokens need
         more than ``allowed`` bytes.
     allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
         may still take.
@@ -355,14 +357,14 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
     """Computes the seconds of the whole batch with each choice, from trials on parts of the batch.
 
     A trial is a timed run of both passes. A choice is a number of chunks of each pass and a restore pair: how
-    backward gets the rows and the hidden activation. If a pass over the fraction s of the tokens, in n
-    chunks, takes ``seconds``:
+    backward gets the rows and the hidden activation. If ``seconds`` are the measured seconds of a pass over
+    the fraction s of the tokens, in n chunks:
 
         seconds of the whole batch = (seconds - chunk * n) / s + chunk * n
 
-    ``chunk`` is the fixed cost of a chunk: its seconds that do not depend on the number of rows
-    (`seconds_of_chunk`). It is computed from the trials with this restore pair, on this part and on earlier
-    parts.
+    ``chunk`` is the fixed cost of a chunk: the part of its seconds that does not depend on the number of rows
+    (`seconds_of_chunk`). It is computed from the trials with this restore pair, on this part of the batch and
+    on earlier parts.
 
     The machine may become faster or slower between the trials of two parts. So each part after the first
     tries one choice of an earlier part again. All earlier results are then multiplied by
@@ -390,7 +392,7 @@ def times_of_whole(parts: Sequence[TrialsOfPart]) -> dict[Choice, PassTimes]:
 
 
 def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tuple[float, float]:
-    """Returns the fixed seconds of a chunk, which do not depend on its rows, for forward and for backward.
+    """Returns the fixed seconds of a chunk in forward and in backward. They do not depend on its rows.
 
     The fixed seconds are computed from trials (timed runs of both passes) with several numbers of chunks or
     tokens (`seconds_of_chunk`).
@@ -526,8 +528,8 @@ def _output_bytes(batch: TrialBatch) -> int:
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     """Returns the first tokens of a batch, on which a trial with this choice may run. Collective.
 
-    The trial is a timed run of both passes. It may take no more memory than a step with the most economical
-    of the layer's choices: the limit is the lowest predicted peak of all choices (`smallest_peak`).
+    The trial is a timed run of both passes. It may take no more memory than the lowest predicted peak of any
+    step that the layer may choose (`smallest_peak`).
 
     batch: the routed batch.
     choice: the choice of the trial that will run on these tokens.

@@ -43,18 +43,18 @@ from pmoe.warn import log
 
 
 def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
-    """Returns the number of chunks n of each pass, from earlier trials, new trials, or the number of rows.
+    """Returns the number of chunks n of each pass, found by trials, or by a rule if no trials can run.
 
     Trials are timed runs of both passes with several n.
 
-    1. If earlier trials found the fastest n for about this number of tokens, this n is tested: a step of this
-       batch may need more memory than those trials. If the memory is enough, n is returned, else a larger n
-       (`n_with_enough_memory`).
+    1. If earlier trials found the fastest n for about this number of tokens, the memory is tested: a step of
+       this batch with this n may need more memory than the earlier trials. If the memory is enough, this n is
+       returned, else a larger n (`n_with_enough_memory`).
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and written to a file if $PMOE_CACHE is set.
-    3. If no trials run, `adaptive_degree` computes one n for both passes from the number of rows. If the
-       reason was too little memory, this n is recorded too, so that later batches of this size attempt no
-       trials.
+    3. If no trials run, `adaptive_degree` computes one n for both passes from the number of rows. If trials
+       were allowed but too little memory was left for them, this n is recorded too, so that later batches of
+       this size attempt no trials.
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -88,11 +88,12 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
 
 def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegrees) -> PassDegrees:
-    """Returns ``degrees`` if every rank has enough memory for them, else larger numbers. Collective.
+    """Returns numbers of chunks with which a step has enough memory on every rank. Collective.
 
-    More chunks need less memory. To test whether a rank has enough memory, the predicted peak of a step is
-    allocated and freed again. Without this test, one rank could run out of memory in a step, and the other
-    ranks would wait for it.
+    The result is ``degrees`` if the memory is enough for these numbers. Otherwise the numbers are larger,
+    because more chunks need less memory. To test the memory, the predicted peak of a step is allocated and
+    freed again. Without this test, one rank could run out of memory in a step, and the other ranks would wait
+    for it.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -187,7 +188,8 @@ def search(
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
     times = where_there_is_room(times)
     if not times and too_large:
-        # More chunks need less memory, so the numbers of chunks above those that failed are tried.
+        # More chunks need less memory, so the numbers of chunks that are larger than all failed numbers are
+        # tried.
         most = max(degrees.forward for degrees in too_large)
         larger = [PassDegrees(n, n) for n in numbers if n > most]
         times = where_there_is_room(measure(larger, MOST_ROUNDS)) if larger else {}
@@ -234,7 +236,7 @@ def learned_degrees(
     keys. A key contains everything that changes the seconds of a step (`key_of_degrees`).
 
     modules: the modules and options of the layer.
-    path: a file with results that replace the present ones (`pmoe.MoELayer.load_degrees`). If it is None, the
+    path: a file whose results replace the present results (`pmoe.MoELayer.load_degrees`). If it is None, the
         results come from the first of these that has any: this process, the file in $PMOE_CACHE, ``saved``.
     saved: results from a training checkpoint, an entry for each key (`results_for_checkpoint`). Only the
         entry with this layer's key is used. None without a checkpoint.
@@ -294,14 +296,18 @@ FORMAT = 3
 
 Files of all versions are read:
 
-    1   one table: n by single numbers of tokens. Its key lacks some things that change the seconds
-    2   a table for each restore pair and dtype of the rows: n by single numbers of tokens
-    3   a table for each dtype of the rows, and for each number of copies that a rank hosts: n by ranges of
-        numbers of tokens
+    1   one table with the fastest n for single numbers of tokens. Its key lacks some things that change the
+        seconds
+    2   a table for each restore pair and dtype of the rows, with the fastest n for single numbers of tokens
+    3   a table for each dtype of the rows and each number of copies that a rank hosts, with the fastest n for
+        ranges of numbers of tokens
 """
 
 Tables = dict[str, GranularityTable]
-"""Type of a dict {dtype of the rows and number of copies as a text: the fastest numbers of chunks}."""
+"""Type of a dict of tables. A table has the fastest numbers of chunks by number of tokens.
+
+A key is a text with the dtype of the rows and, if ranks host copies of busy experts, the number of copies.
+"""
 
 
 def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
@@ -312,7 +318,7 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     version: version of the file's format, 2 or 3. $PMOE_CACHE never has files of version 1; users may have
-        saved such files elsewhere, and `load_degrees` reads them.
+        saved files of version 1 elsewhere, and `load_degrees` reads them.
     """
     if not os.environ.get("PMOE_CACHE"):
         return None
@@ -327,7 +333,7 @@ def stored_path(key: Mapping[str, Any], version: int = FORMAT) -> Path | None:
 
 
 def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Mapping[str, Any]) -> None:
-    """Writes results of trials and their key to a file, except empty tables.
+    """Writes results of trials and their key to a file. Empty tables are left out.
 
     Trials are timed runs that find the fastest numbers of chunks. If writing fails, an older file at this
     path stays unchanged.
@@ -344,7 +350,7 @@ def save_degrees(tables: Mapping[str, GranularityTable], path: PathLike, key: Ma
 
 
 def to_fields(tables: Mapping[str, GranularityTable], key: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns results of trials and their key as data for JSON, without empty tables.
+    """Returns results of trials and their key as data for JSON. Empty tables are left out.
 
     Trials are timed runs that find the fastest numbers of chunks.
 
@@ -434,7 +440,7 @@ def _tables_of_version_2(tables: Mapping[str, Any]) -> Tables:
 def _tables_of_version_1(fields: Mapping[str, Any], key: Mapping[str, Any]) -> Tables:
     """Converts the table of a file of version 1. Returns a dict {dtype of this layer: table}.
 
-    The key in such a file has the layer's sizes, experts, parameters and use of memory, but not the machine.
+    The key in the file has the layer's sizes, experts, parameters and use of memory, but not the machine.
     Only the entries that the file's key has are compared with the key of this layer.
 
     fields: {"key": ..., "points": [[B, forward, backward], ...]}. B is the number of tokens, forward and
@@ -505,8 +511,8 @@ class LearnedDegrees:
 
         The table is empty at first. Each dtype has its own table, because the dtype changes the seconds of
         messages and of matrix products by different factors. Calls in which ranks host copies of busy experts
-        have tables of their own, because copies spread the rows more evenly over ranks, and weights are sent
-        in addition.
+        have tables of their own, because copies spread the rows more evenly over ranks, and their weights are
+        sent in addition.
 
         dtype: dtype of the rows.
         hosted_copies: the most copies of busy experts that a rank hosts in the call.
@@ -523,8 +529,8 @@ class LearnedDegrees:
     def keep(self) -> None:
         """Writes the tables of the fastest numbers of chunks to the file `path`.
 
-        Only rank 0 has a path; other ranks write nothing. If writing fails, it only warns: an error would
-        stop rank 0 while the other ranks go on.
+        Only rank 0 has a path; other ranks write nothing. If writing fails, this method only warns, because
+        an error would stop rank 0 while the other ranks go on.
         """
         if self.path is not None:
             path = self.path
@@ -599,7 +605,7 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
 
 
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:
-    """Returns the results of trials from the file in $PMOE_CACHE; an empty dict if there is no such file.
+    """Returns the results of trials from the file in $PMOE_CACHE; an empty dict if there is no file.
 
     Trials are timed runs that find the fastest numbers of chunks. If the file cannot be used, warns and
     returns an empty dict.
@@ -639,9 +645,10 @@ def take_results(layers: Iterable[LayerModules], saved: Sequence[Mapping[str, An
     """Gives layers the results of trials from a checkpoint, so that they need no trials. Collective.
 
     Trials are timed runs that find the fastest numbers of chunks. A layer takes the entry with its own key
-    (`key_of_degrees`). If the checkpoint has no such entry, for example because it is from another machine or
-    number of ranks, the layer's next steps run trials. If this process or the file in $PMOE_CACHE already has
-    results, the layer uses them, because they are at least as new as those of the checkpoint.
+    (`key_of_degrees`). If the checkpoint has no such entry, for example because it was written on another
+    machine or with another number of ranks, the layer's next steps run trials. If this process or the file in
+    $PMOE_CACHE already has results, the layer uses them, because they are at least as new as the checkpoint's
+    results.
 
     layers: the modules and options of each layer, the same layers on every rank.
     saved: the data that `results_for_checkpoint` returned. All ranks use the data of rank 0.

@@ -60,7 +60,7 @@ def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:
     other cases ``restore`` is returned unchanged.
 
     restore: the restore pair that was chosen.
-    counts: the row counts after the ranks have exchanged them, with a flag: whether any rank lacks host
+    counts: the row counts after the ranks have exchanged them. They also say whether any rank lacks host
         memory.
     """
     if not counts.host_shortage or restore.dispatched != "offload":

@@ -214,10 +214,10 @@ def module_lines(
 
 
 def _row_bytes(modules: LayerModules, rows_TM: Tensor) -> int:
-    """Returns a bound of the bytes, for each input row, that are needed to time a module of the layer.
+    """Returns an upper bound of the bytes, for each input row, that are needed to time one module.
 
     The module is the gate, an expert, or the order (which copies tokens to rows and sums the rows of each
-    token). For each row the measurement holds at most
+    token). A row needs memory for at most
 
     - four rows of M columns, M = d_model: the input, a copy of the input, the output, and a gradient;
     - four rows of an expert's hidden columns;
@@ -253,9 +253,9 @@ def exchange_name(exchange: Exchange) -> str | None:
 
 
 def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
-    """Measures the seconds of copying tokens to sorted rows, of summing each token's rows, and of sorting.
+    """Measures three steps: copying tokens to sorted rows, summing each token's rows, and sorting rows.
 
-    Returns a line alpha + beta * rows for each of the three, in seconds on this rank.
+    Returns a line alpha + beta * rows for each step, in seconds on this rank.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns. Only their width, dtype and device are
@@ -356,8 +356,8 @@ def layer_costs(
     """Returns the seconds of each stage of a pass, as a line alpha + beta * fraction.
 
     The fraction is a chunk's share of the batch. A stage handles these sizes for the whole batch, with B
-    tokens of a rank, K choices of a token, P ranks of the all-to-all among nodes, L ranks of the collectives
-    inside a node and M = d_model:
+    tokens of a rank, K choices of a token, P ranks among which rows are dispatched, L ranks that share an
+    expert, and M = d_model:
 
         all-to-all                  B K (P - 1) / P * M elements
         all-gather, reduce-scatter  B K (L - 1) * M elements
@@ -365,8 +365,8 @@ def layer_costs(
         order, restore              B K rows
 
     The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
-    For pmoe's own experts the seconds are always those of a forward pass; for a backward pass the caller
-    doubles them (`LayerCosts.backward`).
+    For pmoe's own experts the result is always for a forward pass; for a backward pass the caller doubles the
+    seconds (`LayerCosts.backward`).
 
     shape: sizes of the layer.
     operations: measured costs of matrix products and collectives.
@@ -420,8 +420,8 @@ def step_costs(
     """Returns the costs from which the seconds of a layer's forward and backward pass are predicted.
 
     The costs are the seconds of the stages (gate, all-to-alls, experts and so on) for a batch of this size.
-    The fixed cost of a chunk is its seconds that do not depend on its number of rows. The result includes it
-    if `measure_chunk_cost` has measured it for batches of this size.
+    The fixed cost of a chunk is the part of its seconds that does not depend on its number of rows. The
+    result includes the fixed cost if `measure_chunk_cost` has measured it for batches of this size.
 
     FSMoE's solver uses the costs. `pmoe.GradientReducer` uses them too, to decide how many bytes of gradients
     are all-reduced beside each layer's backward pass. Collective at the first call for a layer and a dtype of
@@ -445,7 +445,8 @@ def step_costs(
     if lines.expert is None:
         forward = make_costs(lines=lines)
         backward = make_costs(lines=lines, direction="backward").backward()
-        # Weight gradients take as long as gradients of rows, unless only an adapter is trained, or nothing.
+        # Weight gradients take as long as gradients of rows if all weights are trained. They take less if
+        # only an adapter is trained, and no time if nothing is trained.
         trained = sizes.gradient_multiply_adds / sizes.multiply_adds
         if trained != 1:
             exp = LineCost(*((1 + trained) * number for number in vars(forward.exp).values()))
@@ -482,7 +483,9 @@ def step_costs(
 
 
 def _with_fixed(costs: LayerCosts, seconds: float) -> LayerCosts:
-    """Returns costs in which the experts' computation of each chunk takes a fixed number of seconds more.
+    """Returns the costs of a pass with a fixed number of seconds added to each chunk.
+
+    The seconds are added to the experts' computation.
 
     costs: the costs of a pass.
     seconds: the seconds to add to each chunk.
@@ -571,8 +574,8 @@ def _chunk_key(
 ) -> tuple[object, ...]:
     """Returns the key under which the layer's cache has the measured fixed cost of a chunk.
 
-    The fixed cost is the seconds of a chunk that do not depend on its number of rows. The number of tokens in
-    the key is rounded, so that batches of nearly the same size share a key.
+    The fixed cost is the part of a chunk's seconds that does not depend on its number of rows. The number of
+    tokens in the key is rounded, so that batches of nearly the same size share a key.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), T rows of the layer with M = d_model columns, of which only the dtype is used.
@@ -588,10 +591,10 @@ def _chunk_key(
 def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) -> PassDegrees:
     """Returns the numbers of chunks, n in forward and m in backward, with the fewest predicted seconds.
 
-    A step is simulated for every allowed pair (n, m) (`LayerModules.degree_pairs`). Of equally fast pairs,
-    the one with fewest chunks is taken. Without a backward pass, the result is (n, n) with the n that is
-    fastest in the forward pass. On a single rank the result is the pair with the fewest chunks. With a memory
-    budget, a pair is allowed only if memory stays within the budget for any routing.
+    A step is simulated for every allowed pair (n, m) (`LayerModules.degree_pairs`). If several pairs are
+    equally fast, the pair with the fewest chunks is taken. Without a backward pass, the result is (n, n) with
+    the n that is fastest in the forward pass. On a single rank the result is the pair with the fewest chunks.
+    With a memory budget, a pair is allowed only if memory stays within the budget for any routing.
 
     The seconds are predicted for the number of tokens of the rank with most tokens, rounded up to three
     significant binary digits, so that batches of similar size have the same n and m. The layer remembers the
@@ -641,11 +644,11 @@ def degrees_by_solver(batch: TrialBatch, restore: Restore, tried: TriedBy[int]) 
 
 
 def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tuple[int, int]], int]:
-    """Returns the pairs of numbers of chunks that are allowed, and for how many tokens they are allowed.
+    """Returns the allowed pairs of numbers of chunks, and the number of tokens for which they are allowed.
 
-    The first result is a list of pairs (chunks in forward, chunks in backward), those with the fewest chunks
-    first. With a memory budget, a pair is in the list only if memory stays within the budget for any routing.
-    The layer remembers the list.
+    The first result is a list of pairs (chunks in forward, chunks in backward), the fewest chunks first. With
+    a memory budget, a pair is in the list only if memory stays within the budget for any routing. The layer
+    remembers the list.
 
     The second result is the number of tokens of the rank with most tokens. It is rounded up, so that batches
     of similar sizes share a list. If the budget allows no pair for the rounded number, the exact number

@@ -43,9 +43,10 @@ from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
 MIN_ROWS = 1024
-"""Smallest number of rows of a chunk. With fewer, smaller matrix products lose more time than overlap saves.
+"""Smallest number of rows of a chunk.
 
-Measured by bench/bench_overlap.py: with 4096 rows on a rank, 2 to 4 chunks are best.
+With fewer rows, matrix products are slower, and lose more time than the overlap of chunks saves. Measured by
+bench/bench_overlap.py: with 4096 rows on a rank, 2 to 4 chunks are best.
 """
 
 MEASURING_SHARE = 0.4
@@ -132,8 +133,8 @@ class TrialBatch:
     def profile(self) -> Profile:
         """Returns the profile for this device and process group: measured rates of products and messages.
 
-        If there is none, it is measured first, in less memory than any step of the layer needs. The first
-        call is collective.
+        A missing profile is measured first, in less memory than any step of the layer needs. The first call
+        is collective.
         """
         x_TM = self.inputs.x_TM
         return profile_of(self.modules.ranks, x_TM.device, x_TM.dtype, self.measuring_bytes)
@@ -151,8 +152,8 @@ class TrialBatch:
 
         The number is the same on every rank. It is `MEASURING_SHARE` times the lowest predicted peak of a
         step, so that a measurement never needs more memory than a step. The step with the most chunks has the
-        lowest peak. The prediction needs row counts for so many chunks. With ``pipeline="solve"`` they are
-        not known yet, so the rows are counted first. The first access is collective.
+        lowest peak. The prediction needs row counts for this number of chunks. With ``pipeline="solve"``
+        these counts are not known yet, so the rows are counted first. The first access is collective.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
@@ -170,14 +171,15 @@ class TrialBatch:
 
     @property
     def trials_allowed(self) -> bool:
-        """Whether trials on this batch are worth their time, and safe: they change nothing in the model.
+        """Whether trials on this batch are worth their time, and change nothing in the model.
 
         Trials are worth their time if all of these are true: there are several ranks, gradients are needed,
         there are enough rows for two chunks, and communication may overlap with computation (the layer is not
         ``sequential``).
 
-        Trials are not safe if the layer has callbacks, or if experts are a user's modules, because a trial
-        runs callbacks and modules too. A user's module may, for example, count the rows that it computes.
+        Trials may change something in the model if the layer has callbacks, or if experts are a user's
+        modules, because a trial runs callbacks and modules, too. A user's module may, for example, count the
+        rows that it computes.
         """
         modules = self.modules
         shared = modules.shared_expert
@@ -199,7 +201,8 @@ class TrialBatch:
 
         Rows are counted in equal parts of the batch. n chunks can be made if n divides the number of parts.
         With ``pipeline="solve"`` the options allow many n, and no reasonable number of parts is a multiple of
-        all these n. So the result has only some of the n. Otherwise it has all n that the options allow.
+        all these n. So the result has only some of the n. Without ``pipeline="solve"`` it has all n that the
+        options allow.
         """
         options = self.modules.options
         if not options.solves:

@@ -20,15 +20,15 @@ from pmoe.comm.ranks import Ranks
 T = TypeVar("T")
 
 Agree = Callable[[Sequence[float]], list[float]]
-"""The type of a function that returns the maximum of each of its values over all ranks. Collective.
+"""The type of a function that returns the maximum of each value over all ranks. Collective.
 
-It is made from `largest`, with the arguments ``ranks``, ``device`` and ``stage`` already filled in. Values
-are sent as float64, so they come back exactly.
+The function is made from `largest`, with the arguments ``ranks``, ``device`` and ``stage`` already filled in.
+Values are sent as float64, so they come back exactly.
 """
 
 
 def digest(parts: Iterable[str]) -> int:
-    """Returns 48 bits of a hash of texts, as a number. Ranks compare this number instead of the texts.
+    """Returns a number of 48 bits from a hash of texts. Ranks compare this number instead of the texts.
 
     Ranks compare numbers as float64 (`same`), which holds integers of 48 bits exactly.
     """

@@ -16,7 +16,8 @@ from pmoe.comm.ranks import Ranks
 RowCounts = Sequence[int]
 """Numbers of rows, one for each rank: how many rows go to the rank, or how many come from it.
 
-A rank that passes on rows for others also has a list of the numbers of these rows (`Exchange.relay_counts`).
+A rank that passes on rows for other ranks has one more list, with the numbers of these rows
+(`Exchange.relay_counts`).
 """
 
 
@@ -102,8 +103,8 @@ class Exchange(abc.ABC):
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
-        Only an exchange that consists of several collectives overrides this method. It sends rows
-        through other ranks, which must know how many rows to expect.
+        Only an exchange that consists of several collectives overrides this method. The exchange sends rows
+        by way of other ranks, and these ranks must know how many rows to expect.
 
         Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
         numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds
@@ -123,7 +124,7 @@ class Exchange(abc.ABC):
     def exchange(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> dist.Work | None:
-        """Sends every rank a block of ``rows``, and writes the block that every rank sent into ``out``.
+        """Sends each rank a block of ``rows``. Writes the blocks that arrive from all ranks into ``out``.
 
         Args:
             rows: contiguous (N,) or (N, M), of any dtype: N rows of M columns. The block for rank 0 comes
@@ -133,7 +134,8 @@ class Exchange(abc.ABC):
             recv_rows: recv_rows[r] is the number of rows from rank r.
             relayed: the numbers that `relay_counts` returned for these rows; () if it returned None.
 
-        Returns a Work: ``out`` may be read after its wait(). Returns None if the exchange has ended already.
+        Returns a Work; ``out`` may be read after the Work's wait(). Returns None if the exchange has ended
+        already.
         """
 
 
@@ -175,7 +177,7 @@ class FlatAllToAll(Dispatch, Combine):
 def all_to_all(
     rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, group: dist.ProcessGroup
 ) -> dist.Work:
-    """Starts one irregular all-to-all and returns its Work. ``out`` may be read after the Work's wait().
+    """Starts one irregular all-to-all and returns its Work. After the Work's wait(), ``out`` may be read.
 
     rows: contiguous (N,) or (N, M): N rows of M columns. The block for rank 0 of the group comes first, then
         the block for rank 1, and so on. float8 rows are sent as bytes, because not every backend knows their

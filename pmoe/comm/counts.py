@@ -271,7 +271,7 @@ class Slots:
     limits_own: bool = False
 
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
-        """Returns for each n in ``degrees`` how many more times n chunks must be cut to fit on this rank.
+        """Returns, for each n in ``degrees``, how often n chunks must be cut finer to fit on this rank.
 
         A chunk fits if the rows that it brings to this rank fit into a ring slot, a buffer of fixed size. If
         a chunk does not fit, the batch is cut into more and smaller chunks; `cuts` lists the numbers of
@@ -289,16 +289,16 @@ class Slots:
             rows_GF = rows_GF - staying_GF
             if self.limits_own:
                 rows_GF = torch.cat([rows_GF, staying_GF])
-        # Rows of the largest of n chunks. Kept, because cutting one degree finer may give another degree.
+        # Rows of the largest of n chunks. Kept, because several n may be cut into the same number of chunks.
         largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
             # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
             depth: Tensor | None = None
-            # Finer chunks never have more rows, and the limit stays. So the first cuts overflow and the later
-            # ones fit: the number of those that overflow is the depth. The last cut is not tested, because
-            # none is finer.
+            # Finer chunks never have more rows, and the limit stays. So the first cuts overflow, and all
+            # later cuts fit: the depth is the number of cuts that overflow. The last cut is not tested,
+            # because no cut is finer.
             for chunks in cuts(n, rows_GF.shape[1])[:-1]:
                 if chunks not in largest:
                     largest[chunks] = rows_GF.unflatten(1, (chunks, -1)).sum(2).max()
@@ -310,7 +310,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """A request, sent with the row counts, for the load of each expert and for maxima of other numbers.
+    """A request to the exchange of row counts: for the load of each expert, and maxima of other numbers.
 
     The load of an expert is the number of rows that all ranks together have for it. Each rank knows the loads
     of its own experts when the row counts have arrived. In a max-reduction each rank passes these loads, and
@@ -323,7 +323,8 @@ class Loads:
     marks: non-negative numbers. All ranks have the same number of marks, and get the maximum of each mark
         over all ranks.
 
-    Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7) -> max of (5, 3, 0, 0) and (0, 0, 0, 7).
+    Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7). One rank passes (5, 3, 0, 0), the other (0,
+    0, 0, 7). Both get the maximum: (5, 3, 0, 7).
     """
 
     own_place: int
@@ -391,10 +392,14 @@ def cuts(n: int, bins: int) -> tuple[int, ...]:
 def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> float:
     """Returns the slack of ring slots in a layer where busy experts may have copies on other ranks.
 
-    Under even routing, 1 / W of a chunk's rows stay on their rank, so a ring slot needs room only for the
-    other (W - 1) / W. Without copies, slots have room for all rows, so 1 / W of a slot is a reserve for
-    uneven routing. All rows for copies are received, so a rank that hosts copies would fill this reserve in
-    every call. So with copies slots have no reserve, and a chunk with more rows is cut:
+    A ring slot is a buffer of fixed size that chunks use in turn. The slack is the number of rows for which a
+    slot has room, divided by the number of rows of a chunk under even routing. If routing is even, 1 / W of a
+    chunk's rows stay on their rank, so a slot needs room only for the other (W - 1) / W. Without copies,
+    slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
+
+    Rows for copies never stay on their rank: they are always sent. So a rank that hosts copies would fill the
+    reserve in every call. Therefore slots have no reserve in a layer with copies, and a chunk with more rows
+    is cut into smaller chunks. The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -428,8 +433,9 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
     Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
     finer chunks. k is the smallest number for which F >= lcm(degrees) * num_ranks: then even a batch that
     sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). If a
-    slot has room for fewer rows than a chunk has under even routing, F is larger by the same factor. k is
-    smaller if F would otherwise exceed `max_bins`, because the message of row counts must stay small.
+    slot has room for fewer rows than a chunk has under even routing (``slack`` < 1), this bound is divided by
+    ``slack``. But k is smaller if F would otherwise exceed `max_bins`, because the message of row counts must
+    stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
@@ -472,7 +478,7 @@ KiB from a rank to all others, even among thousands of ranks. That is less than 
     tokens       number of its tokens
     fault        number of its `Fault`
     mode         sum of bits such as TRAINING, and of LIFE times `GroupRecord.life`: the number of the default
-                 process group among those of this job, which distinguishes groups of the same name
+                 process group in this job, which distinguishes groups of the same name
     type, layer  index of the rows' dtype in TYPES, plus LAYER times the layer's number (`Ranks.number`)
 """
 
@@ -483,7 +489,7 @@ LIFE = 8
 LAYER = 8
 """Factors by which a number in a header is multiplied to leave its lowest three bits free.
 
-In the mode these bits are flags. In the number that has the layer's number they are the number of the dtype.
+The mode has flags in these bits. The last number of the header has the number of the dtype in these bits.
 """
 
 
@@ -523,9 +529,9 @@ def heading(
 class EarlyMessages:
     """Messages of row counts that the routing kernels have written, before the exchange began.
 
-    heading: the header of the messages, and the sizes that the kernels needed.
-    fault: the code of this rank's fault in the header: an int64 scalar on the device, or `Fault.NONE`.
-    counts_FE: the row counts in the messages.
+    heading: the numbers in front of the counts, and the sizes of the messages.
+    fault: the fault of this rank in the messages: an int64 scalar on the device, or `Fault.NONE`.
+    counts_FE: the row counts of the messages.
     memory: the device memory that has the messages (`Messages`).
     """
 
@@ -656,7 +662,8 @@ class CountsExchange:
             with at_stage(stage, self._ranks):
                 wait_for(self._work, self._ranks.group, self._own_FPX.is_cuda)
             # Ranks in different layers would reduce different numbers in `_agree`, so all ranks raise their
-            # error before that. On a GPU the host would have to wait for the headers.
+            # error before that. On a GPU they raise it later, because the host would have to wait for the
+            # headers.
             assert self._received is not None
             if not self._received.is_cuda:
                 self._check(self._received[:, :HEADER])
@@ -828,7 +835,7 @@ class CountsExchange:
     # ---- by kernels, on a GPU
 
     def _packed(self, head: Heading, fault: Tensor | Fault, early: EarlyMessages | None) -> Messages | None:
-        """Returns this rank's messages: those that the routing kernels wrote, or newly written ones.
+        """Returns this rank's messages: the messages that the routing kernels wrote, or new messages.
 
         New messages are written by a kernel. Returns None, and launches nothing, if the kernel cannot write
         them. It can write them if four conditions hold: experts are not sharded, each row is sent for one

@@ -38,10 +38,12 @@ class ShardCollectives:
         self.traffic = traffic
 
     def copies(self, own_rows: int) -> int:
-        """Returns how many rows of scratch memory `all_gather` needs to send ``own_rows`` rows.
+        """Returns the size of the scratch memory that `all_gather` needs, in rows.
 
         `all_gather` runs as an all-to-all, which needs one copy of the rows for each other rank. With two
         ranks the result is 0, because the rows can be sent to the only other rank without a copy.
+
+        own_rows: number of rows that this rank sends.
         """
         return own_rows * self.esp.size if self.esp.size > 2 else 0
 
@@ -51,7 +53,7 @@ class ShardCollectives:
         rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory for ``self.copies(N)`` rows, the number that the method of this name returns.
+        copies: scratch memory for as many rows as the method `copies` returns for N rows.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size

@@ -142,7 +142,7 @@ def settle(ranks: Ranks) -> bool:
 
     The group may be used again if every rank left that pass by an error of its own, and all ranks had started
     the same collectives: then no rank waits for a collective that another rank did not start. The other ranks
-    write into the store after which collective they left. The function waits for this at most
+    report in the store after which collective they left. The function waits for these reports, at most
     `PATIENCE_SECONDS`. If the result is True, the function clears this rank's record of leaving.
 
     If the result is False, the caller must call `publish_leaving` again. That call publishes an empty
@@ -157,7 +157,8 @@ def settle(ranks: Ranks) -> bool:
     while record.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
-        # Reports stay in the store. A rank with the place of the last time has not left again since.
+        # Reports stay in the store. So a rank whose report has the place of the last time has not left again
+        # since.
         new_places = [place for place in places if not place or place != record.settled_at]
         if new_places == [record.left_at] * ranks.size:
             record.settled_at = record.left_at
@@ -266,14 +267,14 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
         with contextlib.suppress(RuntimeError):
             work.wait(LOOK_AFTER)
             return
-    raise PeerError(min(reports, key=len))  # the shortest is the cause: peers' errors quote each other's
+    raise PeerError(min(reports, key=len))  # the shortest error is the cause, which the longer errors quote
 
 
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
     """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
 
     The reasons are failures that ranks of the group have published. If there are no failures, the reasons are
-    sentences about peers that wait for this rank before a call that it will not make (`pmoe.comm.meeting`).
+    sentences about peers that wait for a call in which this rank will not take part (`pmoe.comm.meeting`).
 
     group: the group.
     reasons: a list to which texts are added.
@@ -336,8 +337,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 def _order_hint(ranks: Ranks) -> str:
     """Returns a hint that ranks may call layers in different orders; "" if all messages have one size.
 
-    The messages of row counts of two layers may have different sizes. If two ranks then are in different
-    layers, gloo ends the process that gets the longer message. So only the ranks that live can name the
+    The messages of row counts of two layers may have different sizes. If two ranks are in different layers
+    then, gloo ends the process that gets the longer message. So only the ranks that still run can name the
     cause.
 
     ranks: the ranks of the layer.

@@ -1,6 +1,6 @@
 """Sums gradients over ranks, in place.
 
-The gradients are those of copies of an expert, or of parameters that all experts share.
+The gradients are of copies of an expert, or of parameters that all experts share.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pmoe.comm.ranks import Ranks
 def sum_over_ranks(ranks: Ranks, stage: str, gradients: Sequence[Tensor]) -> None:
     """Sums gradients of any shape over ranks, in place. Collective: all ranks pass gradients of equal shapes.
 
-    stage: what the ranks do, for errors.
+    stage: what the ranks do, in words of an error message.
     """
     if not gradients:
         return

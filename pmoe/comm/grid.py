@@ -55,15 +55,17 @@ class Grid:
         return self.esp.size > 1
 
     def shards(self, expert_TK: Tensor, num_experts: int) -> Tensor:
-        """Returns the L shards of each chosen expert, as numbers of (rank, expert of that rank) pairs.
+        """Returns the L shards of each chosen expert, as one number for each shard.
 
-        Shard s of an expert is the part of its hidden columns that the rank at place s of a node holds. A
-        pair has the number rank * E + e, for expert e of the E experts of a rank.
+        Shard s of an expert is the part of its hidden columns that the rank at place s of a node has. The
+        number of a shard is rank * E + e: the rank has the shard, and e is the index of the expert among the
+        E experts of that rank.
 
         expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
         num_experts: E, the number of experts of a rank.
 
-        Returns (T, K * L) with the dtype of ``expert_TK``: the shards of a choice follow each other.
+        Returns (T, K * L) with the dtype of ``expert_TK``: the L shards of a token's first choice, then the L
+        shards of its second choice, and so on.
         """
         ep_rank_TK = expert_TK // num_experts
         ranks = _index(self.order, expert_TK.device).view(-1, self.ep.size)  # (L, P)
@@ -80,8 +82,8 @@ class Grid:
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
-        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). Each rank gets the entry of the rank
-        among the P ranks that has a part of the same experts.
+        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts get
+        equal entries: copies of the entry for their experts.
         """
         if not self.is_sharded:
             return counts_FPX
@@ -92,8 +94,8 @@ class Grid:
     def by_arrival(self, recv_FWX: Tensor) -> Tensor:
         """Reorders counts of received rows: from rank order to the order of rows after an all-gather.
 
-        L ranks of a node share experts. The all-gather brings each of these L ranks all rows that the L ranks
-        have received. There is one set of counts for each source rank, the rank that sent the rows.
+        L ranks of a node share experts. After the all-gather, each of these L ranks has all rows that the L
+        ranks have received. There is one set of counts for each source rank, the rank that sent the rows.
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.
@@ -133,14 +135,14 @@ class Grid:
         return arrival_FWX[:, start : start + self.ep.size]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Layers that were pickled before hold ``ep`` and ``esp`` under their old names.
+        # Layers that an older version of pmoe has pickled have ``ep`` and ``esp`` under their old names.
         old_names = {"across": "ep", "inside": "esp"}
         self.__dict__.update({old_names.get(name, name): value for name, value in state.items()})
 
     def reconnect(self) -> bool:
         """Takes the default process group if the layer's group was lost by pickling or destroyed.
 
-        Returns whether a new group replaces a destroyed one (`Ranks.reconnect`).
+        Returns whether a new group replaces a destroyed group (`Ranks.reconnect`).
 
         Raises ValueError if the grid was made from a device mesh, because pickling loses the mesh: the layer
         must be built again. Raises RuntimeError or ValueError if no group can replace the old group.
@@ -164,6 +166,6 @@ def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(places, device=device)
 
 
-# Layers that were pickled before this file existed look for `Grid` in pmoe.comm.ranks. An import of this file
-# there would be a circle.
+# Layers that were pickled before this file existed look for `Grid` in pmoe.comm.ranks. That file cannot
+# import this file, because this file imports it.
 vars(old_place)["Grid"] = Grid

@@ -1,4 +1,4 @@
-"""Reads the options of a process group, its backend and its timeout, to make new groups like it."""
+"""Reads the backend, the options and the timeout of a process group, to make new groups with the same."""
 
 from __future__ import annotations
 

@@ -23,11 +23,12 @@ class GroupRecord:
     starts.
 
     name: the group's name, the same on all its ranks.
-    life: the number of the default group under which the group was made: 1 for the first one that layers used
-        in this job, 2 for the second. torchrun's store outlives a group that is destroyed and made again
-        under the same name; this number in the keys of the store tells the two groups apart.
+    life: the number of the default group under which the group was made: 1 for the first default group that
+        layers used in this job, 2 for the second. A group may be destroyed and made again under the same
+        name, and torchrun's store outlives it. With this number in the keys of the store, the two groups have
+        different keys.
     reason_left: why this rank left a pass in the middle; "" while the group is whole.
-    left_with: the text of the error by which this rank left, in the form that peers get.
+    left_with: the text of the error by which this rank left, as peers read it.
     left_at: `place` at the moment when this rank left by an error of its own; "" if a peer or a collective
         caused the error. If all ranks left by errors of their own at the same place, the group can be used
         again.
@@ -71,7 +72,7 @@ class GroupRecord:
     def open_call(self, number: int) -> None:
         """Records that the call with this number may have a backward pass later.
 
-        At most `MOST_OPEN` calls are kept; the oldest are dropped.
+        At most `MOST_OPEN` calls are kept; the oldest call is dropped.
         """
         self.open_calls[number] = None
         if len(self.open_calls) > MOST_OPEN:
@@ -131,12 +132,12 @@ def names_of_left_groups() -> set[str]:
 
 
 _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""Maps each default process group to its number among those of this job, from 1 (`GroupRecord.life`)."""
+"""Maps each default process group of this job to its number, counted from 1 (`GroupRecord.life`)."""
 
 MOST_LIVES = 1 << 10
-"""Default process groups are numbered modulo this number, because a message has few bits for it.
+"""Default process groups are numbered modulo this number.
 
-The message is the header in front of row counts.
+The header in front of row counts has only a few bits for the number of the group.
 """
 
 
@@ -146,9 +147,9 @@ def _life() -> int:
     A group that is destroyed and made again may have the same name. The number distinguishes the keys of the
     old and the new group in the store. Only default groups with which this rank has used layers are counted.
 
-    The counter is in the default group's store; a store such as torchrun's outlives the group. The store is
-    read once for each default group. The result is 0 if there is no default group or no store, or if the
-    store does not answer within 5 seconds.
+    The counter is in the default group's store. With torchrun the store outlives the group. The store is read
+    once for each default group. The result is 0 if there is no default group or no store, or if the store
+    does not answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

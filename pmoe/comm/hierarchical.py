@@ -15,7 +15,7 @@ from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topolo
 
 
 class HierarchicalExchange(Dispatch, Combine):
-    """An irregular all-to-all in several collectives, which sends rows through other ranks of a node.
+    """An irregular all-to-all in several collectives, which sends rows by way of other ranks.
 
     The result equals that of `pmoe.comm.base.FlatAllToAll`, bit by bit. If all ranks are on one node, or each
     rank is on a node of its own, a single flat collective sends all rows.
@@ -90,14 +90,14 @@ class HierarchicalExchange(Dispatch, Combine):
     ) -> None:
         """Exchanges rows in several collectives. `exchange` calls this method if it needs several.
 
-        Several are needed if there are several nodes and some node has several ranks. The arguments are
-        those of `exchange`:
+        Several are needed if there are several nodes and some node has several ranks. `exchange` passes on
+        its own arguments:
 
-        rows, out: contiguous (N,) or (N, M): N rows of M columns, in blocks for each rank and from each rank,
-            in order of rank.
+        rows, out: contiguous (N,) or (N, M): N rows of M columns. ``rows`` has a block for each rank, and
+            ``out`` takes a block from each rank, in order of rank.
         send_rows, recv_rows: the number of rows for each rank, and from each rank.
-        relayed: X numbers for the chunk that is exchanged. `relay` returned X numbers for each bin, a part of
-            a chunk. ``relayed`` has the sums of these numbers over the bins of the chunk.
+        relayed: X numbers for the chunk that is exchanged. A chunk consists of bins, and `relay` has returned
+            X numbers for each bin. ``relayed`` has the sums of these numbers over the bins of the chunk.
         """
 
     def exchange(

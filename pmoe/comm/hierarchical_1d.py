@@ -94,7 +94,7 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
         to_rank: to_rank[i][r] is the number of rows that the i-th rank of the node has for rank r.
         from_rank: from_rank[k][r] is the number of rows that rank r has for the k-th rank of the node.
 
-        Returns the rows that come for the node, sorted by destination rank in the node, then by source rank.
+        Returns the rows for this node, sorted by destination rank in the node, then by source rank.
         """
         size = self.ranks.size
         places = range(len(to_rank))

@@ -1,19 +1,21 @@
 """Meetings: before some calls, a rank waits until all ranks of its group have come to that call.
 
-The rank waits in the store, torch.distributed's key-value store. A rank may skip the backward pass of a
-layer's last call and call the layer again, while its peers run that backward pass. The rank's row counts
-would then be paired with rows of the peers' backward pass. A meeting before the call detects this:
+The rank reads in the store (torch.distributed's key-value store) whether all ranks have come.
+
+A rank may skip the backward pass of a layer's last call and call the layer again, while its peers run that
+backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
+before the call detects the skipped pass:
 
 - A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
-  If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, none comes.
+  If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, no rank comes.
 - If a rank waits in a meeting while a peer runs that backward pass, the waiting rank has skipped the pass:
 
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-A rank also comes to a meeting if its options were changed since its last call. With new options a message may
-have a new size, which would abort the processes of its peers. If all ranks have changed their options, all
-come.
+A rank also comes to a meeting if its options were changed since its last call. With new options its messages
+may have a new size, which would abort the processes of its peers. If all ranks have changed their options,
+all ranks come.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
 the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no
@@ -121,7 +123,7 @@ class Meeting:
 
 
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
-    """Returns a sentence about each peer that waits for this rank before a call that it will not make.
+    """Returns a sentence about each peer that waits for a call in which this rank will not take part.
 
     There are two cases: this rank runs a backward pass that the peer has skipped, or this rank has already
     made the call for which the peer waits.
@@ -142,8 +144,8 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
             continue
         call, numbers, why = text.split("\n", 2)
         without_backward = set(map(int, filter(None, numbers.split(","))))
-        # Two cases: this rank runs a backward pass that the peer has skipped; or this rank has made the call
-        # for which the peer waits, and has not met anyone before it.
+        # Two cases: this rank runs a backward pass that the peer has skipped; or this rank has already made
+        # the call for which the peer waits, without a meeting before it.
         if record.backward_of in without_backward and int(call) > record.exchanges:
             sentences.append(
                 f"rank {rank} begins its next call without the backward pass of "

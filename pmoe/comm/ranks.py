@@ -21,8 +21,8 @@ class Ranks:
         object is a single rank.
     size, rank: the number of ranks in the group, and this rank's number in it.
     layer: the name that errors give the layer that owns this object; "" before the layer's first call.
-    takes_default: whether the group is the default group. If that is destroyed, a new default group may
-        replace it.
+    takes_default: whether the group is the default group. If the default group is destroyed, a new default
+        group may replace it.
     by_default: whether the user passed no group or mesh. A layer of one rank may then be an oversight, so its
         first call warns if there are other ranks.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
@@ -55,7 +55,8 @@ class Ranks:
         self.rank = 0
         if group is not None:
             candidate: object = group
-            # To a rank outside of a new group, torch.distributed.new_group returns an integer in its place.
+            # On a rank that is not in the new group, torch.distributed.new_group returns an integer and no
+            # group.
             if not isinstance(candidate, dist.ProcessGroup):
                 name = (
                     "GroupMember.NON_GROUP_MEMBER" if isinstance(candidate, int) else type(candidate).__name__
@@ -107,9 +108,11 @@ class Ranks:
         return self._record
 
     def reconnect(self) -> bool:
-        """Takes the default group if the group was lost by pickling, or was a destroyed default group.
+        """Takes the default group if this object has lost its group.
 
-        Returns whether the new group replaces a destroyed one.
+        A group is lost by pickling the object. A default group is also lost if it is destroyed.
+
+        Returns whether the new group replaces a destroyed group.
 
         Raises RuntimeError if the group was destroyed and no other can replace it. Raises ValueError if the
         default group has another size than the old group, or if this rank has another number in it.
@@ -188,7 +191,7 @@ class Ranks:
 
     def of_layer(self, name: str) -> Ranks:
         """Returns a copy of these ranks for a layer of this name, with the same group."""
-        named = copy.copy(self)  # what __getstate__ returns: neither the group nor the following flags
+        named = copy.copy(self)  # copies what __getstate__ returns: not the group, and not the flags below
         named.group = self.group
         named.layer = name
         named.takes_default = self.takes_default

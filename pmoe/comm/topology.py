@@ -24,7 +24,7 @@ from pmoe.comm.ranks import Ranks
 ACROSS, INSIDE = "ep", "esp"
 """Names of a mesh's dimensions: over "ep" experts are distributed, over "esp" each expert is split.
 
-The ranks of "ep" may be on different nodes; those of "esp" are on one node.
+The ranks of "ep" may be on different nodes; the ranks of "esp" are on one node.
 """
 
 
@@ -81,7 +81,10 @@ Nodes = int | Sequence[Hashable] | None
 
 @dataclass(frozen=True)
 class Topology:
-    """The nodes of a group's ranks. Ranks are numbered as in the group, nodes by their first rank.
+    """The nodes of a group's ranks.
+
+    Ranks have their numbers in the group. Nodes are numbered in the order of their first ranks, so rank 0 is
+    on node 0.
 
     members: the ranks of each node. A rank's index among them is its place in the node. The ranks are in the
         order of their global ranks, because torch orders the ranks of a new process group in this way.
@@ -97,7 +100,7 @@ class Topology:
 
     @staticmethod
     def of_nodes(ids: Sequence[Hashable], global_ranks: Sequence[int], origin: str = "nodes") -> Topology:
-        """Returns the topology of ranks that have these nodes.
+        """Returns the topology of a group from the nodes of its ranks.
 
         ids: for each rank of the group, an id of its node. Ranks with equal ids share a node.
         global_ranks: for each rank of the group, its global rank.
@@ -116,15 +119,12 @@ class Topology:
 
     @property
     def max_local(self) -> int:
-        """The number of ranks of the largest node."""
+        """The largest number of ranks on any node."""
         return max(len(ranks) for ranks in self.members)
 
     @property
     def is_level(self) -> bool:
-        """Whether hierarchical steps make no sense: there is only one node, or each node has only one rank.
-
-        One flat collective is then enough.
-        """
+        """Whether one flat collective is enough: there is only one node, or each node has only one rank."""
         return self.num_nodes == 1 or self.max_local == 1
 
     @cached_property
@@ -141,7 +141,7 @@ class Topology:
         return self._where[rank][1]
 
     def inside(self, rank: int) -> tuple[int, ...]:
-        """Returns all ranks on the node of ``rank``, in the order of their process group."""
+        """Returns all ranks on the same node as ``rank``, in the order of the node's process group."""
         return self.members[self.node(rank)]
 
     def across(self, rank: int) -> tuple[int, ...]:
@@ -156,7 +156,7 @@ class Topology:
 
 
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
-    """Returns the topology of ``ranks``. With several ranks it is a collective that compares ``nodes``.
+    """Returns the topology of ``ranks``. With several ranks the call is a collective that compares ``nodes``.
 
     nodes: which ranks share a node (`Nodes`): the number of ranks on each node, an id of its node for each
         rank, or None for the number in LOCAL_WORLD_SIZE.
@@ -256,7 +256,7 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
 def _make_groups(
     members: Sequence[Sequence[int]], topology: Topology, options: dict[str, Any]
 ) -> dist.ProcessGroup:
-    """Makes process groups, and returns the one that this process is in.
+    """Makes process groups, and returns the group that this process is in.
 
     members: for each new group, its ranks, numbered as in ``topology``.
     options: arguments of torch.distributed.new_group.
@@ -266,7 +266,7 @@ def _make_groups(
     for ranks in members:
         global_ranks = [topology.global_ranks[rank] for rank in ranks]
         if own_rank in global_ranks:
-            own_group = dist.new_group(global_ranks, **options)  # outsiders get no group from torch
+            own_group = dist.new_group(global_ranks, **options)  # torch gives a group only to its members
         elif "use_local_synchronization" not in options:
             dist.new_group(global_ranks, **options)
     assert isinstance(own_group, dist.ProcessGroup)

@@ -21,10 +21,10 @@ Letters: N rows, M columns of a row, B blocks of a row, C bytes of a message.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from pmoe.schedule.wire import BLOCK_COLUMNS, WireName, Wires, message_bytes, number_bytes
 
@@ -33,6 +33,15 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 E4M3_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of rows that may be rounded to e4m3. Users of float64 want more digits than e4m3 keeps."""
+
+BLOCK_BYTES = 1 << 18
+"""Bytes of the float32 values of the rows that are packed or unpacked at a time on the CPU."""
+
+BLOCKS_AT_ONCE = 4
+"""A pass on the CPU packs all its tokens before it sends the first chunk if they are at most so many blocks.
+
+The messages of tokens of 128 columns and more then take at most 0.3 MiB in e4m3, and 0.5 MiB in bfloat16.
+"""
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Lower bound of scales, for blocks of zeros and blocks whose scale would be a denormal number."""
@@ -58,25 +67,101 @@ def check_wires(wires: Wires, dtype: torch.dtype) -> None:
             )
 
 
-def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor) -> None:
+def block_rows(columns: int, device_type: str) -> int | None:
+    """Returns the number of rows that are packed or unpacked at a time; None if it is not limited.
+
+    On the CPU the float32 values of a block of rows stay in the cache, and take little memory. A block is so
+    large that the host's work for its operators is small beside the work on its values. On a GPU each
+    operator is a launch, so all rows are one block.
+
+    columns: columns of a row.
+    device_type: "cpu" or "cuda".
+    """
+    return max(BLOCK_BYTES // (4 * columns), 1) if device_type == "cpu" else None
+
+
+def are_packed_at_once(num_tokens: int, columns: int) -> bool:
+    """Returns whether the first chunk of a pass on the CPU packs the tokens of all chunks.
+
+    It does if they are few (`BLOCKS_AT_ONCE`). In a small pass the host's work for each operator counts more
+    than memory.
+
+    num_tokens: number of tokens of the pass.
+    columns: columns of a token.
+    """
+    return num_tokens <= BLOCKS_AT_ONCE * rows_at_once(num_tokens, columns, "cpu")
+
+
+def _blocks(columns: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Yields the blocks of rows that are packed or unpacked at a time (`block_rows`).
+
+    columns: columns of a row.
+    tensors: tensors with one entry for each row. Each block has the same entries of every tensor.
+    """
+    size = block_rows(columns, tensors[0].device.type)
+    if size is None or tensors[0].shape[0] <= size:
+        return (tensors,)
+    return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor, expendable: bool = False) -> None:
     """Writes the message of each row: its values in a narrower number format.
 
     wire: the format.
-    rows_NM: (N, M), the N rows with M columns. With "e4m3" and float32 rows, their values may be overwritten.
+    rows_NM: (N, M), the N rows with M columns.
+    message_NC: (N, C) uint8, memory for the messages, C bytes each.
+    expendable: whether the rows' values may be overwritten, so that float32 rows need not be copied.
+    """
+    if wire == "bfloat16":
+        message_NC.view(torch.bfloat16)[:, : rows_NM.shape[1]].copy_(rows_NM)
+        return
+    for rows_bM, message_bC in _blocks(rows_NM.shape[1], rows_NM, message_NC):
+        _pack_e4m3(rows_bM, message_bC, expendable)
+
+
+def pack_copies(wire: WireName, tokens_TM: Tensor, token_N: Tensor, message_NC: Tensor) -> None:
+    """Writes the messages of rows that are copies of tokens, and copies one block of rows at a time.
+
+    wire: the format.
+    tokens_TM: (T, M), T tokens with M columns.
+    token_N: (N,) int64, the token of each of the N rows.
     message_NC: (N, C) uint8, memory for the messages, C bytes each.
     """
-    d_model = rows_NM.shape[1]
-    if wire == "bfloat16":
-        message_NC.view(torch.bfloat16)[:, :d_model].copy_(rows_NM)
-        return
-    values_NM = rows_NM.float()
-    if d_model % BLOCK_COLUMNS:
-        values_NM = pad(values_NM, (0, -d_model % BLOCK_COLUMNS))
-    blocks = values_NM.unflatten(1, (-1, BLOCK_COLUMNS))
-    numbers, scales = _parts(message_NC, d_model)
-    torch.linalg.vector_norm(blocks, math.inf, dim=2, out=scales)
-    blocks.div_(scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE).unsqueeze(2))
-    numbers.copy_(values_NM[:, :d_model])
+    for token_b, message_bC in _blocks(tokens_TM.shape[1], token_N, message_NC):
+        pack_rows(wire, tokens_TM.index_select(0, token_b), message_bC, expendable=True)
+
+
+def _pack_e4m3(rows_bM: Tensor, message_bC: Tensor, expendable: bool) -> None:
+    """Writes the messages of a block of rows. The arguments are those of `pack_rows`, with b rows."""
+    d_model = rows_bM.shape[1]
+    values_bM = rows_bM.float()
+    if values_bM is rows_bM and not expendable:
+        values_bM = rows_bM.clone(memory_format=torch.contiguous_format)
+    numbers, scales = _parts(message_bC, d_model)
+    parts = list(_blocks_of_columns(values_bM, scales))
+    for values, scale in parts:
+        torch.linalg.vector_norm(values, math.inf, dim=-1, out=scale)
+    scales.div_(LARGEST).clamp_(min=SMALLEST_SCALE)
+    for values, scale in parts:
+        values.div_(scale.unsqueeze(-1))
+    numbers.copy_(values_bM)
+
+
+def _blocks_of_columns(values_NM: Tensor, scales_NB: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """Yields views of values that share scales, and views of the scales.
+
+    The first pair has all blocks of 128 columns: values (N, blocks, 128) and scales (N, blocks). The second
+    has the last block, if it has fewer columns: values (N, columns) and scales (N,).
+
+    values_NM: (N, M), rows with M columns.
+    scales_NB: (N, B), a scale for each of the B blocks of a row.
+    """
+    whole, rest = divmod(values_NM.shape[1], BLOCK_COLUMNS)
+    if whole:
+        columns = whole * BLOCK_COLUMNS
+        yield values_NM[:, :columns].unflatten(1, (whole, BLOCK_COLUMNS)), scales_NB[:, :whole]
+    if rest:
+        yield values_NM[:, -rest:], scales_NB[:, -1]
 
 
 def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:
@@ -87,20 +172,54 @@ def unpack_rows(wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM
     index: (N,) int64: row i is unpacked from message index[i]. None if message i is row i.
     out_NM: (N, M), memory for the N rows of M columns.
     """
-    d_model = out_NM.shape[1]
+    columns = out_NM.shape[1]
+    for out_bM, source in _blocks(columns, out_NM, message_NC if index is None else index):
+        message_bC = source if index is None else message_NC.index_select(0, source)
+        if wire == "bfloat16":
+            out_bM.copy_(message_bC.view(torch.bfloat16)[:, :columns])
+        else:
+            _unpack_e4m3(message_bC, out_bM)
+
+
+def unpack_to_new(
+    wire: WireName, message_NC: Tensor, index: Tensor | None, d_model: int, dtype: torch.dtype
+) -> Tensor:
+    """Unpacks messages to rows in new memory, all at once. Returns the rows, (N, M).
+
+    It takes one operator less than `unpack_rows`, for which the caller allocates memory.
+
+    wire: the number format of the messages.
+    message_NC: (N or more, C) uint8, the messages, C bytes each.
+    index: (N,) int64: row i is unpacked from message index[i]. None if message i is row i.
+    d_model: M, columns of a row.
+    dtype: dtype of the rows.
+    """
     if index is not None:
         message_NC = message_NC.index_select(0, index)
     if wire == "bfloat16":
-        out_NM.copy_(message_NC.view(torch.bfloat16)[:, :d_model])
-        return
+        return message_NC.view(torch.bfloat16)[:, :d_model].to(dtype)
     numbers, scales = _parts(message_NC, d_model)
-    values_NM = out_NM.copy_(numbers) if out_NM.dtype == torch.float32 else numbers.float()
-    if d_model % BLOCK_COLUMNS:
-        values_NM.mul_(scales.repeat_interleave(BLOCK_COLUMNS, dim=1)[:, :d_model])
-    else:
-        values_NM.unflatten(1, (-1, BLOCK_COLUMNS)).mul_(scales.unsqueeze(2))
-    if values_NM is not out_NM:
-        out_NM.copy_(values_NM)
+    return _scale(numbers.to(dtype), scales)
+
+
+def _unpack_e4m3(message_bC: Tensor, out_bM: Tensor) -> None:
+    """Unpacks the messages of a block of rows. The arguments are those of `unpack_rows`, with b rows."""
+    numbers, scales = _parts(message_bC, out_bM.shape[1])
+    _scale(out_bM.copy_(numbers), scales)
+
+
+def _scale(values_NM: Tensor, scales_NB: Tensor) -> Tensor:
+    """Multiplies each block of 128 columns by its scale, and returns the values.
+
+    Each number of e4m3 is also a number of bfloat16 and of float16, so the values are exact before. PyTorch
+    computes products with float32 scales in float32, and rounds them to the dtype of the values.
+
+    values_NM: (N, M), numbers of e4m3 in the rows' dtype, which are overwritten.
+    scales_NB: (N, B) float32, a scale for each block.
+    """
+    for values, scale in _blocks_of_columns(values_NM, scales_NB):
+        values.mul_(scale.unsqueeze(-1))
+    return values_NM
 
 
 def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
@@ -117,53 +236,54 @@ def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
     return numbers, message_NC[:, first:last].view(torch.float32)
 
 
-def packing_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns how many bytes of temporary tensors `pack_rows` and its caller need for each row.
+def packing_bytes(
+    wire: WireName, num_rows: int, columns: int, element_size: int, device_type: str, expendable: bool = False
+) -> int:
+    """Returns the bytes of temporary tensors of `pack_rows`.
 
-    The tensors are a copy of the row, gathered from the tokens. With "e4m3", if the rows are narrower than
-    float32, there is also a float32 copy of the row.
+    With "e4m3" they are, for each row of a block: a float32 copy of its values if the rows are narrower than
+    float32, or not expendable; and two copies of its scales.
 
-    wire: the number format of the message.
-    d_model: M, the columns of a row.
-    element_size: bytes of an element of the row.
+    wire: the number format of the messages.
+    num_rows: N, the number of rows.
+    columns: columns of a row.
+    element_size: bytes of an element of the rows.
+    device_type: "cpu" or "cuda".
+    expendable: whether the rows' values may be overwritten.
     """
-    return d_model * element_size + _widened(wire, d_model, element_size)
-
-
-def unpacking_bytes(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns how many bytes of temporary tensors `unpack_rows` needs for each row.
-
-    The tensors are a copy of the messages, in the order of the rows. With "e4m3", if the rows are narrower
-    than float32, there is also a float32 copy of the values.
-
-    wire: the number format of the message.
-    d_model: M, the columns of a row.
-    element_size: bytes of an element of the row.
-    """
-    return message_bytes(wire, d_model, element_size) + _widened(wire, d_model, element_size)
-
-
-def hidden_block_bytes(columns: int, element_size: int) -> int:
-    """Returns how many bytes of temporary tensors packing a block of T_M needs for each of its rows.
-
-    The block is packed to e4m3, or unpacked. The tensors are, for each row: a float32 copy of the row, if it
-    is narrower than float32 or if its columns must be filled up to whole blocks of 128; and two copies of its
-    scales.
-
-    columns: columns of T_M.
-    element_size: bytes of an element of the row.
-    """
+    if wire != "e4m3":
+        return 0
     num_scales = -(-columns // BLOCK_COLUMNS)
-    filled = columns % BLOCK_COLUMNS > 0
-    values = columns * (element_size < 4) + num_scales * BLOCK_COLUMNS * filled
-    return 4 * (values + 2 * num_scales)
+    values = columns * (element_size < 4 or not expendable)
+    return rows_at_once(num_rows, columns, device_type) * 4 * (values + 2 * num_scales)
 
 
-def _widened(wire: WireName, d_model: int, element_size: int) -> int:
-    """Returns the bytes of a row's temporary float32 values; 0 for float32 rows and for wire="bfloat16".
+def unpacking_bytes(
+    wire: WireName, num_rows: int, columns: int, element_size: int, device_type: str, in_order: bool = False
+) -> int:
+    """Returns the bytes of temporary tensors of `unpack_rows`.
 
-    wire: the number format of the message.
-    d_model: columns of the row.
-    element_size: bytes of an element of the row.
+    They are, for each row of a block: a copy of its message, if messages must be reordered; with "e4m3", two
+    float32 copies of the row if it is narrower than float32.
+
+    wire: the number format of the messages.
+    num_rows: N, the number of rows.
+    columns: columns of a row.
+    element_size: bytes of an element of the rows.
+    device_type: "cpu" or "cuda".
+    in_order: whether message i is row i.
     """
-    return 4 * d_model * (wire == "e4m3" and element_size < 4)
+    message = 0 if in_order else message_bytes(wire, columns, element_size)
+    widened = 8 * columns * (wire == "e4m3" and element_size < 4)
+    return rows_at_once(num_rows, columns, device_type) * (message + widened)
+
+
+def rows_at_once(num_rows: int, columns: int, device_type: str) -> int:
+    """Returns the number of rows of the largest block of ``num_rows`` rows that is converted at a time.
+
+    num_rows: the number of rows.
+    columns: columns of a row.
+    device_type: "cpu" or "cuda".
+    """
+    size = block_rows(columns, device_type)
+    return num_rows if size is None else min(num_rows, size)

@@ -73,10 +73,10 @@ def copy_into_experts(
     all ranks have loaded the same rank's file by mistake. This function switches that check off for equal
     copies.
 
-    Raises ValueError, before anything is changed, if names or shapes differ from those of an expert, if a
-    number is out of range, if the layer is on the meta device, or if ``router_std`` is set and the router has
-    no weight. Raises TypeError for experts of another class, and if ``noise`` or ``drop`` is above 0 for
-    experts that are modules.
+    Raises ValueError, before anything is changed, if names, shapes or the activation differ from those of an
+    expert, if a number is out of range, if the layer is on the meta device, or if ``router_std`` is set and
+    the router has no weight. Raises TypeError for experts of another class, and if ``noise`` or ``drop`` is
+    above 0 for experts that are modules.
     """
     check_kind(MoELayer, "a pmoe.MoELayer", layer=layer)
     check_kind((nn.Module, Mapping), "a module, or tensors by name", dense=dense)
@@ -213,8 +213,8 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
     experts: the layer's experts, whose class says which linear layers ``dense`` must have.
     dense: the module.
 
-    Raises ValueError if the module does not have exactly the linear layers that the experts' class needs, or
-    if only some of its linear layers have a bias.
+    Raises ValueError if the module does not have exactly the linear layers that the experts' class needs, if
+    only some of its linear layers have a bias, or if it has another activation.
     """
     linears = {name: linear for name, linear in dense.named_modules() if isinstance(linear, nn.Linear)}
     wanted = LINEARS.get(experts.hidden_factor, ())
@@ -230,6 +230,7 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
             f"dense ({type(dense).__name__} with linear layers {', '.join(linears) or 'none'}) must have "
             f"{text}, or be given as tensors by the names w1, w2, b1, b2"
         )
+    _check_activation(experts, dense)
     *first, last = chosen
     values = {"w1": torch.cat(tuple(linear.weight for linear in first)), "w2": last.weight}
     biases = [linear.bias for linear in chosen if linear.bias is not None]
@@ -240,6 +241,26 @@ def _named_as_stacked(experts: StackedExperts, dense: nn.Module) -> dict[str, Te
             f"dense ({type(dense).__name__}) must have biases in all of its linear layers or in none"
         )
     return values
+
+
+def _check_activation(experts: StackedExperts, dense: nn.Module) -> None:
+    """Raises ValueError if a dense module has another nonlinearity of torch than the experts.
+
+    Experts with a nonlinearity of a user's own are not checked. Modules of other libraries are not known, and
+    neither are functions that ``forward`` calls.
+
+    experts: the layer's experts.
+    dense: the module.
+    """
+    own = {"swiglu": "silu"}.get(experts.fused_activation or "", experts.fused_activation)
+    for module in dense.modules():
+        if own is None or type(module).__module__ != nn.GELU.__module__:
+            continue
+        if type(module).__name__.lower() != own or getattr(module, "approximate", "none") != "none":
+            raise ValueError(
+                f"dense (with {module}) must have the activation of the experts, {own}: give the layer the "
+                "same one, or pass tensors by the names w1, w2, b1, b2 to copy them in spite of it"
+            )
 
 
 def _into_module(expert: nn.Module, dense: nn.Module | Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -81,7 +81,7 @@ def make_stacked(
 
 
 def initialise(experts: StackedExperts, *, first_expert: int) -> None:
-    """Draws random values for all local experts' parameters, in place. Nothing on the meta device.
+    """Draws random values for all local experts' parameters, in place. Does nothing on the meta device.
 
     experts: experts whose parameters are stacked: dimension 0 of each tensor counts the experts.
     first_expert: global index of local expert 0. The random seed of an expert follows from its global index,

@@ -34,7 +34,7 @@ RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 """Classes of modules that draw random numbers in training."""
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum)
-"""Types of attributes whose text has their whole value."""
+"""Types of attribute values that a line of text can represent completely."""
 
 
 class UnknownAttributeError(ValueError):

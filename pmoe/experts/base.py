@@ -163,7 +163,7 @@ WHOLE = Shard()
 
 
 class Experts(nn.Module, abc.ABC):
-    """The experts of one rank, E_local of them. Subclass it to give a layer another class of experts.
+    """The E_local experts of one rank. Subclass this class to give a layer another kind of experts.
 
     The methods of a pass compute one chunk (micro-batch) of N rows with M = d_model columns. Their arguments:
 
@@ -184,7 +184,7 @@ class Experts(nn.Module, abc.ABC):
     Otherwise the engine casts the parameters itself and turns autocast off.
     """
     is_batch_invariant = False
-    """Whether a row's results have the same bits beside any other rows."""
+    """Whether the bits of a row's results do not depend on the other rows of the call."""
     is_parallelized = False
     """Whether `pmoe.parallelize` has laid the parameters out on a device mesh.
 
@@ -193,7 +193,7 @@ class Experts(nn.Module, abc.ABC):
     built = ""
     """Digest of the parameters' values at construction; "" if there is none.
 
-    The layer's first call compares it among the ranks, to notice experts that were overwritten since.
+    At the layer's first call the ranks compare it, to notice if experts were overwritten after construction.
     """
     place: Any = None
     """A record for state dicts: which experts this rank has; None before a layer has the experts.
@@ -201,7 +201,7 @@ class Experts(nn.Module, abc.ABC):
     It is a `pmoe.decide.stored_state.ExpertPlace`. With it, a rank refuses to load another rank's experts.
     """
     was_loaded = False
-    """Whether load_state_dict has put in values that may be another rank's experts.
+    """Whether load_state_dict has loaded values, which may belong to another rank's experts.
 
     The next call then checks that the ranks' experts differ.
     """
@@ -214,7 +214,7 @@ class Experts(nn.Module, abc.ABC):
     are_equal = False
     """Whether all ranks' experts were equal when last compared, or were copied from one dense network."""
     copy_parts: Mapping[str, tuple[int, Shard]] = {}
-    """Maps a parameter's name to the dimension that FSDP2 shards over copies, and this rank's part of it.
+    """For FSDP2: maps a parameter's name to the dimension that is sharded, and this rank's part of it.
 
     Empty if FSDP2 does not shard the experts. `pmoe.parallelize` sets it.
     """
@@ -361,7 +361,7 @@ class Experts(nn.Module, abc.ABC):
         )
 
     def used_parameters(self) -> Iterable[nn.Parameter]:
-        """Returns the parameters with which a call computes now. They may have any shape."""
+        """Returns the parameters, of any shape, with which a call computes now."""
         return self.parameters()
 
     def note_operands(self) -> None:
@@ -551,7 +551,7 @@ class Experts(nn.Module, abc.ABC):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Assembles the hidden activation (T_M) of a backward chunk from those of forward chunks.
+        """Assembles the hidden activation (T_M) of a backward chunk from the T_M of forward chunks.
 
         The engine calls this method if the two passes cut the batch into different chunks (micro-batches).
 

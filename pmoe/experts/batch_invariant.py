@@ -1,4 +1,4 @@
-"""Experts that give a row's results the same bits in every batch, beside any other rows.
+"""Experts whose results for a row have the same bits, no matter which other rows the batch has.
 
 The rows of each expert are copied into tiles of R rows, and a row goes through the whole expert in one tile:
 both products, the nonlinearity and the routing weight. Every tile has the same shape, so the libraries

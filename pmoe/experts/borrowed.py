@@ -1,6 +1,6 @@
 """Experts that compute with the parameters of another module, without copying them.
 
-They serve `pmoe.layer.run_experts`, for models that have expert weights of their own. An object of these
+`pmoe.layer.run_experts` uses them for models that have expert weights of their own. An object of these
 classes is made for one call, and autograd keeps it until the call's backward. So each call uses the tensors
 that the module has at that time, even if they were moved, sharded or replaced since the last call. Gradients
 have the layout of the module's own parameters.
@@ -146,7 +146,7 @@ class BorrowedExperts(StackedExperts):
         if not self.stacks.transposed:
             super().weight_gradient(pending, groups, sums)
             return
-        # The gradient of a weight (in, out) is the transpose of that of a weight (out, in). Because of
+        # The gradient of a weight (in, out) is the transposed gradient of a weight (out, in). Because of
         # (A^T B)^T = B^T A, it is computed by exchanging the factors.
         rows_NM, grad_hidden_NG, active_NH, grad_out_NM = pending
         w1, w2, b1, b2 = split_parameters(sums)
@@ -190,7 +190,7 @@ class BorrowedActivation(BorrowedExperts):
     def columns(self, device_type: str) -> HiddenColumns:
         """Returns how many columns of memory the experts need for each row, for each kind of buffer.
 
-        They include the tensors that autograd keeps while it differentiates the activation function.
+        The numbers include the tensors that autograd keeps while it differentiates the activation function.
 
         device_type: "cuda" or "cpu".
         """

@@ -59,7 +59,7 @@ def elements_in_row(module: nn.Module) -> list[int]:
 
 
 def _as_numbers(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bits of a buffer of any shape as numbers of a dtype, (numbers,).
+    """Returns the bits of a buffer, of any shape, as a vector of numbers with another dtype.
 
     `_from_numbers` is the inverse. If the buffer's bytes do not fill the last number, zero bytes follow.
     """

@@ -28,9 +28,10 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 Reduce = Callable[[Sequence[Tensor]], None]
-"""A function that reduces this rank's gradients over ranks, in place. They may have any shape.
+"""A function that reduces this rank's gradients, of any shape, over ranks, in place.
 
-It is a collective. Every rank calls it with the gradients of the same parameters, in the same order.
+The function is a collective: every rank calls it with the gradients of the same parameters, in the same
+order.
 """
 
 
@@ -101,8 +102,8 @@ def local_values(
     names: the parameters' names.
     values: DTensors or plain tensors, of any shape, in the order of ``names``.
 
-    The result of a parametrization may have other placements than the parameter. It is then redistributed to
-    the parameter's placements, which may need a collective.
+    The result of a parametrization may have other placements than the parameter. The result is then
+    redistributed to the parameter's placements. This may need a collective.
 
     Raises ValueError if a tensor is plain although ``placements`` has its name.
     """
@@ -193,7 +194,9 @@ def is_gathered(experts: Any) -> bool:
     experts: this rank's experts (a `pmoe.Experts`).
     """
     return all(
-        tuple(getattr(experts, name).placements) == experts.placements[name] for name in experts.copy_parts
+        tuple(getattr(experts, name).placements) == experts.placements[name]
+        for name in experts.copy_parts
+        if name in experts._parameters  # FSDP2 gathers adapters together with these
     )
 
 

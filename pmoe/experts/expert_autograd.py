@@ -52,13 +52,14 @@ class SavedTensorSlots:
     """Holds the tensors that autograd saves for one expert's graph, while forward or backward runs.
 
     Forward stores them and backward reads them. `put` and `get` are the saved-tensor hooks of the graph. All
-    tensors may have any shape. In this package, variables for such an object are named ``saved_slots``.
+    tensors may have any shape. In this package, variables for objects of this class are named
+    ``saved_slots``.
 
     own_storages: addresses of the storages of the modules' parameters and buffers.
     own: the parameters and buffers that were saved.
     checks_own: whether `get` raises if a tensor in ``own`` changed after it was saved. It is False if other
-        saved-tensor hooks are active, such as a checkpoint's, because autograd does not check versions under
-        these hooks, either.
+        saved-tensor hooks are active, such as the hooks of activation checkpointing, because autograd does
+        not check versions under these hooks, either.
     rows: the expert's input rows; None between forward and backward.
     tensors: the other saved tensors; empty between forward and backward, when the caller keeps them.
     rows_changed: whether the expert changed its input rows in place.

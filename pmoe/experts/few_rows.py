@@ -1,8 +1,8 @@
 """Computes the experts of a call with few rows, without gradients, on one rank.
 
-An example is a decoding step of inference. In such a call, the work of the host takes longer than the matrix
-products. So the functions here call a few PyTorch operators directly, without a plan, chunks or a schedule:
-they compute the rows of each expert that has any, and sum the results of each token.
+An example is a decoding step of inference. In a call of few rows, the host's work takes longer than the
+matrix products. So the functions here call a few PyTorch operators directly, without a plan, chunks or a
+schedule. They compute the rows of each expert that has rows, and sum the results of each token.
 
 Letters: T tokens, K experts of a token, N rows, E experts, M = d_model, H = d_hidden, G columns of T_M, the
 hidden activation before the nonlinearity (G = H, or 2H for gated experts).
@@ -164,7 +164,7 @@ def _are_grouped(rows_NM: Tensor, num_with_rows: int, stacks: Stacks) -> bool:
 
 
 def _activated(hidden_NG: Tensor, stacks: Stacks) -> Tensor:
-    """Returns the activation of N rows, (N, H) for H hidden columns. It may overwrite its argument.
+    """Returns the activation of N rows, (N, H) for H hidden columns. May overwrite ``hidden_NG``.
 
     hidden_NG: (N, G), the hidden activation before the nonlinearity; G is H, or 2H for gated experts.
     stacks: the experts' weights and their activation function.

@@ -43,7 +43,7 @@ from pmoe.kernels.registry import PMOE, PRODUCTS, Form, ProductRequest
 
 
 class PreparedProduct:
-    """A matrix product of all experts, prepared for many launches in one pass, each with other rows.
+    """A matrix product of all experts, prepared for several launches of one pass, each with other rows.
 
     The arguments of a launch that do not depend on the rows were checked before. The product must be launched
     on the stream that was current when this object was made.
@@ -64,7 +64,7 @@ class PreparedProduct:
         self._is_chosen: dict[int, bool] = {}
 
     def takes(self, num_rows: int, *rows: Tensor) -> bool:
-        """Returns whether pmoe's kernel should compute the product of N rows; False if there are none.
+        """Returns whether pmoe's kernel should compute the product of N rows; False if N is 0.
 
         True if the kernel is the fastest implementation for this number of rows and can read the tensors.
 

@@ -5,7 +5,7 @@ An adapter of rank R changes a weight of expert e by a product of two small matr
     weight of expert e = W[e] + scale * B[e] @ A[e]        scale = alpha / R, with a constant alpha
 
 The product B @ A is never computed. Instead, rows x are multiplied by A, then by B, and the result is added
-to the product of x and W. For the first weight W1, with A for A[e] and B for scale * B[e]:
+to the product of x and W. For the first weight W1, where A stands for A[e] and B for scale * B[e]:
 
     forward    T_M  = x W1^T + (x A^T) B^T                 x A^T is small: (N, R) for the N rows of a chunk
     backward   dT_DI = dT_M W1 + (dT_M B) A
@@ -13,8 +13,8 @@ to the product of x and W. For the first weight W1, with A for A[e] and B for sc
 
 The second weight W2 has an A and a B of its own. W1 and W2 are not trained, so they need no gradients.
 
-If each expert's hidden columns are split over ranks (FSMoE's ESP), so are the adapters. The matrices without
-hidden columns are whole on each of these ranks, which then computes a part of their gradient:
+If each expert's hidden columns are split over ranks (FSMoE's ESP), two of the four matrices are split, too.
+Each of these ranks holds the two others whole, and computes a part of their gradients:
 
     A of W1    (R, M)    whole, gradients are summed      A of W2    (R, H)    split along H
     B of W1    (G, R)    split along G                    B of W2    (M, R)    whole, gradients are summed
@@ -26,7 +26,10 @@ rank of an adapter.
 
 from __future__ import annotations
 
+import functools
 import math
+import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -38,10 +41,11 @@ from torch import Tensor, nn
 from pmoe.experts.base import WHOLE, ExpertRows, Experts, Hidden, Shard
 from pmoe.experts.columns import own_columns
 from pmoe.experts.dtensor_layout import replace_parameter
+from pmoe.experts.expert_autograd import saves_plainly
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
-from pmoe.experts.stacked import HIDDEN_DIMS, StackedExperts
+from pmoe.experts.stacked import HIDDEN_DIMS, UNCUT, StackedExperts, part_of_cut, put_expert
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.registry import Form
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -50,7 +54,7 @@ WEIGHTS = ("w1", "w2")
 """The weights that may have an adapter."""
 
 ADAPTERS = "adapters."
-"""The beginning of the names of all adapters' parameters among those of the experts."""
+"""The prefix of all adapters' parameters in the names of the experts' parameters."""
 
 HIDDEN_OF_MATRICES: dict[str, int | None] = {"w1_A": None, "w1_B": -2, "w2_A": -1, "w2_B": None}
 """Maps an adapter's matrices to the dimension that counts hidden columns, from the end; None if none does."""
@@ -82,12 +86,15 @@ class Adapter(nn.Module):
     device, dtype: the device and dtype of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
+    copy_parts: for each matrix that FSDP2 shards over copies of the experts, the dimension and this rank's
+        part of it (`Experts.copy_parts`).
     targets: the names of the weights that get an adapter.
     """
 
     num_ranks: int = 1
     first_expert: int = 0
     shard: Shard = WHOLE
+    copy_parts: Mapping[str, tuple[int, Shard]] = {}
     alpha: float
     targets: tuple[str, ...]
 
@@ -126,7 +133,7 @@ class Adapter(nn.Module):
 
     @property
     def differs_between_ranks(self) -> bool:
-        """Whether ranks hold different values, of other experts or of other hidden columns."""
+        """Whether ranks hold different values, because their experts or hidden columns differ."""
         return self.shard.count > 1 or (self.num_ranks > 1 and not self.shared)
 
     def hidden_dims(self) -> dict[str, int | None]:
@@ -155,17 +162,23 @@ class Adapter(nn.Module):
         local_expert: the expert's number on this rank; None draws an adapter that all experts share.
         """
         for weight in self.targets:
-            down, up = (local_part(parameter) for parameter in self.of(weight))
+            down, up = self.of(weight)
             if down.is_meta:
                 continue
-            own_down, own_up = (down, up) if local_expert is None else (down[local_expert], up[local_expert])
             shard = WHOLE if HIDDEN_OF_MATRICES[f"{weight}_A"] is None else self.shard
-            in_features = own_down.shape[-1] * shard.count
+            in_features = down.shape[-1]
+            if self.is_plain:
+                in_features *= shard.count
             bound = 1 / math.sqrt(in_features)
             dtype = torch.promote_types(down.dtype, torch.float32)
             whole = torch.empty(self.rank, in_features, dtype=dtype, device="cpu").uniform_(-bound, bound)
-            own_down.copy_(whole[:, shard.of(in_features)])
-            own_up.zero_()
+            values = whole[:, shard.of(in_features)]
+            cut = self.copy_parts.get(f"{weight}_A", UNCUT)
+            if local_expert is None:
+                local_part(down).copy_(part_of_cut(values, cut))
+            else:
+                put_expert(down, local_expert, values, cut)
+            local_part(up).zero_()
 
     def get_extra_state(self) -> dict[str, Any]:
         """Returns the values that a state dict needs in addition to the matrices, by name.
@@ -173,8 +186,8 @@ class Adapter(nn.Module):
         They are ``alpha``, ``rank``, ``shared``, ``experts`` and ``part``. ``experts`` is [number of this
         rank's first expert, number behind its last expert]; None if all experts share one adapter. ``part``
         is [number of this rank's part of the hidden columns, number of parts]; None if the rank has all
-        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which know which part they
-        are.
+        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which contain this
+        information.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain
@@ -222,7 +235,7 @@ def adapter_of_calls(layer: nn.Module) -> str:
 
 
 def switched_adapter(before: Collection[str], now: str) -> RuntimeError:
-    """Returns the error for a recomputation that uses another adapter than the forward pass did.
+    """Returns the error for a recomputation that uses another adapter than its forward pass used.
 
     before: the names of adapters that forward passes used; "" for none.
     now: the name of the adapter that calls use now; "" for none.
@@ -282,7 +295,7 @@ class AdaptedWeight:
         of_down: GradientSum | None,
         of_up: GradientSum | None,
     ) -> None:
-        """Adds the gradients of ``down`` (A) and ``up`` (scale * B) from some rows to their sums.
+        """Computes gradients of ``down`` (A) and ``up`` (scale * B) for some rows, and adds them to the sums.
 
         grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
         rows_NI: (N, I), the rows of I input features that the results were computed from.
@@ -429,7 +442,10 @@ class LoraExperts(StackedExperts):
         if not self.active or self.adapter(self.active).scale == 1:
             return 0
         adapter = self.adapter(self.active)
-        return sum(local_part(adapter.of(weight)[1]).numel() for weight in adapter.targets)
+        return sum(
+            local_part(adapter.of(weight)[1]).numel() * adapter.copy_parts.get(f"{weight}_B", UNCUT)[1].count
+            for weight in adapter.targets
+        )
 
     def note_operands(self) -> None:
         own_names = tuple(name for name in HIDDEN_DIMS if name[0] == "w" or self.has_bias)
@@ -485,6 +501,11 @@ class LoraExperts(StackedExperts):
             down, up = of_weight.get(weight, none)
             scaled = up if adapter.scale == 1 or not up.numel() else up * adapter.scale
             call_values += [down.to(like.dtype), scaled.to(like.dtype)]
+        if torch.is_grad_enabled() and not saves_plainly():
+            trained = [at for at, value in enumerate(call_values) if value.requires_grad]
+            if trained:  # one matrix is enough: a call's backward pass reads the saved tensors of all
+                last = trained[-1]
+                call_values[last] = _OfAdapter.apply(self, call_values[last])  # type: ignore[no-untyped-call]
         return call_values
 
     def check_operands(self, values: Sequence[Tensor]) -> None:
@@ -544,6 +565,10 @@ class LoraExperts(StackedExperts):
             adapter.num_ranks = self.num_ranks
             adapter.first_expert = self._first_expert
             adapter.shard = self.shard
+            start = f"{ADAPTERS}{name}."
+            adapter.copy_parts = {
+                own.removeprefix(start): cut for own, cut in self.copy_parts.items() if own.startswith(start)
+            }
             for own, dim in adapter.hidden_dims().items():
                 parameter = adapter.get_parameter(own)
                 copies_of_columns = self.shard.count if dim is None else 1
@@ -620,7 +645,7 @@ CLASSES: dict[type[StackedExperts], type[LoraExperts]] = {
     FFNExperts: LoraFFNExperts,
     SwiGLUExperts: LoraSwiGLUExperts,
 }
-"""Maps a class of experts to the class that its experts get with their first adapter."""
+"""Maps a class of experts to the class that these experts get together with their first adapter."""
 
 
 def _adapted(weight: Tensor, down: Tensor, up: Tensor) -> Tensor | AdaptedWeight:
@@ -639,7 +664,7 @@ def check_no_adapters(experts: Experts, what: str) -> None:
 
     what: the name of the function's argument that has the experts, for the message.
     """
-    if isinstance(experts, LoraExperts):
+    if isinstance(experts, LoraExperts) and experts.adapters:
         raise ValueError(
             f"{what} (experts with adapters {', '.join(experts.adapters)}) must have plain experts, because "
             "only the weights would be read: call pmoe.merge_lora(model) or pmoe.remove_lora(model) first"
@@ -706,3 +731,40 @@ class SumOverRanks(torch.autograd.Function):
         sums = [gradient.contiguous() for gradient in gradients]
         ctx.sum_gradients(sums)
         return None, None, *sums
+
+
+class _OfAdapter(torch.autograd.Function):
+    """Returns a matrix of an adapter, and remembers the adapter's name for the backward pass of the call.
+
+    Under activation checkpointing, autograd keeps this node of the forward pass, with the name, but takes the
+    saved tensors from the recomputation. So a number computed from the name is saved, too. Backward compares
+    it with the name: they do not fit if the recomputation used another adapter. With use_reentrant=True the
+    node of the forward pass is not kept, and `pmoe.checkpointing.routing_check` makes the comparison.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, experts: LoraExperts, matrix: Tensor) -> Tensor:
+        ctx.save_for_backward(_number_of(experts.active))
+        ctx.check_unchanged = functools.partial(_check_adapter, weakref.ref(ctx), experts, experts.active)
+        return matrix.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+def _number_of(name: str) -> Tensor:
+    """Returns a number for the name of an adapter, as an int64 scalar on the host."""
+    return torch.tensor(zlib.crc32(name.encode()), device="cpu")
+
+
+def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> None:
+    """Raises RuntimeError if a call was recomputed with another adapter than its forward pass used.
+
+    node: returns the node of `_OfAdapter` that the forward pass made.
+    experts: the experts of the call.
+    name: the name of the adapter that the forward pass used.
+    """
+    (number,) = node().saved_tensors
+    if not torch.equal(number, _number_of(name)):
+        raise switched_adapter({name}, experts.active)

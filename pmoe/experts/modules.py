@@ -50,8 +50,8 @@ class Recipe:
     random: state of the CPU's default generator.
     device_random: state of the CUDA device's generator; None on the CPU.
     autocast, autocast_dtype: whether autocast was on for the device type, and its dtype.
-    buffers: the experts' buffers with their version counters before the chunk was computed; empty if nothing
-        checks versions.
+    buffers: the experts' buffers with their version counters before the chunk was computed; empty if versions
+        are not checked.
     """
 
     device: torch.device
@@ -178,8 +178,8 @@ class ModuleExperts(Experts):
             saved_slots = SavedTensorSlots(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, saved_slots)
             if saved_slots.rows_changed:
-                # The graph's rows have a version counter of their own (`_Enter`). The engine reads that of
-                # rows_NM.
+                # The graph's rows have a version counter of their own (`_Enter`). The engine reads the
+                # counter of rows_NM.
                 increment_version(rows_NM)
             yield graph, output
 
@@ -255,7 +255,7 @@ class ModuleExperts(Experts):
     def join(
         self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate | None = None
     ) -> Hidden:
-        """Combines the graphs and saved tensors of several forward chunks into those of one backward chunk.
+        """Combines graphs and saved tensors of several forward chunks, for one backward chunk.
 
         A graph cannot be split, so every backward chunk (micro-batch) consists of whole forward chunks.
 
@@ -301,7 +301,7 @@ class ModuleExperts(Experts):
         return self.local[expert]
 
     def _call(self, expert: int, rows_NM: Tensor) -> Any:
-        """Calls an expert's module with its rows; arguments and result are those of `_run`."""
+        """Calls an expert's module with its rows; arguments and result are the same as in `_run`."""
         return self._module(expert)(rows_NM)
 
     def _gradients(self, graph: Graph, grad_output: Tensor) -> Sequence[Tensor | None]:
@@ -363,7 +363,7 @@ def build_modules(build: Callable[..., nn.Module], d_model: int, d_hidden: int) 
             f"expert ({build!r}) must be a callable whose arguments inspect.signature can read: wrap it in a "
             "function, such as lambda: build()"
         ) from error
-    # A module class without its own __init__ inherits nn.Module's: it is declared with *args, but takes none.
+    # A module class without its own __init__ inherits nn.Module's, which declares *args but accepts none.
     takes_none = isinstance(build, type) and vars(nn.Module)["__init__"] is getattr(build, "__init__", None)
     for args in ((),) if takes_none else ((d_model, d_hidden), ()):
         try:

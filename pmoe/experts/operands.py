@@ -23,8 +23,29 @@ DERIVED = ("_orig", "_g", "_v")
 "_orig" belongs to pruning and to the older spectral_norm, "_g" and "_v" to the older weight_norm.
 """
 
-FROZEN_ROWS = "frozen_rows"
-"""Attribute of a parameter that lists the numbers of its frozen experts (`pmoe.freeze_experts`)."""
+
+class FrozenRows:
+    """A hook of a parameter that sets the gradients of frozen experts to zero (`pmoe.freeze_experts`).
+
+    It runs after backward has added to the parameter's gradient. A copy of the parameter, by copy.deepcopy or
+    pickle, does not have it.
+
+    index: the numbers of the frozen experts along dimension 0 of this rank's part of the parameter.
+    """
+
+    def __init__(self, index: Tensor) -> None:
+        self.index = index
+
+    @torch.no_grad()
+    def __call__(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        local_part(parameter.grad)[self.index] = 0
+
+
+def frozen_rows(parameter: Tensor) -> Tensor | None:
+    """Returns the numbers of a parameter's frozen experts, a vector; None if none are frozen."""
+    hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    return next((hook.index for hook in hooks if isinstance(hook, FrozenRows)), None)
 
 
 def value_names(module: nn.Module) -> list[str]:
@@ -128,7 +149,7 @@ def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
                 f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to be spread "
                 "over ranks: call pmoe.parallelize(model, mesh) before it is changed"
             )
-        if hasattr(experts.get_parameter(name), FROZEN_ROWS):
+        if frozen_rows(experts.get_parameter(name)) is not None:
             raise ValueError(
                 f"experts' {name} (of which some experts are frozen) must be spread over ranks before: call "
                 "pmoe.freeze_experts after pmoe.parallelize(model, mesh)"

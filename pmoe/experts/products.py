@@ -111,8 +111,8 @@ def choice(
 def _asks(rows: Tensor) -> bool:
     """Returns whether `pmoe.kernels.registry` chooses the implementation of a product of these rows.
 
-    If not, the loop over experts is used. On the CPU it is as fast as any implementation, and writes its
-    result in place.
+    If the result is False, the loop over experts is used. On the CPU the loop is as fast as any other
+    implementation, and writes its result in place.
 
     rows: a factor of the product, of which only the device is read.
     """

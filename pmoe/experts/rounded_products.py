@@ -21,7 +21,7 @@ from pmoe.kernels.scaled_products.rounding import Rounded, round_operand
 
 
 class RoundedProducts:
-    """The two products of `StackedExperts` with rounded operands. An object is used in one pass.
+    """The two products of `StackedExperts` with rounded operands. An object is made for each pass.
 
     products: the number format of the operands.
     """
@@ -41,7 +41,7 @@ class RoundedProducts:
     ) -> Tensor:
         """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e.
 
-        Rows and weights are rounded. The arguments and the result, (N, O), are those of
+        Rows and weights are rounded. The arguments and the result, (N, O), are the same as in
         `pmoe.experts.products.expert_product`.
         """
         return self._multiply(rows_NI, weight_EOI, "forward", groups, bias_EO, out, scale_N)
@@ -51,7 +51,7 @@ class RoundedProducts:
     ) -> Tensor:
         """Returns grad @ weight[e] for the rows of each expert e: (N, I).
 
-        Gradients and weights are rounded. The arguments are those of
+        Gradients and weights are rounded. The arguments are the same as in
         `pmoe.experts.products.expert_input_gradient`.
         """
         return self._multiply(grad_NO, weight_EOI, "input", groups, None, out, None)
@@ -95,8 +95,8 @@ class RoundedProducts:
     def _weight(self, weight_EOI: Tensor, form: str) -> Rounded:
         """Returns a rounded weight. The product sums over its last dimension.
 
-        A pass rounds each weight once. Rounded weights are found by the weight's address, so the weight is
-        kept, too: otherwise another tensor could get the same address.
+        A pass rounds each weight once. The rounded weight is stored under the address of the weight. The
+        weight itself is stored, too, because otherwise another tensor could get its address.
 
         weight_EOI: (E, O, I).
         form: "forward": the result is (E, O, I); "input": (E, I, O).
@@ -109,7 +109,7 @@ class RoundedProducts:
 
 
 def with_rounded_products(experts: StackedExperts, products: ProductsName) -> StackedExperts:
-    """Returns experts that round the operands of their products. They are used in one pass.
+    """Returns experts that round the operands of their products, to be used in one pass.
 
     They have the same parameters as ``experts``.
 

@@ -41,6 +41,9 @@ OPERANDS = ("w1", "w2", "b1", "b2")
 HIDDEN_DIMS: dict[str, int | None] = {"w1": 1, "w2": 2, "b1": 1, "b2": None}
 """The dimension of each weight and bias that counts hidden columns; None if there is none."""
 
+UNCUT = (0, WHOLE)
+"""The part of a parameter that FSDP2 does not shard: all of it, along any dimension."""
+
 SCRATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Bytes of one block of rows that `input_gradient` processes at a time, by device type.
 
@@ -262,26 +265,7 @@ class StackedExperts(Experts):
                 values = values[:, columns]
             if name in ("w1", "b1"):
                 values = values.flatten(0, 1)
-            self._put(name, parameter, local_expert, values)
-
-    def _put(self, name: str, parameter: Tensor, local_expert: int, values: Tensor) -> None:
-        """Writes the values of one expert into a parameter.
-
-        If FSDP2 shards the experts over the ranks that have copies of them, only this rank's part is written.
-
-        name: the parameter's name.
-        parameter: (E_local, ...) or this rank's part of it.
-        local_expert: the expert's number on this rank.
-        values: (...), the parameter's values for this expert.
-        """
-        dim, own = self.copy_parts.get(name, (0, WHOLE))
-        if dim == 0:
-            experts = own.of(self.num_local_experts)
-            if experts.start <= local_expert < experts.stop:
-                local_part(parameter)[local_expert - experts.start] = values
-        else:
-            at = own.of(values.shape[dim - 1])
-            local_part(parameter)[local_expert] = values.narrow(dim - 1, at.start, at.stop - at.start)
+            put_expert(parameter, local_expert, values, self.copy_parts.get(name, UNCUT))
 
     @abc.abstractmethod
     def activate(self, hidden_NG: Tensor, active_NH: Tensor) -> None:
@@ -531,6 +515,36 @@ def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
     w1, w2, *biases = values
     b1, b2 = biases or (None, None)
     return w1, w2, b1, b2
+
+
+def put_expert(parameter: Tensor, local_expert: int, values: Tensor, cut: tuple[int, Shard]) -> None:
+    """Writes the values of one expert into a parameter, or those of them that this rank holds.
+
+    If FSDP2 shards the experts over their copies, a rank holds a part of the parameter.
+
+    parameter: (E_local, ...) or this rank's part of it.
+    local_expert: the expert's number on this rank.
+    values: (...), the parameter's values for this expert.
+    cut: the dimension of the parameter that FSDP2 shards, and this rank's part of it.
+    """
+    dim, own = cut
+    local = local_part(parameter)
+    if dim == 0:
+        number = local_expert - own.index * local.shape[0]
+        if 0 <= number < local.shape[0]:
+            local[number] = values
+    else:
+        local[local_expert] = part_of_cut(values, (dim - 1, own))
+
+
+def part_of_cut(values: Tensor, cut: tuple[int, Shard]) -> Tensor:
+    """Returns the part of a tensor, of any shape, that FSDP2 leaves on this rank, as a view.
+
+    cut: the dimension that FSDP2 shards, and this rank's part of it.
+    """
+    dim, own = cut
+    at = own.of(values.shape[dim])
+    return values.narrow(dim, at.start, at.stop - at.start)
 
 
 @torch.no_grad()

@@ -164,7 +164,7 @@ class ExpertsWithCopies:
         return _joined(made, [_rows_of(part) for part in parts])
 
     def join(self, parts: Sequence[tuple[Hidden, Runs]], num_rows: int, *, space: Allocate) -> Hidden:
-        """Assembles the hidden activation of a backward chunk from those of forward chunks.
+        """Assembles the hidden activation (T_M) of a backward chunk from the T_M of forward chunks.
 
         In the chunks of both passes, the rows of own experts come first, then the rows of copies.
 
@@ -175,7 +175,7 @@ class ExpertsWithCopies:
         """
         separated: list[tuple[Hidden | None, Hidden | None, Runs]] = []
         own_runs: list[Runs] = []
-        copied_runs: list[tuple[int, int]] = []  # in which range of its chunk's rows each part's copies are
+        copied_runs: list[tuple[int, int]] = []  # for each part: its copies' rows, from where to where
         for hidden, runs in parts:
             own, copied = _separated(hidden)
             separated.append((own, copied, runs))
@@ -294,7 +294,7 @@ class _SharedSpace:
 
 
 def _rows_of(part: _Part | None) -> int:
-    """Returns how many of a chunk's rows a part has; 0 for None."""
+    """Returns the number of rows in a part of a chunk; 0 if the part is None."""
     return 0 if part is None else part.rows.stop - part.rows.start
 
 
@@ -329,7 +329,7 @@ def _within(runs: Runs, start: int, stop: int, target_start: int = 0) -> list[tu
 
 
 def _joined(parts: Sequence[Hidden | None], num_rows: Sequence[int]) -> Hidden:
-    """Joins the saved tensors of own experts and of copies, which are two records, to one record.
+    """Joins two records of saved tensors to one: the record of own experts, and the record of copies.
 
     The ``graph`` of the result is a list with an entry for each of the two records: (number of rows, number
     of the record's tensors, the record's ``graph``). The entry is None if the record is None. `_separated`

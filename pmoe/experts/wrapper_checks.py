@@ -45,11 +45,11 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     experts: the layer's experts.
     own: the global ranks over which the layer's experts are spread.
 
-    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If the
-    layer is replicated over several such groups of ranks, a wrapper may span one rank of each group, because
-    these ranks hold the same experts. The ranks of a FullyShardedDataParallel wrapper (FSDP1) cannot be read.
-    An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job, because any group
-    of several ranks then mixes different experts.
+    A wrapper is refused if it spans more than one of these ranks, because they hold different experts. If
+    several groups of ranks each hold a copy of all experts of the layer, a wrapper may span one rank of each
+    group, because these ranks hold the same experts. The ranks of a FullyShardedDataParallel wrapper (FSDP1)
+    cannot be read. An FSDP1 wrapper is refused if the layer's experts are spread over all ranks of the job,
+    because any group of several ranks then mixes different experts.
 
     If `pmoe.parallelize` has changed the model, its experts must not be in any wrapper, because their
     gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the
@@ -58,7 +58,7 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     parameter = next(experts.parameters(), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
     if parameter is not None and is_expert(parameter) and ddp is None:
-        return  # FSDP does not manage a parameter with a mark: it puts in new parameters, which have none
+        return  # FSDP replaces the parameters that it manages, and the new parameters have no mark
     for wrapper, ranks in _wrappers(experts):
         if wrapper == FSDP2 and experts.is_sharded:
             continue
@@ -99,7 +99,7 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp and any(id(value) in parameters for value in ddp._module_parameters if value.requires_grad):
         yield DDP, set(dist.get_process_group_ranks(ddp.process_group))
-    # fully_shard imports this module. If nothing did, there is no wrapper, and importing it costs time.
+    # fully_shard imports the module below. If it is not imported yet, there is no FSDP2 wrapper.
     states = sys.modules.get("torch.distributed._composable_state")
     for state in [] if states is None else list(states._module_state_mapping.values()):
         for group in getattr(state(), "_fsdp_param_groups", ()):

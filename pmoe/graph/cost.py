@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,28 +64,28 @@ class Costs:
     def __init__(self, device: torch.device) -> None:
         key = ("operators", str(device.type), torch.__version__, str(torch.get_num_threads()))
         self._path = cache_path(key)
-        self.seconds: dict[str, float] = read_or_default(
-            {}, "stored costs of operators are not used", self._stored
-        )
+        self.seconds: dict[str, float] = self._stored()
 
     def _stored(self) -> dict[str, float]:
-        """Returns the seconds of each operator call from the file.
-
-        Raises OSError or ValueError if the file cannot be used.
-        """
+        """Returns the seconds in the file; {}, with a warning, if the file cannot be used."""
         remedy = "they are measured again, and the file is replaced"
-        return load_json(
-            self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
-        )
+
+        def read() -> dict[str, float]:
+            """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
+            return load_json(
+                self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
+            )
+
+        return read_or_default({}, "stored costs of operators are not used", read)
 
     def save(self) -> None:
-        """Writes the seconds of all operator calls to the file. Warns if that fails.
+        """Writes the seconds to the file. If that fails, it warns; the next run then measures again.
 
-        The next run then measures the missing seconds again.
+        Seconds that another run has stored in the meantime stay in the file.
         """
         save_or_warn(
             "costs of operators could not be kept, and will be measured again",
-            lambda: save_json(self._path, {"seconds": self.seconds}),
+            lambda: save_json(self._path, {"seconds": {**self._stored(), **self.seconds}}),
         )
 
 
@@ -115,6 +116,8 @@ class Profiled(fx.Interpreter):
     """Runs a graph once, call by call in its order, and measures the cost of each call.
 
     cost_by_label: the cost of each call and of each input, by its `label`.
+    bases: for each tensor of a node's result that is a view, the label of the node that owns the memory; None
+        for a tensor with memory of its own.
     """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
@@ -129,21 +132,15 @@ class Profiled(fx.Interpreter):
         self.cost_by_label: dict[str, Cost] = {}
         self._costs = costs
         self._link = link
-        # For each tensor of a node's result that is a view, the label of the node that owns the memory; None
-        # for a tensor with memory of its own.
-        self._bases: dict[fx.Node, list[str | None]] = {}
+        self.bases: dict[fx.Node, list[str | None]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node of the graph, stores its cost in ``cost_by_label``, and returns its result."""
-        for source in n.all_input_nodes:
-            if source not in self._bases:  # an input of the graph
-                value = self.env[source]
-                self._bases[source] = [None for _ in _find_tensors(value)]
-                self.cost_by_label[label(source)] = Cost(0.0, _bytes(value))
+        self.count_inputs(n)
         bases = {
             _memory(tensor): base or (label(source) if isinstance(self.env[source], Tensor) else None)
             for source in n.all_input_nodes
-            for tensor, base in zip(_find_tensors(self.env[source]), self._bases[source], strict=True)
+            for tensor, base in zip(_find_tensors(self.env[source]), self.bases[source], strict=True)
         }
         seconds = 0.0
         if n.op != "call_function":
@@ -155,9 +152,9 @@ class Profiled(fx.Interpreter):
                 result = run()
                 seconds = self._link(max(_bytes(args[0]), _bytes(result)))
             else:
-                seconds, result = self._timed(n, run, signature(n, args, kwargs))
+                seconds, result = self.timed(n, run, signature(n, args, kwargs))
         view_of = [bases.get(_memory(tensor)) for tensor in _find_tensors(result)]
-        self._bases[n] = view_of
+        self.bases[n] = view_of
         # If a node has several results, the node that takes one of them (getitem) counts its bytes. The
         # results of an all-to-all arrive together, so the all-to-all counts all of them.
         has_own_bytes = isinstance(result, Tensor) and view_of[0] is None
@@ -167,7 +164,15 @@ class Profiled(fx.Interpreter):
         )
         return result
 
-    def _timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
+    def count_inputs(self, node: fx.Node) -> None:
+        """Stores the bytes of the graph's inputs that a node reads in ``cost_by_label``."""
+        for source in node.all_input_nodes:
+            if source not in self.bases:  # an input of the graph
+                value = self.env[source]
+                self.bases[source] = [None for _ in _find_tensors(value)]
+                self.cost_by_label[label(source)] = Cost(0.0, _bytes(value))
+
+    def timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
         """Runs an operator, and returns its seconds and its result.
 
         node: the call of the operator.
@@ -179,7 +184,9 @@ class Profiled(fx.Interpreter):
         times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
         clock = clock_of(*(tensor.device for tensor in _find_tensors(list(run.args))))
         seconds = math.inf
+        result = None
         for _ in range(times):
+            del result  # so that the next run may take its memory
             begin = clock()
             result = run()
             seconds = min(seconds, clock() - begin)
@@ -305,6 +312,7 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
                 lane=COMMUNICATE if communicates(node) else COMPUTE,
                 num_bytes=cost.num_bytes,
                 is_counts=node.target is OPS.exchange_counts.default,
+                selects=node.target is operator.getitem and needs[0].op == "call_function",
             )
         )
     return instructions

@@ -65,9 +65,11 @@ def label(node: fx.Node) -> str:
 
     Ranks use this name when they share decisions. Graphs with the same operators get the same names from
     `name_all`, although torch's own names of their nodes may differ. Calls that compute a size get no name
-    from `name_all`. For them the result is torch's name, marked as "unnamed".
+    from `name_all`. For them the result is torch's name, marked as "unnamed". Torch names an input that
+    forward saved after the call that computed it, so the name of an input is marked, too. Otherwise another
+    call could have the same name.
     """
-    unnamed = f"{node.name}, unnamed" if node.op == "call_function" else node.name
+    unnamed = f"{node.name}, unnamed" if node.op == "call_function" else f"{node.name}, input"
     name: str = node.meta.get("label", unnamed)
     return name
 

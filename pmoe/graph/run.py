@@ -32,6 +32,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of, packed_bytes
+from pmoe.graph.graph_trial import GraphTrial
 from pmoe.graph.hand_over import GradientSteps, GraphInputs, pending
 from pmoe.graph.instructions import Instruction, peak_bytes, total_seconds
 from pmoe.graph.lower import (
@@ -287,7 +288,7 @@ class GraphRunner:
             plan = from_first(ranks, plan, stage="agreeing on parts to be measured")
             module = self.cutting.apply(plan)
             with torch.random.fork_rng(devices=[]):  # a trial must not change the random numbers of the run
-                costs = self._profiled(ranks, module, list(boxed))[0]
+                costs = self._profiled(ranks, module, list(boxed), GraphTrial)[0]
             by_k[k] = _by_origin(module, costs)
             for lag in lags(k):
                 costs_of_plan[RangePlan(names, tuple(replace(range_, lag=lag) for range_ in ranges_of_k))] = (
@@ -350,20 +351,25 @@ class GraphRunner:
         }
 
     def _profiled(
-        self, ranks: Ranks, module: fx.GraphModule, boxed: list[Any]
+        self,
+        ranks: Ranks,
+        module: fx.GraphModule,
+        boxed: list[Any],
+        interpreter: type[Profiled] = Profiled,
     ) -> tuple[dict[str, Cost], Sequence[Any]]:
         """Runs a module call by call. Returns the cost of each call by its label, and the results.
 
         ranks: the ranks of the all-to-alls.
         module: the graph, possibly cut into parts.
         boxed: the graph's arguments, in a list that the run empties.
+        interpreter: the class that runs the module. `GraphTrial` returns no results, and takes less memory.
         """
         tensor = next(
             argument for argument in boxed if isinstance(argument, Tensor) and argument.is_floating_point()
         )
         self._costs = costs_of(tensor.device)
         self._link = link_of(ranks, tensor.device, tensor.dtype, packed_bytes(self.module))
-        profiled = Profiled(module, self._costs, self._link)
+        profiled = interpreter(module, self._costs, self._link)
         with torch.no_grad():
             results: Sequence[Any] = profiled.boxed_run(boxed)
         return profiled.cost_by_label, results

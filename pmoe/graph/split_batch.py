@@ -16,7 +16,6 @@ range, for example by backward.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -496,7 +495,7 @@ class _Cutter:
         if isinstance(axis, int):
             return self._call(aten.cat.default, values, axis)
         if axis == SUM:
-            return functools.reduce(lambda a, b: self._call(aten.add.Tensor, a, b), values)
+            return self._sum(values)
         if axis is None:
             return values[0]
         source, place = _maker(node, self.axes)
@@ -509,6 +508,20 @@ class _Cutter:
             return total
         counts, by_expert = _layout(source, place, self.axes)
         return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
+
+    def _sum(self, values: Sequence[fx.Node]) -> fx.Node:
+        """Returns a node with the sum of the parts of a tensor.
+
+        Each part is added directly after the call that computes it, so that the graph holds one sum. If parts
+        were added at the end of the range, it would hold a gradient of each weight for every part.
+
+        values: the parts, nodes of the new graph in their order.
+        """
+        total, *others = values
+        for value in others:
+            with self.graph.inserting_after(value):
+                total = self._call(aten.add.Tensor, total, value)
+        return total
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
         """Returns a node with one result of `order`, which sorts slots by expert, for the whole batch.

@@ -9,7 +9,8 @@ dX is the gradient of a layer's input, for which the next all-to-all may wait; d
 
 In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
 may run at any time after its inputs. If it runs while all other computation waits for an all-to-all, it costs
-no time.
+no time. An instruction that selects one of the results of another one always follows it directly: until then,
+all of these results stay in memory.
 
 The list schedule (`listed`) gives faster orders than Lancet's pass (`assign`, `placed`). `pmoe.graph.run`
 predicts the time of both, and takes the faster order that fits into memory.
@@ -116,19 +117,29 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     """
     by_name = {instruction.name: instruction for instruction in instructions}
     free = weight_gradients(instructions)
+    selected: dict[str, list[str]] = {}
+    for instruction in instructions:
+        if instruction.selects:
+            (source,) = instruction.waits
+            selected.setdefault(source, []).append(instruction.name)
     behind: dict[str, list[str]] = {}
     for name, communication in assigned.items():
         behind.setdefault(communication, []).append(name)
     order: dict[str, Instruction] = {}
 
     def take(name: str) -> None:
-        """Adds an instruction to the result, after the weight gradients that it waits for."""
+        """Adds an instruction to the result, after the weight gradients that it waits for.
+
+        The instructions that select one of its results follow it.
+        """
         if name in order:
             return
         for needed in by_name[name].waits:
             if needed in free:
                 take(needed)
-        order[name] = by_name[name]
+        order.setdefault(name, by_name[name])
+        for result in selected.get(name, ()):
+            take(result)
 
     for instruction in instructions:
         if instruction.name in assigned:
@@ -307,11 +318,15 @@ class _List:
     def _release(self) -> None:
         """Sorts instructions whose inputs have all been scheduled into the collections for `run`.
 
-        Computations that can begin now go to ``chain``, or to ``pool`` if they are weight gradients.
-        Computations that read the result of an all-to-all that is still running go to ``later``. All-to-alls
-        are not moved: they are in ``messages`` from the start.
+        Instructions that select one of the results of an instruction are scheduled at once. Computations that
+        can begin now go to ``chain``, or to ``pool`` if they are weight gradients. Computations that read
+        the result of an all-to-all that is still running go to ``later``. All-to-alls are not moved: they
+        are in ``messages`` from the start.
         """
         for name in self.sorter.get_ready():
+            if self.by_name[name].selects:
+                self._take(name)
+                continue
             self.ready.add(name)
             begin = self._begin(name)
             place = self.place[name]

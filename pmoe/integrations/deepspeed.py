@@ -278,6 +278,11 @@ def _check_layer(name: str, layer: MoELayer) -> None:
         raise ValueError(
             f"{where} (experts that are modules) must have stacked experts, such as expert='ffn'"
         )
+    if experts.replicated_dims:
+        raise ValueError(
+            f"{where} (an adapter that all experts share) must have an adapter for each expert, because "
+            "DeepSpeed saves experts one by one: call pmoe.add_lora(..., shared=False)"
+        )
     known = groups._get_expert_parallel_group_dict().get(_name(layer.ranks.size))
     members = None if known is None else dist.get_process_group_ranks(known)
     own = list(range(dist.get_world_size()))[dist.get_rank() : dist.get_rank() + 1]

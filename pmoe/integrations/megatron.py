@@ -48,6 +48,7 @@ REFUSED: dict[str, tuple[object, ...]] = {
     "moe_apply_probs_on_input": (False,),
     "moe_shared_expert_overlap": (False,),
     "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0,),
     "fp8": (None, False),
     "fp4": (None, False),
 }

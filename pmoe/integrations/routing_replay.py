@@ -33,7 +33,7 @@ from pmoe.comm.agreement import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.base import Gate, Routing
 from pmoe.integrations.model_layers import layers_of
-from pmoe.integrations.routing_trace import traced_layers
+from pmoe.integrations.routing_trace import GateHook, traced_layers
 from pmoe.layer import MoELayer
 
 LIVE = -1
@@ -102,7 +102,7 @@ def replay_routing(
         one.check_end()
 
 
-class _Replay:
+class _Replay(GateHook):
     """A forward hook of a layer's gate that replaces the chosen experts of each call by recorded ones.
 
     name: the name of the layer.
@@ -114,6 +114,7 @@ class _Replay:
     """
 
     def __init__(self, name: str, layer: MoELayer, calls: list[Tensor], mask: list[Tensor] | None) -> None:
+        super().__init__(layer.gate)
         self.name = name
         self.layer = layer
         self.calls = calls
@@ -126,11 +127,14 @@ class _Replay:
     def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> Routing:
         """Returns the routing of a call with the recorded experts, and the weights that the gate gives them.
 
-        gate, inputs: the arguments of every forward hook; not used.
+        gate: the gate that was called.
+        inputs: an argument of every forward hook; not used.
         routing: the routing that the gate has computed.
 
         Raises ValueError if there is no recorded call, or if the recorded call has another number of tokens.
         """
+        if gate is not self.gate:
+            return routing
         with hidden_from_checkpoints():  # a second pass of checkpointing must not expect them again
             at = self._again(routing) if is_second_pass() else self._first(routing)
             if at is None:

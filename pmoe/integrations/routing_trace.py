@@ -96,7 +96,9 @@ def record_routing(
             check_path(folder=folder)
             keepers = stack.enter_context(_writers(folder, num_experts))
         before = [layer.ran for layer in layers.values()]
-        recorders = [_Recorder(keep) for keep in keepers]
+        recorders = [
+            _Recorder(layer.gate, keep) for layer, keep in zip(layers.values(), keepers, strict=True)
+        ]
         for layer, recorder in zip(layers.values(), recorders, strict=True):
             stack.callback(layer.gate.register_forward_hook(recorder).remove)
         yield trace
@@ -126,7 +128,23 @@ def traced_layers(model: nn.Module) -> dict[str, MoELayer]:
     return layers
 
 
-class _Recorder:
+class GateHook:
+    """A forward hook of one gate. ``copy.deepcopy`` of the model copies its hooks, too, but not this object.
+
+    So a copy of the gate, which was made while the hook was registered, calls the same object. Its calls are
+    not those of the model.
+
+    gate: the gate.
+    """
+
+    def __init__(self, gate: nn.Module) -> None:
+        self.gate = gate
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GateHook:
+        return self
+
+
+class _Recorder(GateHook):
     """A forward hook of a gate that passes the choices of each call, (T, K), to the function ``keep``.
 
     There are T tokens with K choices each.
@@ -134,11 +152,14 @@ class _Recorder:
     was_called: whether the gate was called while the hook was registered.
     """
 
-    def __init__(self, keep: Callable[[Tensor], object]) -> None:
+    def __init__(self, gate: nn.Module, keep: Callable[[Tensor], object]) -> None:
+        super().__init__(gate)
         self.was_called = False
         self._keep = keep
 
     def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> None:
+        if gate is not self.gate:
+            return
         self.was_called = True
         if not (is_second_pass() or is_shape_run()):
             self._keep(routing.expert.detach())

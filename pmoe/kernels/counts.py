@@ -27,10 +27,10 @@ from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 
 HEADER = 4
-"""Number of int32 values in front of the counts of a message: kHeader of cuda/counts/layout.h."""
+"""Number of int32 values that precede the counts in a message: kHeader of cuda/counts/layout.h."""
 
 FAULT = 1
-"""Index of the code of the sender's fault in a header: kFault of cuda/counts/layout.h."""
+"""Index in a header: header[FAULT] is the code of the sender's fault. kFault of cuda/counts/layout.h."""
 
 MAX_RANKS, MAX_BINS, MAX_DEGREES = 1 << 11, 1 << 12, 16
 """The most ranks, bins and degrees (numbers of chunks) that the kernels can handle.
@@ -60,7 +60,7 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
 
 @dataclass(frozen=True)
 class Heading:
-    """The header of a rank's messages of row counts, and the sizes that routing kernels need for them.
+    """The header of a rank's messages of row counts, and the sizes with which kernels write the messages.
 
     num_ranks: W.
     num_degrees: the number of degrees (numbers of chunks); each has an agreed number in `Messages`.

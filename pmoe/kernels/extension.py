@@ -162,9 +162,9 @@ def on_device(index: int) -> Device:
 
 
 def path(device: torch.device) -> tuple[str | None, str | None]:
-    """Returns which kernel code a device runs, ("sm_90a" or "sm_80", None), or (None, why it runs none).
+    """Returns (name of the kernel code that a device runs, None), or (None, why it runs no kernel).
 
-    "sm_80" also stands for code that the driver compiled from PTX.
+    The name is "sm_90a" or "sm_80". "sm_80" also stands for code that the driver compiled from PTX.
     """
     if device.type != "cuda":
         return None, f"device {device.type}: the kernels are for CUDA"

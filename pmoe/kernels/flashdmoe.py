@@ -7,7 +7,7 @@ assign positions to rows, send rows, multiply rows, and sum results. The kernels
 
 Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. A cell is the part of a
 rank's heap for the rows that one rank sends to one expert (section 5.3). With W ranks and E experts of each,
-a heap has A = W * E cells. They are laid out in one of two ways:
+a heap has A = W * E cells. The cells are laid out in one of two ways:
 
     with a capacity      Every cell has room for C rows. If fewer arrive, the rest of the cell stays unused:
                          missing rows are neither sent nor computed (section 5.4).
@@ -67,7 +67,7 @@ Parameters = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingInput:
-    """The experts of a rank's tokens, or the gate's logits, with which the launch chooses the experts.
+    """The experts of a rank's tokens; or the gate's logits, from which the launch chooses the experts.
 
     There are T tokens with K choices each. A is the number of experts of all ranks.
 

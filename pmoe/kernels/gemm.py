@@ -32,7 +32,9 @@ multiplies by the nonlinearity's derivative.
 """
 
 SPARE = 16
-"""Number of multiprocessors that products leave free for NCCL. A block of NCCL needs a whole one.
+"""Number of multiprocessors that products leave free for NCCL.
+
+A thread block of NCCL needs a whole multiprocessor.
 
 Measured on an H200 (bench_beside) while another kernel occupied 16 multiprocessors, as NCCL's collectives do:
 with this value a product took 1.07 times as long as without the other kernel. With no multiprocessor left

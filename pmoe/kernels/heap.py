@@ -160,13 +160,13 @@ class HeapShape:
     experts: number of experts of one rank.
     rows: COMET: the most rows that a rank can receive. FlashDMoE: the most rows that one rank can send to one
         expert, rounded up to whole tiles; with is_pool, the most rows that a rank can receive.
-    home_rows: COMET: the most rows that a rank can send, because their results are written back into its
+    home_rows: COMET: the most rows that a rank can send. The results of these rows are written back into its
         heap. FlashDMoE: the most tokens of a rank.
     d_model, dtype: number of columns and dtype of a row.
-    d_hidden: FlashDMoE: the experts' hidden size, because the heap also has the kernels' own buffers, whose
-        sizes depend on it. COMET: 0.
-    sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time, for which the
-        heap needs room beside the dispatched gradients.
+    d_hidden: FlashDMoE: the experts' hidden size. The sizes of the kernels' own buffers in the heap depend on
+        it. COMET: 0.
+    sends_again: FlashDMoE only: whether backward may dispatch the layer's input a second time. The heap then
+        needs room for this input beside the dispatched gradients.
     is_pool: FlashDMoE only: if False, there is a separate buffer of ``rows`` rows for each pair of a sending
         rank and an expert. If True, one buffer of ``rows`` rows has all rows that a rank receives.
 

@@ -38,9 +38,9 @@ Form = Literal["forward", "input", "weight"]
 
 
 TIE = 0.01
-"""pmoe's kernels are chosen if they save at least this fraction of the plain computation's seconds.
+"""pmoe's kernels are chosen if they save at least this fraction of the plain candidate's seconds.
 
-Both count as equally fast if their seconds differ by less.
+If the two candidates' seconds differ by less, both count as equally fast.
 """
 
 
@@ -58,8 +58,8 @@ class ProductRequest:
 
     form: "forward" (rows times weights), "input" (gradient of the rows) or "weight" (gradient of the
         weights).
-    device: the device that computes. Requests that differ only in the device are equal, so devices with the
-        same name share a choice.
+    device: the device that computes. It does not count when requests are compared, so devices with the same
+        name share a choice.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
     experts: number of experts.
@@ -428,7 +428,10 @@ def grouped_mm_loops(capability: tuple[int, int]) -> str | None:
 
 
 def _grouped_mm_reasons(request: ProductRequest) -> list[str]:
-    """Returns why PyTorch's grouped_mm refuses a request, or would need several launches; [] if neither."""
+    """Returns the reasons against PyTorch's grouped_mm for a request; [] if there is none.
+
+    grouped_mm may refuse the request, need several launches, or be no faster than a loop.
+    """
     device = request.device
     if device.type != "cuda":
         return [f"device {device.type}: a loop is as fast there and writes in place"]
@@ -483,5 +486,5 @@ PRODUCTS = Registry(
 """The implementations of grouped products, and the choices of this process, which all layers share.
 
 `pmoe.measure.product_choices` measures them. On the CPU the loop is as fast as any kernel, and it writes into
-given memory.
+memory of the caller.
 """

@@ -1,8 +1,9 @@
 """Launches of the kernels that pack rows into messages, and unpack messages to rows (cuda/wire).
 
-    pack      reads each token once, rounds it, and writes a message for each of its choices. Without
-              messages, a permute would copy the token
-    unpack    reads the message of each row and writes the row. Without messages, a gather would copy the row
+    pack      reads each token once, rounds it, and writes a message for each of its choices. It takes the
+              place of a permute, which would copy the token unrounded
+    unpack    reads the message of each row and writes the row. It takes the place of a gather, which would
+              copy the row
 
 `pmoe.comm.wire` defines messages, and packs and unpacks them by PyTorch operations. The kernels give the same
 bits as these operations on a CPU, except that the bits of a NaN may differ. On a GPU, PyTorch multiplies by 1
@@ -46,7 +47,7 @@ class MessageKernels:
     """Packs rows into messages and unpacks messages by kernels, on the stream that is current now.
 
     The object checks no tensors, because the engine allocates them to suit the kernels: rows and messages
-    begin at multiples of 16 bytes. It must not be made if `refusal` refuses the rows.
+    begin at multiples of 16 bytes. Do not make an object if `refusal` refuses the rows.
 
     wire: the format of the messages.
     rows: a tensor (..., M) with the rows' columns, dtype and device.

@@ -216,3 +216,12 @@ class SortedOrder(Order):
         else:
             # One operation reads each row once, and adds the rows of a token in the order of its choices.
             out.copy_(F.embedding_bag(row_SK, rows_NM, mode="sum"))
+
+
+def copies_bytes(order: Order) -> bool:
+    """Returns whether an order's method `Order.order` copies rows of any dtype, also messages of bytes.
+
+    `SortedOrder` and its subclasses do. A user's class, or a subclass with an `order` of its own, may compute
+    with the values of rows.
+    """
+    return type(order).order is SortedOrder.order

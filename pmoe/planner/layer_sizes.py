@@ -102,6 +102,9 @@ class LayerSizes:
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
     wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
+    packs_tokens: whether a wire packs tokens before they are copied to rows: on the CPU, unless the order is
+        a user's.
+    device_type: "cpu" or "cuda".
     products: the number format to which the operands of the experts' matrix products are rounded, "e4m3" or
         "mxfp8"; None if they are not rounded.
     copies: numbers of copies of busy experts.
@@ -135,6 +138,8 @@ class LayerSizes:
     relays: int = 0
     merges: bool = False
     wires: Wires = AS_THEY_ARE
+    packs_tokens: bool = True
+    device_type: str = "cpu"
     products: ProductsName | None = None
     copies: CopyNumbers = CopyNumbers()
     copy_work: CopyWork = NO_COPIES
@@ -299,4 +304,6 @@ def sizes_from_options(
         bypass_local=esp_size == 1,
         esp_size=esp_size,
         wires=wires if num_ranks > 1 else AS_THEY_ARE,
+        packs_tokens=device_type == "cpu",
+        device_type=device_type,
     )

@@ -17,11 +17,11 @@ Words: T_DI dispatched input, the rows that a rank's experts received; T_M hidde
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from pmoe.comm.wire import hidden_block_bytes, packing_bytes, unpacking_bytes
+from pmoe.comm.wire import are_packed_at_once, packing_bytes, rows_at_once, unpacking_bytes
 from pmoe.gates.logits import BLOCK_ROWS
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
@@ -450,9 +450,11 @@ def _forward_work(
         buffers.first + shared,
         buffers.leaving,
     )
+    wires = _packed_in("forward", sizes, restore)
     largest = max(
-        largest + _unit_bytes(sizes, forward),
-        buffers.leaving + _packing(sizes, forward, sizes.wires.rows),
+        largest + _unit_bytes(sizes, forward) + _token_messages(sizes, call, forward, wires),
+        _packing(sizes, call, forward, buffers, wires),
+        buffers.leaving + _unpacking(sizes, forward),
         buffers.leaving + _result_packing(sizes, forward),
         buffers.computing + _hidden_packing(sizes, forward, restore),
     )
@@ -507,10 +509,11 @@ def _backward_work(
         buffers.first + _shared_gradients(sizes, call),
         buffers.leaving,
     )
-    packing = max(_packing(sizes, backward, wire) for wire in (sizes.wires.rows, sizes.wires.gradients))
+    wires = _packed_in("backward", sizes, restore)
     largest = max(
-        largest + unit,
-        buffers.leaving + packing,
+        largest + unit + _token_messages(sizes, call, backward, wires),
+        _packing(sizes, call, backward, buffers, wires),
+        buffers.leaving + _unpacking(sizes, backward),
         buffers.leaving + _result_packing(sizes, backward),
         buffers.computing + _hidden_packing(sizes, backward, restore),
     )
@@ -529,22 +532,104 @@ def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
     return (3 * backward.received + 4 * call.slots) * sizes.weight_size
 
 
-def _packing(sizes: LayerSizes, rows: PassRows, wire: WireName | None) -> int:
-    """Returns the bytes needed to convert one chunk's rows to or from the number format of messages.
+def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[WireName]:
+    """Returns the number formats of the messages into which a pass packs tokens or their gradients.
 
-    Rows are converted before or after the products of the chunk, so these bytes and the temporary tensors of
-    the products do not exist at the same time.
+    direction: "forward" or "backward".
+    sizes: sizes of the layer.
+    restore: the restore pair. Backward packs tokens only if it sends the experts' input (T_DI) again.
+    """
+    packs_rows = direction == "forward" or restore.dispatched == "communicate"
+    wires = (
+        sizes.wires.rows if packs_rows else None,
+        sizes.wires.gradients if direction == "backward" else None,
+    )
+    return [wire for wire in wires if wire is not None]
+
+
+def _token_messages(sizes: LayerSizes, call: CallRows, rows: PassRows, wires: Sequence[WireName]) -> int:
+    """Returns the bytes of the messages of all tokens that a pass holds while its experts compute.
+
+    With ring slots the last chunks are sent after the experts have computed the first ones. Without them all
+    chunks are sent before, and the result is 0.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    rows: numbers of rows of the pass.
+    wires: the formats of the messages.
+    """
+    are_held = sizes.packs_tokens and sizes.rotates and rows.num_chunks > 2
+    if not are_held or not are_packed_at_once(call.inner, sizes.d_model):
+        return 0
+    return call.inner * sum(sizes.sent_bytes(wire) for wire in wires)
+
+
+def _packing(
+    sizes: LayerSizes, call: CallRows, rows: PassRows, buffers: PassBytes, wires: Sequence[WireName]
+) -> int:
+    """Returns the most bytes that a pass holds while it packs rows into messages; 0 if it packs none.
+
+    Without ring slots, all chunks are packed before the experts compute the first one. With ring slots this
+    is so only if the first chunk packs the tokens of all chunks.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    rows: numbers of rows of the pass.
+    buffers: bytes of the pass's buffers at several moments.
+    wires: the number formats of the messages that the pass packs.
+    """
+    if not wires:
+        return 0
+    at_once = sizes.packs_tokens and are_packed_at_once(call.inner, sizes.d_model)
+    packing = max(_packing_tokens(sizes, call, rows, wire) for wire in wires)
+    if len(wires) > 1 and at_once:  # messages of T_DI, which is sent again, exist while gradients are packed
+        packing += call.inner * sizes.sent_bytes(wires[0])
+    return packing + SMALL + (buffers.first if at_once or not sizes.rotates else buffers.leaving)
+
+
+def _unpacking(sizes: LayerSizes, rows: PassRows) -> int:
+    """Returns the bytes of temporary tensors in which one chunk's messages are unpacked to rows.
+
+    This is before the products of the chunk, so these bytes and the temporary tensors of the products do not
+    exist at the same time. The result is 0 if rows are sent in their own dtype.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
-    wire: the number format in which the rows are sent. With None, rows are sent in their own dtype, and the
-        result is 0.
     """
-    if wire is None:
-        return 0
-    packing = packing_bytes(wire, sizes.d_model, sizes.element_size)
-    unpacking = unpacking_bytes(wire, sizes.d_model, sizes.element_size)
-    return max(packing * max(rows.extent.send), unpacking * max(rows.extent.received)) + SMALL
+    received = max(rows.extent.received)
+    of_rows = (received, sizes.d_model, sizes.element_size, sizes.device_type)
+    wires = [wire for wire in (sizes.wires.rows, sizes.wires.gradients) if wire is not None]
+    return max((unpacking_bytes(wire, *of_rows) + SMALL for wire in wires), default=0)
+
+
+def _packing_tokens(sizes: LayerSizes, call: CallRows, rows: PassRows, wire: WireName) -> int:
+    """Returns the bytes of the tensors that packing one chunk's rows takes, apart from the send buffer.
+
+    They are the messages of tokens, or copies of the rows, and the temporary tensors of `pack_rows`
+    (`pmoe.engine.variants.wire`).
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    rows: numbers of rows of the pass.
+    wire: the number format of the messages.
+    """
+    width = sizes.d_model
+    size = sizes.element_size
+    device_type = sizes.device_type
+    row_bytes = width * size
+    sent = max(rows.extent.send)
+    if not sizes.packs_tokens:
+        return sent * row_bytes + packing_bytes(wire, sent, width, size, device_type, expendable=True)
+    if are_packed_at_once(call.inner, width):
+        return call.inner * sizes.sent_bytes(wire) + packing_bytes(wire, call.inner, width, size, device_type)
+    tokens = -(-call.inner // rows.num_chunks)
+    copied = min(sent, tokens)  # a chunk that sends fewer rows than it has tokens packs copies of them
+    copies = rows_at_once(copied, width, device_type) * row_bytes
+    copies += packing_bytes(wire, copied, width, size, device_type, expendable=True)
+    if sent < tokens:
+        return copies
+    packing = packing_bytes(wire, tokens, width, size, device_type)
+    return max(copies, tokens * sizes.sent_bytes(wire) + max(packing, sent * INDEX))
 
 
 def _result_packing(sizes: LayerSizes, rows: PassRows) -> int:
@@ -559,9 +644,10 @@ def _result_packing(sizes: LayerSizes, rows: PassRows) -> int:
     wire = sizes.wires.results
     if wire is None:
         return 0
-    widened = packing_bytes(wire, sizes.d_model, sizes.element_size) - sizes.sent_bytes()
     extent = rows.extent
-    return widened * max(*(extent.arrived or extent.received), *extent.send) + SMALL
+    most = max(*(extent.arrived or extent.received), *extent.send)
+    of_rows = (wire, most, sizes.d_model, sizes.element_size, sizes.device_type)
+    return max(packing_bytes(*of_rows, expendable=True), unpacking_bytes(*of_rows, in_order=True)) + SMALL
 
 
 def _hidden_packing(sizes: LayerSizes, rows: PassRows, restore: Restore) -> int:
@@ -575,7 +661,9 @@ def _hidden_packing(sizes: LayerSizes, rows: PassRows, restore: Restore) -> int:
     """
     if restore.hidden != "e4m3":
         return 0
-    return _block_rows(sizes, rows) * hidden_block_bytes(sizes.columns.hidden, sizes.element_size)
+    of_rows = (_block_rows(sizes, rows), sizes.columns.hidden, sizes.element_size, sizes.device_type)
+    packing = packing_bytes("e4m3", *of_rows, expendable=True)
+    return max(packing, unpacking_bytes("e4m3", *of_rows, in_order=True))
 
 
 def _whole_rows(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:

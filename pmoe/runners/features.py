@@ -66,6 +66,7 @@ F = Feature
 BY_FUSED_KERNELS = frozenset(
     {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE}
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING, F.CALLBACKS}
+    | {F.SHARED_EXPERT}
 )
 """The features that both kinds of fused kernels support."""
 

@@ -6,9 +6,9 @@ A backward pass through the tensor also computes the gradients of the attached l
 differentiates, the attached loss has no gradients, and no error shows the mistake. So each attached loss has
 a record in the autograd graph:
 
-    backward reaches the record                 the loss was differentiated
-    the graph is freed without such a backward  the record adds an entry to a list
-    next `attach`, or next optimizer step       a warning, if the list has entries
+    backward reaches the record                      the loss was differentiated
+    the graph is freed, backward never reached it    the record adds an entry to a list
+    next `attach`, or next optimizer step            a warning, if the list has entries
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class _Attached(torch.autograd.Function):
 class AttachedLosses:
     """Attaches losses to tensors, and warns if a loss was never differentiated.
 
-    Only the rank that did not differentiate its loss warns. It raises no error, because the other ranks may
-    be waiting for it in a collective.
+    Only the rank that did not differentiate its loss warns. That rank raises no error, because the other
+    ranks may be waiting for it in a collective.
     """
 
     def __init__(self) -> None:

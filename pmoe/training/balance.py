@@ -93,6 +93,7 @@ class _LayerSums:
     z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
     counts: (E,) int64, how many choices fell on each expert.
     num_tokens, num_sequences: how many tokens and sequences the calls had.
+    has_constants: whether the scores of some call have no gradients.
     """
 
     share: Tensor | None = None
@@ -101,9 +102,11 @@ class _LayerSums:
     counts: Tensor | None = None
     num_tokens: int = 0
     num_sequences: int = 0
+    has_constants: bool = False
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
         """Adds the sums of one call. Each argument means the same as the attribute of its name."""
+        self.has_constants |= not share.requires_grad
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
         if sequences is not None:
@@ -121,11 +124,11 @@ class BalanceLoss:
             optimizer.step()
 
     The object collects the gates' scores by forward hooks, which `remove` removes. Use it instead of the
-    layers' ``l_aux``, not in addition. The value and every gradient are those of the loss of the whole step
-    on one rank. They do not depend on the number of ranks, on expert parallelism, or on the number and sizes
-    of micro-batches. For this, `loss` needs to know the whole step:
+    layers' ``l_aux``, not in addition. The value and every gradient are the same as if one rank computed the
+    loss of the whole step: they do not depend on the number of ranks, on expert parallelism, or on the number
+    and sizes of micro-batches. For this, `loss` needs numbers of the whole step:
 
-    - If all forward passes of the step come before `loss`, it needs no argument.
+    - If all forward passes of the step come before `loss`, it has these numbers, and needs no argument.
     - If the backward pass of each micro-batch comes before the next micro-batch, `loss` needs a `StepTotals`,
       with the number of tokens ("window"), the number of sequences ("sequence"), or the counts ("batch"). To
       get the counts, run all forward passes without gradients first, and call `totals`. This costs one more
@@ -142,10 +145,10 @@ class BalanceLoss:
         layers: how the losses of several layers become one. "megatron" and "torchtitan": their sum.
             "transformers": one loss for the tokens of all layers together, times top_k, as
             ``load_balancing_loss_func`` computes it.
-        sequence_length: with "sequence", the number of tokens of each sequence; the last one of a call may be
-            shorter. None if `sequences` says how long they are.
-        window: with "window", the number of steps, without the present one. In the first step
-            there are no earlier ones, and all experts count as chosen equally often.
+        sequence_length: with "sequence", the number of tokens of each sequence; the last sequence of a call
+            may be shorter. None if the method `sequences` sets the lengths.
+        window: with "window", the number of earlier steps whose tokens count. In the first step there is no
+            earlier step, and all experts count as chosen equally often.
         z_loss_weight: factor of `router_z_loss` in the loss, a mean over the tokens of the step.
         averaged: whether gradients are averaged over the ranks of ``group``, as by DistributedDataParallel,
             FSDP or `pmoe.parallelize`. The loss of a rank is then multiplied by the number of ranks. False if
@@ -153,11 +156,11 @@ class BalanceLoss:
         group: the ranks that train on different tokens; None is the default group, or this rank alone.
 
     Every rank of the group must construct the object, with the same layers, and call its methods in the same
-    order. Activation checkpoints with use_reentrant=True are refused, because their first pass has no
-    gradients. Each call keeps its scores (T, E) until backward, even inside an activation checkpoint, for T
-    tokens and E experts. All tokens of a sequence must be on one rank. With pipeline parallelism, each rank
-    has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage includes
-    this loss.
+    order. Activation checkpointing with use_reentrant=True is refused, because its first pass has no
+    gradients. Each call keeps its scores, (T, E) for T tokens and E experts, until backward, even under
+    activation checkpointing. All tokens of a sequence must be on one rank. With pipeline parallelism, each
+    rank has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage
+    includes this loss.
 
     Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
     balanced by a loss, or, on every rank, if ranks have different layers.
@@ -289,10 +292,11 @@ class BalanceLoss:
                     f"layer {name!r} must be called before loss(): it was not since the last one"
                 )
             needs = any(parameter.requires_grad for parameter in self._layers[name].gate.parameters())
-            if needs and torch.is_grad_enabled() and not of_layer.share.requires_grad:
+            if needs and torch.is_grad_enabled() and of_layer.has_constants:
                 raise RuntimeError(
                     f"layer {name!r} was called without gradients: call totals() after forward passes under "
-                    "torch.no_grad(), and give checkpoints use_reentrant=False"
+                    "torch.no_grad(), also after those of an evaluation, and give checkpoints "
+                    "use_reentrant=False"
                 )
         step = self._reduced(calls) if totals is None else totals
         self._check_totals(step)
@@ -315,8 +319,8 @@ class BalanceLoss:
 
         The factor has the number of micro-batches, because torch's schedules divide gradients by it
         (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own layers. Its ``group`` must
-        be the ranks that share the stage. Call `attach` outside of activation checkpoints with
-        use_reentrant=True.
+        be the ranks that share the stage. Call `attach` outside of activation checkpointing
+        with use_reentrant=True.
 
         Two kinds of calls attach no loss and return ``y`` itself: calls without gradients, and the run in
         which torch finds the shapes of a stage. After calls without gradients, `totals` can sum their numbers
@@ -330,8 +334,8 @@ class BalanceLoss:
             factor: the factor of the loss.
             totals: the argument of `loss`. With several micro-batches it must not be None.
 
-        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside a
-        checkpoint with use_reentrant=True.
+        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside
+        activation checkpointing with use_reentrant=True.
         """
         check_tensors(None, y=y)
         if not y.is_floating_point() or y.layout is not torch.strided:
@@ -341,10 +345,8 @@ class BalanceLoss:
         if is_shape_run() and not is_second_pass():
             return y
         if is_second_pass():
-            # The graph of the first pass has the loss. Only a first pass without gradients left its calls.
-            if any(
-                calls.share is not None and not calls.share.requires_grad for calls in self._calls.values()
-            ):
+            # The first pass has attached the loss. It leaves calls behind only if it had no gradients.
+            if any(calls.has_constants for calls in self._calls.values()):
                 raise RuntimeError(
                     "attach must be outside of activation checkpoints with use_reentrant=True, whose first "
                     "pass has no gradients: pass use_reentrant=False"
@@ -374,16 +376,23 @@ class BalanceLoss:
     def state_dict(self) -> dict[str, Any]:
         """Returns the window of steps, to be saved in a checkpoint; {} unless the loss is over a window.
 
-        It has for each step a dict {name of a layer: (E,) int64, how many choices fell on each expert}.
+        The window has a dict for each step: {name of a layer: (E,) int64, how many choices fell on each
+        expert}.
         """
         return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Sets the window of steps to one that `state_dict` returned.
 
-        Raises ValueError if the window has other layers than the model.
+        Raises ValueError if the window has other layers than the model, or if only one of the two losses (the
+        saved loss and this loss) is over a window.
         """
         check_kind(Mapping, "a state dict", state=state)
+        if ("window" in state) is not (self.over == "window"):
+            raise ValueError(
+                f"state (with {', '.join(map(repr, state)) or 'nothing'}) must have 'window' if and only if "
+                f"over ({self.over!r}) is 'window': load the state of a loss with the same over"
+            )
         steps = list_of("state['window']", state.get("window", []))
         for step in steps:
             sizes = {name: counts.numel() for name, counts in dict(step).items()}
@@ -399,11 +408,13 @@ class BalanceLoss:
 
         name: the name of the layer.
         """
+        own_gate = self._layers[name].gate
 
         def collect(gate: nn.Module, inputs: Any, routing: Routing) -> None:
-            if is_second_pass() or is_shape_run():
+            # copy.deepcopy of a model copies hooks, too. The calls of the copy are not those of the model.
+            if gate is not own_gate or is_second_pass() or is_shape_run():
                 return
-            # These operations are hidden from activation checkpoints, so the second pass need not repeat
+            # These operations are hidden from activation checkpointing, so its second pass does not repeat
             # them. Gradients flow from them to the checkpointed graph through the logits.
             with hidden_from_checkpoints():
                 self._add(name, routing)
@@ -586,7 +597,7 @@ class BalanceLoss:
 def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by name, if all of them can be balanced by a loss.
 
-    Raises ValueError if there are none, or if a gate has no `pmoe.Gate.balance_terms`.
+    Raises ValueError if the model has no MoE layers, or if a gate has no `pmoe.Gate.balance_terms`.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     if not layers:

@@ -22,15 +22,15 @@ def make_batch_invariant(model: ModelType) -> ModelType:
     - n (the number of chunks), the restore pair (how backward gets the rows and the hidden activation) and
       the number of ranks.
 
-    The same is true of the token's part of the gradient of a layer's input. The gradients of parameters are
-    sums over the tokens of a batch, so they are not invariant. They are the same in two runs with the same
-    batch and the same n.
+    The same is true of the token's gradient, a part of the gradient of the layer's input. The gradients of
+    parameters are sums over the tokens of a batch, so they are not invariant. They are the same in two runs
+    with the same batch and the same n.
 
-    This holds for one kind of machine, one version of torch and one number of threads. It holds for the
-    layers only: other modules of the model are not changed. Parameters, state dicts and optimizers stay
-    valid.
+    All this is true for one kind of machine, one version of torch and one number of threads. It is true of
+    the layers only: other modules of the model are not changed. Parameters, state dicts and optimizers stay
+    valid. Call this function on every rank.
 
-    model: a model, or a single `pmoe.MoELayer`. Call it on every rank.
+    model: a model, or a single `pmoe.MoELayer`.
 
     Raises TypeError if ``model`` is no module. Raises ValueError, before anything is changed, if the model
     has no MoELayer, or if a layer has an option or a module that cannot be batch-invariant. The message names

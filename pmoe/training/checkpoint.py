@@ -150,8 +150,8 @@ def load_checkpoint(
     Collective: every rank must call it.
 
     Raises CheckpointError on every rank, before anything is changed, if there is no checkpoint, if files are
-    missing, too short or damaged, or if names, shapes or dtypes differ from those of the model and the
-    optimizers. The message names them.
+    missing, too short or damaged, or if names, shapes or dtypes do not fit the model and the optimizers. The
+    message names them.
     """
     ranks = Ranks(group)
 
@@ -206,7 +206,7 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     of_ranks: one dict from each rank, in rank order, with the keys
 
         step       number of the training step
-        extra      the caller's extra data; those of rank 0 are saved
+        extra      the caller's extra data; only the extra data of rank 0 are saved
         model      extra states of modules, by name
         options    options of optimizers, by name of the parameter
         values     optimizer states that are not tensors, by name of the parameter

@@ -46,12 +46,27 @@ RECORDS = frozenset(
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""(module, name) of the classes that a checkpoint's pickled list of tensors may contain, without `PATHS`.
+"""(module, name) of the classes, besides `PATHS`, that a checkpoint's pickled list of tensors may have.
 
 Other classes are refused, because unpickling them could run any program.
 """
 PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-"""(module, name) of PosixPath in that list. Only Python 3.13 has the second module, and uses its name."""
+"""The two (module, name) of PosixPath in that list: Python 3.13 writes the second, others the first."""
+
+
+OF_OTHERS = {
+    PLAIN: ("one step of pmoe", "pass the folder above it"),
+    "adapter_config.json": ("PEFT", "load it with pmoe.load_lora, and other modules' adapters with PEFT"),
+    "latest_checkpointed_iteration.txt": ("Megatron", "load it with Megatron's load_checkpoint"),
+    "latest": ("DeepSpeed", "load it with engine.load_checkpoint"),
+    "trainer_state.json": ("transformers' Trainer", "load it with trainer.train(resume_from_checkpoint=...)"),
+    "config.json": ("transformers", "load it with from_pretrained (docs/weights.md)"),
+    LIST: ("torch.distributed.checkpoint", "load it with torch.distributed.checkpoint.load"),
+}
+"""For a file of another checkpoint its owner and what to do, in the order in which the files are looked for.
+
+The folder of one step of pmoe also has the list of torch.distributed.checkpoint.
+"""
 
 
 class CheckpointError(ValueError):
@@ -152,13 +167,18 @@ def publish(part: Path, step: int, keep: int) -> Path:
 
 
 def find(folder: Path, step: int | None) -> str:
-    """Returns the name of a checkpoint's folder: that of ``step``, or of the latest checkpoint.
+    """Returns the folder name of the checkpoint of a training step, or of the latest checkpoint.
 
     folder: folder of all checkpoints of the run.
     step: number of a training step; None takes the latest checkpoint.
 
     Raises CheckpointError if there is no checkpoint of this step, or no checkpoint at all.
     """
+    if folder.is_file():
+        raise CheckpointError(
+            f"folder ({folder}) must be a folder that pmoe.save_checkpoint has written, and is a file, as "
+            "those of torch.save and Lightning are: load it with torch.load and load_state_dict"
+        )
     if step is None:
         return _last(folder / POINTER)
     pattern = re.compile(rf"step_{step:08d}(-(\d+))?")
@@ -167,7 +187,7 @@ def find(folder: Path, step: int | None) -> str:
     }
     if not numbered:
         known = sorted(path.name for path in _complete(folder))
-        raise CheckpointError(f"step ({step}) must be one of those in {folder} ({known})")
+        raise CheckpointError(f"step ({step}) must be one of those in {folder} ({known}){_owner(folder)}")
     return numbered[max(numbered)]
 
 
@@ -223,7 +243,7 @@ def _last(pointer: Path) -> str:
     try:
         name = load_json(pointer, lambda content: content["folder"])
     except FileNotFoundError:
-        raise CheckpointError(f"there is no {pointer}") from None
+        raise CheckpointError(f"there is no {pointer}{_owner(pointer.parent)}") from None
     except (ValueError, KeyError):
         name = None
     if not isinstance(name, str) or Path(name).name != name or not (pointer.parent / name).is_dir():
@@ -231,6 +251,14 @@ def _last(pointer: Path) -> str:
             f"{pointer} is damaged: it must name a folder beside it ({name!r}): load another with step="
         )
     return name
+
+
+def _owner(folder: Path) -> str:
+    """Returns the end of an error for a folder that has a checkpoint of another system; "" for any other."""
+    for name, (owner, cure) in OF_OTHERS.items():
+        if (folder / name).exists():
+            return f". The folder has {name}, as checkpoints of {owner} do: {cure}"
+    return ""
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -37,8 +37,8 @@ Plain = dict[str, Any]
 RUN_OPTIONS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 """Entries of an optimizer's parameter group that are not saved.
 
-They are the parameters, and options for how a step is computed. When a checkpoint is loaded, they stay as the
-new run has set them.
+These entries are the parameters, and options for how a step is computed. When a checkpoint is loaded, the
+entries stay as the new run has set them.
 """
 
 
@@ -107,9 +107,10 @@ class Names:
         return self._by_parameter[parameter]
 
     def of_this_rank(self, stored: Iterable[str]) -> set[str]:
-        """Selects the names of tensors that only this rank has: those of experts that are a user's modules.
+        """Selects the names of the tensors that only this rank has.
 
-        All other tensors have the same name on every rank.
+        These are the tensors of experts that are a user's modules. All other tensors have the same name on
+        every rank.
 
         stored: names of this rank's tensors in the checkpoint, each with "model." or "optimizer." in front.
         """
@@ -260,7 +261,7 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 
 
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
-    """Selects the optimizer's state tensors that can be loaded: those of parameters with a saved state.
+    """Selects the state tensors that an optimizer can load: the tensors of parameters with a saved state.
 
     A parameter that had no gradient yet when the checkpoint was saved had no state.
 
@@ -326,9 +327,9 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _in_boxes(tensor: Tensor) -> Tensor:
     """Describes a tensor to torch.distributed.checkpoint as two blocks if each of its two halves is split.
 
-    Only w1 and b1 have split halves: those of gated experts whose hidden columns are split over ranks
-    (picture in `in_boxes`). They are recognised by their DTensor placement `_StridedShard`. Any other tensor,
-    of any shape, is returned unchanged.
+    Only the w1 and b1 of gated experts have split halves, if the experts' hidden columns are split over ranks
+    (picture in `in_boxes`). The function recognises them by their DTensor placement `_StridedShard`. Any
+    other tensor, of any shape, is returned unchanged.
 
     FSDP2 uses the same placement for something else: for tensors that an inner mesh dimension has split
     already, such as transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs

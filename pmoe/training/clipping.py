@@ -146,8 +146,8 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
     named: the same parameters, of any shape, as (name, parameter) pairs.
     num_ranks: number of ranks that hold the model together.
 
-    Raises ValueError if ``named`` has a plain tensor of an expert (not a DTensor) but ``model`` is no model
-    with this expert, because the number of its copies is then unknown.
+    Raises ValueError if ``named`` has an expert's parameter that is not a DTensor, and ``model`` is not a
+    model with this expert. The number of the expert's copies is then unknown.
     """
     copies = dict[int, int]()
     for at, layer in model.named_modules() if isinstance(model, nn.Module) else ():
@@ -232,7 +232,7 @@ def _copies_of(name: str, parts: int, num_ranks: int) -> int:
 
 
 def _scalar_device(named: Sequence[tuple[str, Tensor]], ranks: Ranks) -> torch.device:
-    """Returns the device on which the norm is computed and all-reduced: that of the first parameter.
+    """Returns the device on which the norm is computed and all-reduced: the first parameter's device.
 
     A gradient's device is not used, because a rank may have no gradient. If there are no parameters, the
     result is a device whose tensors the group's collectives accept.

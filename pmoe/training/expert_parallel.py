@@ -22,9 +22,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_flag, check_module, check_not_negative, check_tensors, list_of
-from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.agreement import all_fail_together
 from pmoe.comm.failures import at_stage
 from pmoe.comm.grid import Grid
+from pmoe.comm.mesh_agreement import agree_on_mesh
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts
@@ -58,11 +59,11 @@ def parallelize(
         mesh: device mesh with the dimension "ep", over which experts are spread. It may also have "esp", over
             which each expert's hidden columns are split, and one more dimension, over which experts are
             copied.
-        reduce: whether each backward pass reduces the experts' gradients: sums them over the copies of the
-            experts and divides them by the number of the mesh's ranks, before they are added to the gradients
-            of earlier passes. False leaves it to `pmoe.training.parallel.reduce_gradients`.
-        shard_experts: whether FSDP2 shards experts over the ranks that hold copies of them, so that each of
-            these ranks keeps an equal part of their parameters, gradients and optimizer states. A mapping
+        reduce: whether each backward pass reduces the experts' gradients: it sums them over the copies of the
+            experts and divides by the number of the mesh's ranks. Then it adds them to the gradients of
+            earlier passes. False leaves the reduction to `pmoe.training.parallel.reduce_gradients`.
+        shard_experts: whether FSDP2 shards experts over the ranks that hold copies of them. Each of these
+            ranks then keeps an equal part of the parameters, gradients and optimizer states. A mapping
             stands for True, with arguments for `torch.distributed.fsdp.fully_shard`:
             "reshard_after_forward" (True or False; True if it is missing), "mp_policy", "offload_policy". The
             mesh may then have two dimensions whose ranks hold copies of the same experts: experts are sharded
@@ -78,26 +79,27 @@ def parallelize(
 
     What becomes of the parameters:
 
-    - "ffn" and "swiglu" experts, which have one tensor for a weight of all experts of the rank: the
-      parameters become DTensors on ``mesh``, Shard(0) over "ep", hidden columns split over "esp", Replicate
-      over copies. The bias b2 is Replicate over "esp". With shard_experts they are Shard over copies, along
-      the first dimension that the number of copies divides.
+    - "ffn" and "swiglu" experts have one tensor for a weight of all experts of the rank. Their parameters
+      become DTensors on ``mesh``: Shard(0) over "ep", split along the hidden columns over "esp" (the bias b2
+      is Replicate), and Replicate over the ranks that hold copies. With shard_experts they are Shard over
+      these ranks, along the first dimension whose size is a multiple of the number of copies.
     - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
-    - The names of all parameters and buffers of experts enter the list of names that
-      `DistributedDataParallel` ignores.
+    - All parameters and buffers of experts are added to the list of names that `DistributedDataParallel`
+      ignores.
     - The dense part does not change.
 
-    Collective: every rank of the mesh must call it, before optimizers and data-parallel wrappers are made. An
-    optimizer that was made before the call raises ValueError at its next step, because it has parameters that
-    were replaced. A second call with the same mesh only updates the list of names that
+    Collective: every rank of the mesh must call it with the same mesh, before optimizers and data-parallel
+    wrappers are made. An optimizer that was made before the call raises ValueError at its next step, because
+    it has parameters that were replaced. A second call with the same mesh only updates the list of names that
     `DistributedDataParallel` ignores; that wrapper also does this itself.
+
+    Raises RuntimeError if a rank of the mesh does not call it with this mesh within the group's timeout.
 
     Raises ValueError or TypeError, with the layer's name, before any weight is changed: if the model has no
     layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, the mesh has other
     dimensions, or experts cannot be sharded.
     """
-    _check_same_mesh(mesh)
-    inner = _experts_mesh(mesh, may_replicate=shard_experts is not False)
+    inner = _agreed_experts_mesh(mesh, may_replicate=shard_experts is not False)
     grid = grid_of_mesh(inner)
     others = [name for name in mesh.mesh_dim_names or () if name not in (ACROSS, INSIDE)]
     # The ranks along each mesh dimension whose ranks hold copies of the same experts, the inner one first.
@@ -120,7 +122,7 @@ def parallelize(
         take_first(experts, grid.ep, Ranks.single(), experts.replicated_dims)
         lay_out(experts, mesh, names_of(experts))
         layer.layer_modules.experts.is_parallelized = True
-        names = tuple(own for own, _ in layer.layer_modules.experts.named_parameters())
+        names = layer.layer_modules.experts.call_names
         means = [MeanOverRanks(mesh.size(), ranks.of_layer(name), layer.ranks, names) for ranks in of_copies]
         if sharding is not None:
             layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means)
@@ -267,25 +269,18 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
     return grouped_by_kind(model, lr, weight_decay)  # type: ignore[arg-type]
 
 
-def _check_same_mesh(mesh: DeviceMesh) -> None:
-    """Raises ValueError on every rank if the ranks pass different meshes.
+def _agreed_experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
+    """Returns the result of `_experts_mesh`, after all ranks of the mesh have passed the same mesh.
 
-    Collective, if the mesh has all ranks of the default group. Other meshes are not compared, because the
-    ranks outside of them do not call `parallelize`.
+    The arguments are those of `_experts_mesh`. Collective over the ranks of the mesh.
 
-    mesh: the argument of `parallelize`.
+    Raises ValueError on all these ranks if their meshes differ.
     """
-    names = dimensions_of(mesh)
-    if mesh.size() < dist.get_world_size():
-        return
-    own = f"{names or 'without names'} {mesh.mesh.tolist()}"
-    of_ranks = gathered(Ranks(), own, stage="comparing the meshes of parallelize")
-    if len(set(of_ranks)) > 1:
-        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_ranks))
-        raise ValueError(
-            f"mesh must be the same on every rank, and differs: {texts}. Call init_device_mesh with the same "
-            "arguments on all ranks"
-        )
+    check = functools.partial(_experts_mesh, mesh, may_replicate=may_replicate)
+    if not dist.is_initialized() or not isinstance(mesh, DeviceMesh):
+        return check()
+    text = f"{dimensions_of(mesh) or 'without names'} {mesh.mesh.tolist()} on {mesh.device_type}"
+    return agree_on_mesh(text, mesh.mesh.flatten().tolist(), check)
 
 
 def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
@@ -439,8 +434,8 @@ def _watch_ddp() -> None:
 def _mark_experts(model: nn.Module) -> None:
     """Sets the attribute ``allreduce = False`` on all parameters of parallelized experts.
 
-    pmoe and some data-parallel wrappers skip parameters with this mark. It is set again at each call, because
-    parametrizations and adapters may have added parameters since the last call.
+    pmoe and some data-parallel wrappers skip parameters with this mark. Each call sets the marks again,
+    because parametrizations and adapters may have added parameters since the last call.
     """
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.layer_modules.experts.is_parallelized:

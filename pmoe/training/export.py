@@ -347,8 +347,8 @@ class _Export:
     def _parts(self, layer: str, own: str, tensor: Tensor, expert: int | None) -> list[tuple[str, Tensor]]:
         """Converts one tensor of a layer to the layout. Returns a list of (name, tensor).
 
-        The layout may divide a tensor into several, for example a gated w1. Each name begins with that of the
-        layer.
+        The layout may divide a tensor into several, for example a gated w1. Each name begins with the layer's
+        name.
 
         layer: the name of the layer.
         own: pmoe's name of the tensor, such as "experts.w1".

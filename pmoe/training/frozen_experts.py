@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from pmoe.arguments import check_module, is_int, list_of
 from pmoe.experts.base import WHOLE, Experts
 from pmoe.experts.marks import is_stacked
-from pmoe.experts.operands import FROZEN_ROWS, local_part
+from pmoe.experts.operands import FrozenRows, frozen_rows, local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
@@ -30,7 +30,6 @@ class FrozenExperts:
     """The experts that a call of `freeze_experts` has frozen. `remove` lets them be trained again."""
 
     def __init__(self) -> None:
-        self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
 
     def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
@@ -41,18 +40,13 @@ class FrozenExperts:
         experts: the indices of the frozen experts along dimension 0 of the part that this rank has.
         """
         index = torch.tensor(experts, device=local_part(parameter).device)
-        setattr(parameter, FROZEN_ROWS, index)
-        self._parameters.append(parameter)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(_zero_frozen))
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(FrozenRows(index)))
 
     def remove(self) -> None:
         """Lets the experts be trained again."""
         for hook in self._hooks:
             hook.remove()
-        for parameter in self._parameters:
-            vars(parameter).pop(FROZEN_ROWS, None)
         self._hooks.clear()
-        self._parameters.clear()
 
 
 def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenExperts:
@@ -62,12 +56,14 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
         model: the model, or a layer. The experts of its layers must be stacked ("ffn", "swiglu"). Adapters of
             the frozen experts are frozen too, if each expert has its own.
         experts: the indices of the experts among all experts of a layer, from 0; or a mask, a bool tensor
-            (E,) that is True for the frozen ones of a layer's E experts. A rank freezes those that it holds.
+            (E,) that is True for each frozen expert of a layer's E experts. A rank freezes the chosen experts
+            that it holds.
 
     After each backward pass the gradients of the frozen experts are zeros. An optimizer's step does not
     change their values, not even by a bit. Call this function after `pmoe.parallelize`. To freeze all
     experts, or the router, call ``layer.experts.requires_grad_(False)`` or
-    ``layer.gate.requires_grad_(False)``.
+    ``layer.gate.requires_grad_(False)``. In a copy of the model, by copy.deepcopy or pickle, nothing is
+    frozen.
 
     Returns an object whose method ``remove()`` lets the experts be trained again.
 
@@ -139,21 +135,11 @@ def _check(name: str, layer: MoELayer, numbers: list[Any]) -> None:
                 f"experts ({number} among them) must be numbers from 0 to {layer.num_experts - 1}, those of "
                 f"the experts of {name}"
             )
-    if any(hasattr(parameter, FROZEN_ROWS) for parameter in experts.parameters()):
+    if any(frozen_rows(parameter) is not None for parameter in experts.parameters()):
         raise ValueError(
             f"model (whose layer {name} has frozen experts already) must have none: call remove() on what "
             "pmoe.freeze_experts returned first"
         )
-
-
-@torch.no_grad()
-def _zero_frozen(parameter: Tensor) -> None:
-    """Sets the gradients of frozen experts to zero.
-
-    It is a hook of a parameter, which runs after backward has added to the parameter's gradient.
-    """
-    assert parameter.grad is not None
-    local_part(parameter.grad)[getattr(parameter, FROZEN_ROWS)] = 0
 
 
 @functools.cache
@@ -167,21 +153,23 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_put_back)
 
 
-_before: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor]]] = weakref.WeakKeyDictionary()
-"""The values of frozen experts before the step that an optimizer is making, each with its parameter."""
+_before: weakref.WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The values of frozen experts before the step that an optimizer is making: (parameter, index, values)."""
 
 
 @torch.no_grad()
 def _remember(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Stores the values of frozen experts. It is a hook that runs before each optimizer step."""
     parameters = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    frozen = [tensor for tensor in parameters if hasattr(tensor, FROZEN_ROWS)]
+    frozen = [(tensor, index) for tensor in parameters if (index := frozen_rows(tensor)) is not None]
     if frozen:
-        _before[optimizer] = [(tensor, local_part(tensor)[getattr(tensor, FROZEN_ROWS)]) for tensor in frozen]
+        _before[optimizer] = [(tensor, index, local_part(tensor)[index]) for tensor, index in frozen]
 
 
 @torch.no_grad()
 def _put_back(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Writes the stored values back to frozen experts. It is a hook that runs after each step."""
-    for tensor, values in _before.pop(optimizer, ()):
-        local_part(tensor)[getattr(tensor, FROZEN_ROWS)] = values
+    for tensor, index, values in _before.pop(optimizer, ()):
+        local_part(tensor)[index] = values

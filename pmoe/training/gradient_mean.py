@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class MeanOverRanks:
     ranks: Ranks = field(default_factory=Ranks.single)
     names: tuple[str, ...] = ()
     compared: set[tuple[bool, ...]] = field(default_factory=set)
+
+    def with_names(self, names: tuple[str, ...]) -> MeanOverRanks:
+        """Returns the same reduction for experts whose calls compute with parameters of other names."""
+        return replace(self, names=names)
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
         """Checks, before a backward pass, that all copies of an expert train the same parameters.

@@ -192,9 +192,9 @@ def find_partition(
     """Returns how many bytes of gradients to all-reduce during each dense part and each MoE layer.
 
     A dense part is all modules between two MoE layers. The result is FSMoE's partition (Section 5.2), with
-    one difference. FSMoE's generalized layer is a dense part and an MoE layer together. Here a dense part is
-    one generalized layer and an MoE layer another one, so that gradients of a dense part can be sent during
-    the MoE layer after it.
+    one difference. FSMoE's generalized layer is a dense part and an MoE layer together. Here each dense
+    part and each MoE layer is a generalized layer of its own, so that gradients of a dense part can be sent
+    during the MoE layer after it.
 
     seen: a record of each backward pass of an MoE layer in the first training step.
     last_seconds: seconds of the dense part that backward runs after the last MoE layer.
@@ -235,9 +235,9 @@ def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
 def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.device) -> float | None:
     """Returns how many bytes may be allocated while costs are measured, the same on every rank.
 
-    Every layer has a peak of memory in its last step. It is predicted from the row counts of that step, on
-    the rank that needs most. The result is `MEASURING_SHARE` times the smallest of these peaks. None means
-    that there is no limit: there is no layer, or the memory of a layer cannot be predicted.
+    Every layer has a peak of memory in its last step. This peak is predicted from the row counts of the step,
+    for the rank that needs most memory. The result is `MEASURING_SHARE` times the smallest of these peaks.
+    None means that there is no limit: there is no layer, or the memory of a layer cannot be predicted.
 
     layers: MoE layers that have been called.
     ranks: the ranks over which gradients are reduced.
@@ -305,7 +305,8 @@ def all_reduce_line(ranks: Ranks, like: Tensor, most_bytes: float | None = None)
 
         seconds = alpha + beta * bytes
 
-    They are read from the file of earlier measurements, or measured if the file has none. Collective.
+    The coefficients are read from the file of earlier measurements, or measured if the file lacks them.
+    Collective.
 
     ranks: the ranks that take part in the all-reduce.
     like: a tensor, of any shape, with the device and dtype of the gradients.

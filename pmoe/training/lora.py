@@ -14,8 +14,8 @@ The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -43,12 +43,13 @@ from pmoe.experts.lora import (
     without_adapters,
 )
 from pmoe.experts.operands import check_own_parameters, local_part
-from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.stacked import UNCUT, StackedExperts, part_of_cut
 from pmoe.layer import MoELayer
 from pmoe.layer.reshard import share_ranks
 from pmoe.training.checkpoint_state import unwrapped
 from pmoe.training.expert_parallel import lay_out, take_first
 from pmoe.training.gradient_mean import MeanOverRanks
+from pmoe.training.sharded_experts import DividedByOwnRanks, whole_value
 
 DEFAULT = "default"
 """The name of an adapter to which the user gave no name."""
@@ -97,6 +98,7 @@ def add_lora(
         names = _checked_targets(targets)
         check_adapter_name(name)
         for layer_name, layer in layers:
+            _check_is_open(layer_name, layer)
             _check_layer(layer_name, layer, rank, shared, names, name)
         alpha = float(rank if alpha is None else alpha)
     setting = f"rank={rank}, alpha={alpha}, targets={names}, shared={shared}, name={name!r}"
@@ -125,7 +127,8 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
     """A context in which a model computes without adapters, for example as the reference model of DPO.
 
     No copy of the model is needed. Layers without adapters are not changed. Every rank must enter the context
-    before the same call of the model.
+    before the same call of the model. If the block itself chooses, adds or removes an adapter, that stays
+    after it.
     """
     layers = [
         (layer, experts)
@@ -139,7 +142,9 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for (layer, experts), name in zip(layers, before, strict=True):
-            _activate(layer, experts, name)
+            has_adapter = isinstance(experts, LoraExperts) and name in experts.adapters
+            if has_adapter and not experts.active:
+                _activate(layer, experts, name)
 
 
 @dataclass(frozen=True)
@@ -390,13 +395,8 @@ def _check_layer(
     name: the name of the adapter.
     """
     experts = layer.layer_modules.experts
-    if experts.is_sharded:
-        raise TypeError(
-            f"{layer_name} (experts sharded over their copies) must have whole experts to get adapters: call "
-            "pmoe.parallelize without shard_experts. Frozen weights have no gradients or optimizer states to "
-            "shard"
-        )
-    if not isinstance(experts, StackedExperts) or type(experts) not in (*CLASSES, *CLASSES.values()):
+    own_class = experts.is_sharded or type(experts) in (*CLASSES, *CLASSES.values())  # FSDP2 has subclasses
+    if not isinstance(experts, StackedExperts) or not own_class:
         raise TypeError(
             f"{layer_name} (experts {type(experts).__name__}) must have plain ffn or swiglu experts to get "
             "adapters: call pmoe.add_lora before tools that change the class of experts (parametrizations, "
@@ -424,6 +424,18 @@ def _check_layer(
         raise ValueError(
             f"rank ({rank}) must be at most {width}, the smaller side of {weight} of {layer_name}: a change "
             "of full rank would train more numbers than the weight has"
+        )
+
+
+def _check_is_open(layer_name: str, layer: MoELayer) -> None:
+    """Raises TypeError if FSDP2 shards the experts of a layer, and so takes no further parameters.
+
+    layer_name, layer: the layer, and its name for the message.
+    """
+    if layer.layer_modules.experts.is_sharded:
+        raise TypeError(
+            f"{layer_name} (experts sharded over their copies) must have its adapters before they are "
+            "sharded: call pmoe.add_lora, then pmoe.parallelize(model, mesh, shard_experts=True)"
         )
 
 
@@ -477,8 +489,24 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     name: the name of the adapter.
     """
     experts.adapters[name] = adapter
+    # FSDP2 shards an adapter only if it was merged before. Its parts then stayed on their ranks.
+    of_adapter = {f"{ADAPTERS}{name}.{own}": cut for own, cut in adapter.copy_parts.items()}
+    experts.copy_parts = {**experts.copy_parts, **of_adapter}
     share_ranks(experts, layer.grid)
     experts.note_operands()
+    if not experts.is_sharded:
+        _lay_out_adapter(layer, experts, adapter, name)
+    _give_back(experts)
+    for _, parameter in experts.own_parameters():
+        parameter.requires_grad_(False)
+    _use(layer, experts, name)
+
+
+def _lay_out_adapter(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
+    """Gives all copies of an adapter the values of the first one, and spreads it like the experts' weights.
+
+    The arguments are those of `_attach`. Collective.
+    """
     names = tuple(f"{ADAPTERS}{name}.{own}" for own, _ in adapter.named_parameters())
     take_first(experts, Ranks.single(), layer.grid.esp, names)
     take_first(experts, layer.grid.ep, Ranks.single(), experts.replicated_dims)
@@ -489,9 +517,6 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
             take_first(experts, Ranks(mesh.get_group(copies)), Ranks.single(), names)
         if not hasattr(adapter.of(adapter.targets[0])[0], "to_local"):
             lay_out(experts, mesh, names)
-    for _, parameter in experts.own_parameters():
-        parameter.requires_grad_(False)
-    _use(layer, experts, name)
 
 
 def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
@@ -501,6 +526,7 @@ def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     experts: the layer's experts.
     name: the name of the adapter.
     """
+    _give_back(experts)
     for other in experts.adapters:
         experts.adapter(other).requires_grad_(other == name)
     _activate(layer, experts, name)
@@ -510,8 +536,8 @@ def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     """Makes calls of a layer use the adapter called ``name``, or none if it is ""."""
     experts.activate_adapter(name)
     reduce = experts.reduce
-    if isinstance(reduce, MeanOverRanks):
-        experts.reduce = replace(reduce, names=experts.call_names)
+    if isinstance(reduce, MeanOverRanks | DividedByOwnRanks):
+        experts.reduce = reduce.with_names(experts.call_names)
     # The layer's record of its modules holds what follows from them.
     layer.experts = layer.experts
 
@@ -526,10 +552,25 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     del experts.adapters[name]
     for placed in [placed for placed in experts.placements if placed.startswith(f"{ADAPTERS}{name}.")]:
         del experts.placements[placed]
+    experts.copy_parts = {
+        own: cut for own, cut in experts.copy_parts.items() if not own.startswith(f"{ADAPTERS}{name}.")
+    }
     _activate(layer, experts, "")
-    if not experts.adapters:
+    # Sharded experts keep their class: FSDP2 has made a subclass of it.
+    if not experts.adapters and not experts.is_sharded:
         without_adapters(experts)
         layer.experts = layer.experts
+
+
+def _give_back(experts: LoraExperts) -> None:
+    """Makes FSDP2 free gathered parameters, so that each rank has its own part of them.
+
+    Values and requires_grad of gathered parameters would be lost when FSDP2 frees them. Experts that FSDP2
+    does not shard are not changed.
+    """
+    reshard: Callable[[], None] | None = getattr(experts, "reshard", None)
+    if experts.is_sharded and reshard is not None:
+        reshard()
 
 
 def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
@@ -537,13 +578,26 @@ def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
 
     B and A are the matrices of the adapter, scale is its factor.
 
+    Collective if FSDP2 shards the experts over their copies.
+
     experts: the experts of this rank.
     adapter: the adapter.
     sign: 1 to merge the adapter into the weights, -1 to undo it.
     """
+    _give_back(experts)
     for weight in adapter.targets:
-        down, up = (local_part(parameter) for parameter in adapter.of(weight))
+        down, up = (
+            whole_value(parameter, adapter.copy_parts.get(f"{weight}_{letter}", UNCUT))
+            for letter, parameter in zip("AB", adapter.of(weight), strict=True)
+        )
         value = local_part(experts.get_parameter(weight))
+        dim, own = experts.copy_parts.get(weight, UNCUT)
+        if dim == 1:  # FSDP2 has left some rows of each matrix on this rank
+            up = part_of_cut(up, (up.dim() - 2, own))
+        elif dim == 2:
+            down = part_of_cut(down, (down.dim() - 1, own))
+        elif not adapter.shared:
+            down, up = part_of_cut(down, (0, own)), part_of_cut(up, (0, own))
         for expert in range(value.shape[0]):  # one at a time: a product is as large as a weight
             own_down, own_up = (down, up) if adapter.shared else (down[expert], up[expert])
             value[expert].addmm_(own_up.to(value.dtype), own_down.to(value.dtype), alpha=sign * adapter.scale)

@@ -50,7 +50,7 @@ from pmoe.convert import LAYOUTS, Layout
 from pmoe.experts.columns import joined_columns, own_columns
 from pmoe.experts.lora import WEIGHTS, Adapter
 from pmoe.experts.operands import local_part
-from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.stacked import UNCUT, StackedExperts, part_of_cut
 from pmoe.layer import MoELayer
 from pmoe.training.checkpoint_state import unwrapped
 from pmoe.training.export import Rename, complete_folder
@@ -62,6 +62,7 @@ from pmoe.training.lora import (
     check_adapter_name,
     lora_adapters,
 )
+from pmoe.training.sharded_experts import whole_value
 
 LoraLayoutName = Literal[
     "mixtral", "qwen-moe", "deepseek", "mixtral-stacked", "qwen-moe-stacked", "deepseek-stacked", "gpt-oss"
@@ -95,6 +96,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": (None, []),
+    # With others ("pissa", "olora", "corda", "loftq"), PEFT changes the weights beside the adapters.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 """The values that `load_lora` takes of fields of the configuration; a missing field has the first."""
 
@@ -298,7 +301,7 @@ def _of_all_experts(layer: MoELayer, adapter: Adapter, matrix: str, ranks: Ranks
 
     matrix: its name, such as "w1_A".
     """
-    value = local_part(adapter.get_parameter(matrix)).detach()
+    value = whole_value(adapter.get_parameter(matrix), adapter.copy_parts.get(matrix, UNCUT))
     dim = adapter.hidden_dims()[matrix]
     with at_stage("gathering adapters", ranks):
         if dim is not None:
@@ -384,6 +387,7 @@ def load_lora(
                     dim = adapter.hidden_dims()[matrix]
                     if dim is not None:
                         part = own_columns(part, dim, _halves(layer, matrix), layer.shard)
+                    part = part_of_cut(part, adapter.copy_parts.get(matrix, UNCUT))
                     local_part(adapter.get_parameter(matrix)).copy_(part)
     return lora_adapters(model, name)
 
@@ -408,7 +412,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Returns PEFT's configuration. Raises ValueError if it is damaged or of another kind of adapter."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"folder ({path.parent}) must hold {CONFIG} and {MATRICES}: no {path}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a configuration of PEFT: {error}") from None

@@ -49,7 +49,8 @@ class ExpertMuon(Optimizer):
 
     A step on a matrix W with the gradient G, its momentum B, the momentum's factor mu, and learning rate lr:
 
-        B = mu B + (1 - mu) G;  U = mu B + (1 - mu) G, or B without nesterov
+        B = mu B + (1 - mu) G
+        U = mu B + (1 - mu) G with nesterov, U = B without
         W = (1 - lr weight_decay) W - lr adjust(W) orthogonalized(U)
 
     adjust(W) is a factor that depends on the shape of W, by the rule adjust_lr_fn.
@@ -64,8 +65,8 @@ class ExpertMuon(Optimizer):
         dtype: the dtype of the Newton-Schulz steps. torch's Muon uses bfloat16.
 
     Raises ValueError for numbers out of range, and for a model without stacked experts. Raises ValueError
-    also if a rank has only parts of matrices, which cannot be orthogonalized alone: if hidden columns are
-    split over ranks ("esp"), or if ``shard_experts`` cuts inside of matrices.
+    also if a rank has only parts of matrices, because a part cannot be orthogonalized. A rank has only parts
+    if hidden columns are split over ranks ("esp"), or if ``shard_experts`` cuts inside of matrices.
     Raises TypeError for experts that are modules or parametrized.
     """
 

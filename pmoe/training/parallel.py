@@ -1,6 +1,6 @@
 """Device meshes for DP x MP x EP x ESP, and the reduction of gradients after backward.
 
-The meshes are those of the paper on FSMoE (Section 2.2 and Fig. 2):
+The meshes are the same as in the paper on FSMoE (Section 2.2 and Fig. 2):
 
 - the ranks hold DP copies of the dense part; MP ranks together hold one copy;
 - they hold EDP copies of the experts; each copy is spread over EP groups of ESP ranks, and the ESP ranks of a
@@ -11,7 +11,7 @@ The same P ranks form two meshes:
     dense part   ("dp", "mp")           P = DP * MP
     experts      ("edp", "ep", "esp")   P = EDP * EP * ESP
 
-Model parallelism of the dense part is that of `torch.distributed.tensor.parallel`, over
+The dense part uses the model parallelism of `torch.distributed.tensor.parallel`, over
 ``meshes.dense["mp"]``. Experts are spread by `MoELayer(mesh=meshes.experts)`. A token must enter the MoE
 layer on one rank only. If the ranks of "mp" hold the same tokens, split the tokens among these ranks first
 (the ReduceScatter of Fig. 2).
@@ -102,7 +102,8 @@ def make_meshes(*, mp: int = 1, ep: int = 1, esp: int = 1, device_type: str | No
         mp: number of ranks that share a dense layer.
         ep: number of ranks over which experts are spread.
         esp: number of ranks over which each expert's hidden columns are split.
-        device_type: device type of the meshes, "cuda" or "cpu". None takes that of the group's backend.
+        device_type: device type of the meshes, "cuda" or "cpu". None takes the type that the
+            default group's backend uses.
 
     Gradients are averaged over DP = P / mp copies of the dense part and EDP = P / (ep * esp) copies of the
     experts. Ranks along "mp" and along "esp" have consecutive numbers, so that they are in one node.
@@ -185,9 +186,9 @@ def reduce_gradients(
               back is 0 for the tokens of the other ranks;
             - DTensors: their placements show whether they are replicated.
 
-    Gradients change in place, in few all-reduces, the same ones on every rank. A gradient that is None counts
-    as zero and becomes zero, even if it is None on every rank. Set requires_grad=False on parameters that are
-    not trained.
+    Gradients change in place, in few all-reduces, which are the same on every rank. A gradient that is None
+    counts as zero and becomes zero, even if it is None on every rank. Set requires_grad=False on parameters
+    that are not trained.
 
     Raises ValueError if a `MoELayer` of the model has other meshes, a DTensor is not on
     ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.

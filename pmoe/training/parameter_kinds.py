@@ -6,8 +6,8 @@ dimensions, (experts, columns). Such a tensor, whose dimension 0 counts experts,
     kind          parameters                                          weight decay
     matrices      weights of products, of two or more dimensions      as the caller says
                   stacked: experts' w1, w2, a matrix for each expert
-    embeddings    of torch.nn.Embedding and EmbeddingBag              as the caller says
-    gates         of gates, and of the gates of shared experts        as the caller says; 0 for vectors and
+    embeddings    weights of torch.nn.Embedding and EmbeddingBag      as the caller says
+    gates         parameters of gates and of shared experts' gates    as the caller says; 0 for vectors and
                                                                       scalars
     biases        biases, norms, other vectors                        0
                   stacked: experts' b1, b2, a bias for each expert
@@ -101,7 +101,7 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
 
 
 def _is_bias(name: str) -> bool:
-    """Returns whether a parameter's name is that of a bias: "bias", or a name that ends in "_bias".
+    """Returns whether a parameter is a bias by its name: "bias", or a name that ends in "_bias".
 
     The name decides, not the number of dimensions: a bias may have two or more, for example (heads, columns).
     """

@@ -226,7 +226,7 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
     These are the parameters that require gradients and do not belong to an expert.
 
-    Raises ValueError if there is none, or if one of them is a DTensor.
+    Raises ValueError if there is no parameter to reduce, or if one of the parameters is a DTensor.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():
@@ -419,7 +419,7 @@ class PartitionedStep(BackwardStep):
     def gradient_is_ready(self, at: int) -> None:
         self._buffers.take(at)
         self._ready.add(at)
-        # In their order, which is the same on all ranks, whatever the order of the gradients.
+        # Pieces are sent in their own order, the same on all ranks, not in the order in which gradients come.
         for piece in self._timetable.pieces[self._num_pieces :]:
             if not self._ready.issuperset(piece.parameters):
                 break

@@ -35,9 +35,8 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
 from pmoe.experts.base import Experts
 from pmoe.experts.base import Shard as Part
-from pmoe.experts.lora import LoraExperts
 from pmoe.experts.operands import local_part
-from pmoe.experts.stacked import HIDDEN_DIMS, StackedExperts
+from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 from pmoe.training.gradient_mean import MeanOverRanks
 
@@ -59,6 +58,10 @@ class DividedByOwnRanks:
 
     num_ranks: int
     over_copies: Sequence[MeanOverRanks]
+
+    def with_names(self, names: tuple[str, ...]) -> DividedByOwnRanks:
+        """Returns the same reduction for experts whose calls compute with parameters of other names."""
+        return replace(self, over_copies=[replace(mean, names=names) for mean in self.over_copies])
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
         """Checks, before a backward pass, that all copies of an expert train the same parameters. Collective.
@@ -120,12 +123,14 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
             "pmoe.parallelize"
         )
     names = {name for name, _ in experts.named_parameters()}
-    if not isinstance(experts, StackedExperts) or not names <= set(HIDDEN_DIMS):
+    if not isinstance(experts, StackedExperts) or not names <= {
+        *(experts.hidden_dims() or {}),
+        *experts.replicated_dims,
+    }:
         kind = "modules" if experts.are_modules else type(experts).__name__
-        cure = ", or call pmoe.merge_lora(model) first" if isinstance(experts, LoraExperts) else ""
         raise TypeError(
-            f"experts ({kind}) must be ffn or swiglu experts without adapters to be sharded: leave "
-            f"shard_experts out{cure}"
+            f"experts ({kind}) must be ffn or swiglu experts, with or without adapters, to be sharded: leave "
+            "shard_experts out"
         )
     for name, shape in _shapes(experts, layer.num_experts, grid).items():
         _dimension(experts, name, shape, count, grid.esp.size)
@@ -183,8 +188,21 @@ def whole_parameter(experts: Experts, name: str) -> Tensor:
     experts: this rank's experts, while their parameters are sharded.
     name: the parameter's name.
     """
-    dim, part = experts.copy_parts[name]
-    parameter: Any = getattr(experts, name)
+    return whole_value(experts.get_parameter(name), experts.copy_parts[name])
+
+
+@torch.no_grad()
+def whole_value(parameter: Any, cut: tuple[int, Part]) -> Tensor:
+    """Gathers the whole of a DTensor that FSDP2 shards over the ranks with the same experts.
+
+    Collective over these ranks.
+
+    parameter: the DTensor, of any shape.
+    cut: the dimension that is sharded, and this rank's part; a part of one needs no communication.
+    """
+    dim, part = cut
+    if part.count == 1:
+        return local_part(parameter).detach()
     mesh = parameter.device_mesh
     along = next(
         along
@@ -207,14 +225,31 @@ def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, 
     grid: the ranks along "ep" and along "esp".
     """
     shapes = {}
-    for name, dim in (experts.hidden_dims() or {}).items():
+    for name, dim in _hidden_dims(experts).items():
         shape = list(experts.get_parameter(name).shape)
-        shape[0] = num_experts // grid.ep.size
+        if name not in experts.replicated_dims:
+            shape[0] = num_experts // grid.ep.size
         if dim is not None:
-            factor = experts.hidden_factor if dim == 1 else 1
+            factor = experts.hidden_factor if dim == _rows_dim(experts, name) else 1
             shape[dim] = factor * experts.all_hidden // grid.esp.size
         shapes[name] = shape
     return shapes
+
+
+def _hidden_dims(experts: StackedExperts) -> dict[str, int | None]:
+    """Returns, by parameter name, the dimension that counts hidden columns; None if there is none.
+
+    These are all parameters, also those of adapters that all experts share.
+    """
+    return {**(experts.hidden_dims() or {}), **experts.replicated_dims}
+
+
+def _rows_dim(experts: StackedExperts, name: str) -> int:
+    """Returns the dimension of a parameter that counts the rows of a matrix: 1, behind that of the experts.
+
+    It is 0 in parameters that all experts share.
+    """
+    return 0 if name in experts.replicated_dims else 1
 
 
 def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: int, num_parts: int) -> int:
@@ -232,9 +267,10 @@ def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: 
 
     Raises ValueError if no dimension can be cut.
     """
-    in_blocks = num_parts > 1 and experts.hidden_factor > 1 and (experts.hidden_dims() or {})[name] == 1
+    rows_dim = _rows_dim(experts, name)
+    in_blocks = num_parts > 1 and experts.hidden_factor > 1 and _hidden_dims(experts)[name] == rows_dim
     for dim, length in enumerate(shape):
-        if length % count == 0 and not (in_blocks and dim == 1):
+        if length % count == 0 and not (in_blocks and dim == rows_dim):
             return dim
     raise ValueError(
         f"experts' {name} (of shape {tuple(shape)} on a rank) must have a dimension that the {count} copies "

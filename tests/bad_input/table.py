@@ -161,7 +161,7 @@ TAKEN: dict[str, dict[str, str]] = {
     "BalanceLoss.sequences": {"lengths": NOTHING},
     "BalanceLoss.loss": {"totals": NONE},
     "BalanceLoss.attach": {"y": "meta tensor", "factor": SHARE, "totals": NONE},
-    "BalanceLoss.load_state_dict": {"state": "{}"},
+    "BalanceLoss.load_state_dict": {"state": NOTHING},
     "read_routing": {"folder": NOTHING, "rank": "0"},
     "ExternalGate.routing": {
         "expert_TK": NOTHING, "weight_TK": NOTHING, "keep_TK": NONE,

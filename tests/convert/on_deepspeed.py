@@ -159,6 +159,9 @@ def compare_refusals(ranks: int, folder: Path) -> None:
     refused(lambda: adapter.group(ranks + 1), f"must divide the number of ranks ({ranks})")
     before = config | {"use_data_before_expert_parallelism": True}
     refused(lambda: adapter.initialize(model_of(group_of_all), before), "must be False")
+    adapted = model_of(group_of_all)
+    pmoe.add_lora(adapted, rank=2, shared=True)  # its rows would be saved as if they were experts
+    refused(lambda: adapter.initialize(adapted, config), "an adapter that all experts share", "shared=False")
     if ranks == 1:
         return
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))

@@ -172,6 +172,10 @@ def refuse(ranks: int) -> None:
             lambda: PmoeMoELayer(config_of(ranks, add_bias_linear=True)),
             "add_bias_linear (True) must be False",
         ),
+        (
+            lambda: PmoeMoELayer(config_of(ranks, glu_linear_offset=1.0, bias_activation_fusion=False)),
+            "glu_linear_offset (1.0) must be 0.0",
+        ),
         (lambda: moe_spec(capacity=1), "capacity (1) must be left out"),
         (lambda: moe_spec(experts.GroupedMLP), "like"),
     ):

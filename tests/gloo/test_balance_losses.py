@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -190,6 +191,29 @@ def test_a_divided_step_has_the_loss_and_gradients_of_the_whole(
 @pytest.mark.parametrize("over", ["sequence", "batch", "window"])
 def test_checkpoints_count_no_call_twice(over: str) -> None:
     ranks(2).run(job, over, "megatron", False, True)
+
+
+def test_calls_of_an_evaluation_or_of_a_copy_are_not_in_the_loss() -> None:
+    layer = build(group=Ranks.single())
+    balance = pmoe.BalanceLoss(layer)
+    copy.deepcopy(layer)(tokens(7, 1))
+    layer(tokens(5))
+    loss = balance.loss()
+    with torch.no_grad():
+        layer.eval()(tokens(7, 1))
+    layer.train()(tokens(5))
+    with pytest.raises(RuntimeError, match=r"layer '' was called without gradients: call totals\(\)"):
+        balance.loss()
+    layer(tokens(5))
+    assert torch.equal(balance.loss(), loss)
+
+
+def test_the_state_of_a_loss_without_a_window_is_refused_by_one_with_a_window() -> None:
+    layer = build(group=Ranks.single())
+    batch, window = pmoe.BalanceLoss(layer), pmoe.BalanceLoss(layer, over="window", window=2)
+    for taker, state in ((window, batch.state_dict()), (batch, window.state_dict())):
+        with pytest.raises(ValueError, match=rf"'window' if and only if over \('{taker.over}'\) is 'window'"):
+            taker.load_state_dict(state)
 
 
 def wrapped_job(rank: int, world: int, ep: int, over: str) -> None:

@@ -23,6 +23,7 @@ from bench.allocations import freed_late
 from pmoe.choose import part_of_batch, search, solve
 from pmoe.gates import TopKGate
 from pmoe.gates.forced import ForcedGate
+from pmoe.graph import cost, run
 from pmoe.measure import profile
 from pmoe.measure.bench import Bench
 from pmoe.planner.degree import Choice
@@ -423,8 +424,9 @@ def peaks_of_steps(
     rank: int,
     trains: bool = True,
     after: Callable[[], object] = lambda: None,
+    steps: int = 3,
 ) -> list[float]:
-    """Returns the peaks in bytes of three steps with the same batch; of forward passes if not ``trains``.
+    """Returns the peaks in bytes of steps with the same batch; of forward passes if not ``trains``.
 
     ``after`` is called after each backward pass.
     """
@@ -439,7 +441,7 @@ def peaks_of_steps(
             after()
 
     with freed_here(), torch.set_grad_enabled(trains):
-        return [float(Allocated(step).peak) for _ in range(3)]
+        return [float(Allocated(step).peak) for _ in range(steps)]
 
 
 @pytest.mark.sampled(2)
@@ -513,4 +515,60 @@ def test_the_step_after_which_a_reducer_measures_costs_takes_no_more_memory_than
     options: dict[str, Any], tokens: int, tmp_path: Path
 ) -> None:
     for first, *later in ranks(2).run(reducing_job, str(tmp_path), tokens, options):
+        assert first <= 1.10 * max(later)
+
+
+class Blocks(torch.nn.Sequential):
+    """Three residual blocks, each with a norm, a product and a MoE layer."""
+
+    def __init__(self, top_k: int) -> None:
+        torch.manual_seed(0)
+        blocks = [(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(3)]
+        super().__init__(
+            *(torch.nn.Sequential(*block, pmoe.MoELayer(64, 128, 8, top_k=top_k)) for block in blocks)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self:
+            x = x + block(x)
+        return x
+
+
+def compiled_job(rank: int, world: int, folder: str, top_k: int, is_cut: bool) -> list[float]:
+    """Returns the peaks of five steps of a compiled model. In the first one, operators are measured.
+
+    is_cut: whether later steps cut the graphs into two parts. In any case the first step tries parts.
+    """
+    os.environ["PMOE_CACHE"] = folder
+    forget()
+    torch._dynamo.reset()
+    run.PROGRAMS.clear()
+    cost.LINKS.clear()
+    cost.costs_of.cache_clear()
+
+    def two_parts(graph: Any, _: Any) -> Any:
+        return 0.0, run.whole_ranges(graph, 2) if is_cut else []
+
+    sign = -1 if is_cut else 1  # plans of many instructions are taken, or of few
+    fakes = {
+        "solve": two_parts,
+        "total_seconds": lambda instructions: sign * len(instructions),
+        "BACKWARD_PARTS": (2,) if is_cut else run.BACKWARD_PARTS,
+    }
+    model = Blocks(top_k)
+    with mock.patch.multiple(run, **fakes):
+        peaks = peaks_of_steps(torch.compile(model, backend="pmoe"), 1024, rank, steps=5)
+    (program,) = [program for key, program in run.PROGRAMS.items() if key[0] == "forward"]
+    assert bool(program.plan.ranges) == is_cut
+    forget()
+    return peaks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_step_that_measures_the_operators_of_a_graph_takes_no_more_memory_than_later_ones(
+    is_cut: bool, top_k: int, tmp_path: Path
+) -> None:
+    for first, *later in ranks(2).run(compiled_job, str(tmp_path), top_k, is_cut):
         assert first <= 1.10 * max(later)

@@ -337,7 +337,7 @@ def test_meshes_that_differ_between_ranks_are_named_at_once() -> None:
     """The ranks waited in collectives of different groups until the timeout, and named no cause."""
     for message, is_unchanged in ranks(2).run(meshes_job):
         assert message.startswith("ValueError: mesh must be the same on every rank, and differs: rank 0: ")
-        assert "('dp', 'ep') [[0], [1]]; rank 1: ('dp', 'ep') [[0, 1]]" in message
+        assert "('dp', 'ep') [[0], [1]] on cpu; rank 1: ('dp', 'ep') [[0, 1]] on cpu." in message
         assert is_unchanged
 
 

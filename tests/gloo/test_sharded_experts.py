@@ -584,6 +584,279 @@ def test_exported_weights_are_those_of_whole_experts(num_experts: int) -> None:
     assert ranks(4).run(exported, num_experts, timeout=SLOW_IMPORT) == [True] * 4
 
 
+# ---- adapters (LoRA)
+
+
+def with_adapters(
+    sizes: dict[str, int], shard_experts: Any, shared_by_all: bool = False, expert: str = "ffn"
+) -> Model:
+    """Returns a model that trains adapters alone. A is drawn; B has values that do not depend on the mesh."""
+    mesh = make_mesh(sizes)
+    model = build(submesh(mesh), torch.float64, expert=expert).requires_grad_(False)
+    torch.manual_seed(7)
+    pmoe.add_lora(model, rank=2, alpha=3.0, shared=shared_by_all)
+    for layer in (block.moe for block in model.blocks):
+        adapter = layer.experts.adapters["default"]
+        for name in adapter.hidden_dims():
+            if name.endswith("_B"):
+                parameter = adapter.get_parameter(name)
+                columns = 1 + 0.1 * torch.arange(parameter.shape[-1], dtype=torch.float64)
+                numbers = layer.first_expert + torch.arange(1.0, 1 + len(parameter), dtype=torch.float64)
+                values = 0.02 * columns.expand_as(parameter)
+                own = values if shared_by_all else values * numbers.reshape(-1, 1, 1)
+                with torch.no_grad():
+                    parameter.copy_(own)
+    return pmoe.parallelize(model, mesh, shard_experts=shard_experts)
+
+
+def adapter_steps(rank: int, world: int, model: Model) -> dict[str, Any]:
+    """Trains the adapters of a model for three steps. Returns losses, norms, first gradients, parameters."""
+    adapters = pmoe.lora_adapters(model)
+    optimizer = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step, 4).chunk(world)[rank])
+        loss.backward()
+        found["losses"].append(loss.item())
+        if step == 0:
+            trained = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
+            found["gradients"] = {name: whole(each.grad) for name, each in trained}
+        found["norms"].append(pmoe.clip_grad_norm_(model, 0.05).item())
+        optimizer.step()
+    found["parameters"] = {name: whole(each) for name, each in adapters.named_parameters()}
+    return found
+
+
+def merged(model: Model, rank: int) -> list[torch.Tensor]:
+    """Returns outputs with the adapter, after merging, after undoing that, and without the adapter."""
+    tokens = batch(rank, 1)[:, :-1]
+    with torch.no_grad():
+        outputs = [model(tokens)]
+        added = pmoe.merge_lora(model)
+        outputs.append(model(tokens))
+        pmoe.unmerge_lora(model, added)
+        outputs.append(model(tokens))
+        with pmoe.disable_lora(model):
+            outputs.append(model(tokens))
+    return outputs
+
+
+def adapters_beside(
+    rank: int, world: int, sizes: dict[str, int], plain: dict[str, int], shared_by_all: bool, expert: str
+) -> dict[str, float]:
+    """Returns the largest differences between adapters on whole and on sharded experts, by what differs."""
+    expected_model = with_adapters(plain, False, shared_by_all, expert)
+    model = with_adapters(sizes, True, shared_by_all, expert)
+    expected = adapter_steps(rank, world, expected_model)
+    found = adapter_steps(rank, world, model)
+    differences = {
+        name: max(abs(own - other) for own, other in zip(found[name], expected[name], strict=True))
+        for name in ("losses", "norms")
+    }
+    for name in ("gradients", "parameters"):
+        assert found[name].keys() == expected[name].keys() and found[name]
+        pairs = [(value, expected[name][own]) for own, value in found[name].items()]
+        differences[name] = max((value - other).abs().max().item() for value, other in pairs)
+    outputs = merged(model, rank)
+    changes = [(one - other).abs().max().item() for one, other in itertools.pairwise(outputs)]
+    differences["merging"] = max(changes[:2])
+    differences["whole outputs"] = max(
+        (one - other).abs().max().item()
+        for one, other in zip(outputs, merged(expected_model, rank), strict=True)
+    )
+    assert changes[2] > 1e-4  # without the adapter the output is another one
+    again = adapter_steps(rank, world, model)["losses"][0]
+    differences["after merging"] = abs(again - adapter_steps(rank, world, expected_model)["losses"][0])
+    return differences
+
+
+ADAPTED = [
+    (SQUARE, SQUARE, False, "ffn"),
+    (SQUARE, SQUARE, True, "swiglu"),
+    ({"dp": 2, "ep": 1, "esp": 2}, {"dp": 2, "ep": 1, "esp": 2}, False, "swiglu"),
+    ({"dp": 2, "ep": 1, "esp": 2}, {"dp": 2, "ep": 1, "esp": 2}, True, "swiglu"),
+    ({"dp": 4, "ep": 1}, {"dp": 4, "ep": 1}, False, "swiglu"),
+    ({"ep": 4, "dp": 1}, {"ep": 4, "dp": 1}, False, "ffn"),
+    ({"nodes": 2, "dp": 2, "ep": 1}, {"dp": 4, "ep": 1}, False, "ffn"),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plain", "shared_by_all", "expert"),
+    [pytest.param(*case, marks=() if at < 1 else pytest.mark.slow) for at, case in enumerate(ADAPTED)],
+)
+def test_adapters_of_sharded_experts_train_and_merge_as_those_of_whole_copies_do(
+    sizes: dict[str, int], plain: dict[str, int], shared_by_all: bool, expert: str
+) -> None:
+    for differences in ranks(4).run(
+        adapters_beside, sizes, plain, shared_by_all, expert, timeout=SLOW_IMPORT
+    ):
+        for name, difference in differences.items():
+            assert difference < (1e-12 if name in ("losses", "gradients") else 1e-9), name
+
+
+def switching(rank: int, world: int, shard_experts: Any) -> list[float]:
+    """Trains one adapter and then another one, with a call for evaluation between. Returns all losses."""
+    mesh = make_mesh(SQUARE)
+    model = build(mesh["ep"], torch.float64, expert="swiglu").requires_grad_(False)
+    torch.manual_seed(7)
+    for name in ("first", "second"):
+        pmoe.add_lora(model, rank=2, name=name)
+    pmoe.parallelize(model, mesh, shard_experts=shard_experts)
+    losses = []
+    for name in ("first", "second", "first"):
+        with torch.no_grad():
+            losses.append(loss_of(model, batch(9, world).chunk(world)[rank]).item())
+        pmoe.use_lora(model, name)
+        own = pmoe.lora_adapters(model)
+        others = pmoe.lora_adapters(model, "first" if name == "second" else "second")
+        before = [whole(each).clone() for each in others.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+        losses += going_on(rank, world, model, optimizer)
+        assert all(each.grad is not None for each in own.parameters())
+        assert all(
+            torch.equal(whole(each), old) for each, old in zip(others.parameters(), before, strict=True)
+        )
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [True, {"reshard_after_forward": False}], ids=str)
+def test_adapters_of_sharded_experts_can_be_switched(options: Any) -> None:
+    expected = ranks(4).run(switching, False, timeout=SLOW_IMPORT)
+    found = ranks(4).run(switching, options, timeout=SLOW_IMPORT)
+    for own, wanted in zip(found, expected, strict=True):
+        assert own == pytest.approx(wanted, rel=1e-12)
+
+
+def saving_adapters(rank: int, world: int, folder: str) -> list[float]:
+    """Saves adapters of sharded experts by pmoe and in PEFT's files. Returns the losses that follow."""
+    model = with_adapters(SQUARE, True, expert="swiglu")
+    adapter_steps(rank, world, model)
+    adapters = pmoe.lora_adapters(model)
+    optimizer = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
+    loss_of(model, batch(0, 4).chunk(world)[rank]).backward()
+    optimizer.step()
+    pmoe.save_checkpoint(f"{folder}/own", adapters, optimizer, step=1)
+    pmoe.save_lora(model, f"{folder}/peft", "mixtral-stacked")
+    return going_on(rank, world, model, optimizer)
+
+
+def going_on(rank: int, world: int, model: Model, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step, 4).chunk(world)[rank])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def loading_adapters(rank: int, world: int, folder: str, sizes: dict[str, int], shards: bool) -> Any:
+    """Loads adapters on another mesh. Returns the losses that follow, and how far PEFT's files differ."""
+    model = with_adapters(sizes, shards, expert="swiglu")
+    adapters = pmoe.lora_adapters(model)
+    optimizer = torch.optim.AdamW(adapters.parameters(), lr=1e-2)
+    assert pmoe.load_checkpoint(f"{folder}/own", adapters, optimizer).step == 1
+    before = {name: whole(each).clone() for name, each in adapters.named_parameters()}
+    with torch.no_grad():
+        for each in adapters.parameters():
+            each.zero_()
+    pmoe.load_lora(model, f"{folder}/peft", "mixtral-stacked")
+    differences = [
+        (whole(each) - before[name]).abs().max().item() for name, each in adapters.named_parameters()
+    ]
+    return going_on(rank, world, model, optimizer), max(differences)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "sizes", "shards"),
+    [(4, {"dp": 4, "ep": 1}, True), (2, {"ep": 2}, False), (2, {"dp": 2, "ep": 1}, True)],
+)
+def test_adapters_of_sharded_experts_load_on_other_numbers_of_ranks(
+    world: int, sizes: dict[str, int], shards: bool, tmp_path: Path
+) -> None:
+    """Other systems have saved one rank's part of B under FSDP2, with zeros for the rest."""
+    expected = ranks(4).run(saving_adapters, str(tmp_path), timeout=SLOW_IMPORT)
+    found = ranks(world).run(loading_adapters, str(tmp_path), sizes, shards, timeout=SLOW_IMPORT)
+    for step in range(2):
+        mean = sum(losses[step] for losses, _ in found) / world
+        assert mean == pytest.approx(sum(losses[step] for losses in expected) / 4, rel=1e-9)
+    assert all(difference == 0 for _, difference in found)
+
+
+def held_with_adapters(rank: int, world: int) -> dict[str, int]:
+    """Returns elements that a rank keeps of adapters, and those that FSDP2 gathers, counted and predicted."""
+    model = with_adapters(SQUARE, True)
+    adapter_steps(rank, world, model)
+    layer = model.blocks[0].moe
+    adapters = list(layer.experts.adapters.parameters())
+    (group,) = layer.experts._get_fsdp_state()._fsdp_param_groups
+    gathered = [tensor for each in group.fsdp_params for tensor in each.all_gather_outputs]
+    predicted = layer.predict_memory(16)
+    return {
+        "adapters": sum(each.to_local().numel() for each in adapters),
+        "predicted adapters": predicted.gradients // 8,
+        "gathered": sum(tensor.numel() for tensor in gathered),
+        "predicted gathered": predicted.tensors["gathered experts"] // 16,
+    }
+
+
+def test_bytes_of_adapters_of_sharded_experts_are_predicted() -> None:
+    adapters = 2 * 2 * (8 + 12 + 12 + 8)  # two experts of a rank, each with matrices of rank 2
+    weights = 2 * (2 * 8 * 12 + 8 + 12)
+    for found in ranks(4).run(held_with_adapters, timeout=SLOW_IMPORT):
+        assert found == {
+            "adapters": adapters // 2,
+            "predicted adapters": adapters // 2,
+            "gathered": adapters + weights,
+            "predicted gathered": adapters + weights,
+        }
+
+
+def adapted_peak(rank: int, world: int, shard_experts: Any) -> float:
+    mesh = make_mesh(SQUARE)
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(64, 256, 8, 2, mesh=mesh["ep"]).requires_grad_(False)
+    pmoe.add_lora(layer, rank=8, alpha=4)
+    pmoe.parallelize(layer, mesh, shard_experts=shard_experts)
+    x = torch.randn(512 - 37 * rank, 64, generator=torch.Generator().manual_seed(rank))
+    found = step_bytes(layer, x)
+    return layer.predict_memory(512 - 37 * rank, layer.row_counts).peak / found.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_experts", [False, True])
+def test_the_peak_with_adapters_is_predicted(shard_experts: bool) -> None:
+    for ratio in ranks(4).run(adapted_peak, shard_experts, timeout=SLOW_IMPORT):
+        assert 0.98 <= ratio <= 1.02
+
+
+def adapters_from_meta(rank: int, world: int) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = nn.Sequential(pmoe.MoELayer(6, 8, 4, 2, group=Ranks.single()))
+        pmoe.add_lora(model, rank=2)
+    pmoe.parallelize(model, make_mesh(SQUARE), shard_experts=True)
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    model[0].reset_parameters()
+    return {name: whole(value) for name, value in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_adapters_of_sharded_experts_of_the_meta_device_are_drawn_as_whole_ones() -> None:
+    model = nn.Sequential(pmoe.MoELayer(6, 8, 4, 2))
+    pmoe.add_lora(model, rank=2)
+    torch.manual_seed(5)
+    model[0].reset_parameters()
+    for found in ranks(4).run(adapters_from_meta, timeout=SLOW_IMPORT):
+        for name, value in model.named_parameters():
+            assert torch.equal(found[name], value), name
+
+
 # ---- refused
 
 
@@ -612,15 +885,6 @@ def refusals(rank: int, world: int) -> list[str]:
         model.blocks[1].moe.experts.w2.requires_grad_(rank != 2)
         loss_of(model, batch(0, 1)).backward()
 
-    def adapters() -> None:
-        model = build(mesh["ep"])
-        pmoe.add_lora(model, rank=2)
-        try:
-            shards(model, mesh)
-        finally:
-            pmoe.merge_lora(model)
-            shards(model, mesh)  # the cure of the message
-
     attempts = [
         lambda: shards(build(mesh["ep"]), mesh["ep"]),
         lambda: shards(build(mesh["ep"]), three),
@@ -632,7 +896,6 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: shards(pmoe.parallelize(build(mesh["ep"]), mesh), mesh),
         wrapped_before,
         by_hand,
-        adapters,
         lambda: pmoe.add_lora(shards(build(mesh["ep"]), mesh), rank=2),
         lambda: shards(pmoe.MoELayer(4, 6, 1, 1, expert="swiglu", mesh=other["ep", "esp"]), other),
         lambda: pmoe.copy_into_experts(shards(pmoe.MoELayer(4, 6, 4, mesh=mesh["ep"]), mesh), {}),
@@ -649,12 +912,11 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         r"ValueError: shard_experts \(with 'mesh'\) may have only reshard_after_forward, mp_policy",
         r"TypeError: shard_experts\['reshard_after_forward'\] \(2\) must be",
         r"TypeError: shard_experts\['mp_policy'\] .* must be a torch.distributed.fsdp.MixedPrecisionPolicy",
-        r"TypeError: blocks.0.moe: experts \(modules\) must be ffn or swiglu experts without adapters",
+        r"TypeError: blocks.0.moe: experts \(modules\) must be ffn or swiglu experts, with or without",
         r"ValueError: blocks.0.moe: a layer that is parallelized already must not be sharded later",
         r"ValueError: blocks.0.moe.experts \(a FSDPFFNExperts\) must be wrapped after pmoe.parallelize",
         r"ValueError: experts' parameters must not be in fully_shard, .* shard_experts=True",
-        r"TypeError: blocks.0.moe: experts \(.*Lora.*\) must be .* or call pmoe.merge_lora\(model\) first",
-        r"TypeError: blocks.0.moe \(experts sharded over their copies\) must .* without shard_experts",
+        r"TypeError: blocks.0.moe \(experts sharded over their copies\) must .* call pmoe.add_lora, then",
         r"ValueError: model: experts' b1 \(of shape \(1, 6\) on a rank\) must have a dimension that the 2",
         r"ValueError: layer \(with shard_experts\) must have whole experts on each rank: call copy_into",
         r"ValueError: requires_grad of experts' w2 must be the same on all copies of the experts",

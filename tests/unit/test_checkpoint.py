@@ -342,3 +342,31 @@ def test_bad_arguments_write_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"making the folder: .*Error"):
         pmoe.save_checkpoint(tmp_path / "file", model, step=1)
+
+
+FOREIGN = [
+    ("adapter_config.json", "PEFT do: load it with pmoe.load_lora"),
+    ("latest_checkpointed_iteration.txt", "Megatron do: load it with Megatron's"),
+    ("latest", "DeepSpeed do: load it with engine.load_checkpoint"),
+    ("trainer_state.json", "Trainer do: load it with trainer.train"),
+    ("config.json", "transformers do: load it with from_pretrained"),
+    (".metadata", "torch.distributed.checkpoint do: load it with torch.distributed.checkpoint.load"),
+]
+
+
+def test_a_checkpoint_of_another_system_is_named_with_what_loads_it(tmp_path: Path) -> None:
+    """The error only said that there is no latest.json, whatever the folder held."""
+    model, _ = make()
+    for at, (name, wanted) in enumerate(FOREIGN):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        for options in ({}, {"step": 3}):
+            with pytest.raises(CheckpointError, match=f"{folder}.*has {name}, as checkpoints of .*{wanted}"):
+                pmoe.load_checkpoint(folder, model, **options)
+    own = pmoe.save_checkpoint(tmp_path / "own", model, step=1)
+    with pytest.raises(CheckpointError, match="one step of pmoe do: pass the folder above it"):
+        pmoe.load_checkpoint(own, model)
+    torch.save(model.state_dict(), tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"folder \(.*last.ckpt\) must be a folder .* torch.load"):
+        pmoe.load_checkpoint(tmp_path / "last.ckpt", model)

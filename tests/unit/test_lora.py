@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,21 @@ def test_adapters_have_names_and_one_is_used_at_a_time() -> None:
     pmoe.use_lora(copied, "second")
     assert torch.equal(copied(x), outputs["second"])
     assert relative_error(outputs["first"], outputs["none"]) > 1e-3
+
+
+def test_a_choice_inside_disable_lora_stays_after_it() -> None:
+    """Before, calls used the adapter from before the block, and the chosen one was trained."""
+    layer = build()
+    for name in ("first", "second"):
+        pmoe.add_lora(layer, rank=RANK, name=name)
+    with pmoe.disable_lora(layer), pmoe.disable_lora(layer):
+        pmoe.use_lora(layer, "first")
+    layer(tokens()).sum().backward()
+    assert layer.experts.adapters.first.w2_B.grad.any()
+    with pmoe.disable_lora(layer):
+        for name in ("first", "second"):
+            pmoe.remove_lora(layer, name)
+    assert type(layer.experts) is FFNExperts
 
 
 def test_backward_after_the_adapter_was_changed_differentiates_what_forward_computed() -> None:
@@ -230,6 +246,26 @@ def test_an_adapter_that_is_switched_before_a_checkpoint_runs_again_is_named(way
     forward("second").sum().backward()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_adapter_is_named_although_another_call_used_the_one_of_the_second_pass(training: bool) -> None:
+    """Both calls have the same routing, and a layer in eval mode remembers none."""
+    layer = build(pipeline=2).train(training)
+    for name in ("first", "second"):
+        pmoe.add_lora(layer, rank=RANK, name=name)
+        filled(layer, name)
+
+    def forward(name: str) -> Tensor:
+        pmoe.use_lora(layer, name)
+        x = tokens().requires_grad_()
+        y: Tensor = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return y.sum()
+
+    first = forward("first")
+    with pytest.raises(RuntimeError, match="adapter 'second', and its forward pass used 'first'"):
+        (first + forward("second")).backward()
+    (forward("second") + forward("second")).backward()
+
+
 def test_autocast_trains_float32_adapters() -> None:
     layer = build(dtype=torch.float32)
     pmoe.add_lora(layer, rank=RANK, alpha=ALPHA)
@@ -373,6 +409,18 @@ def test_a_mask_freezes_the_experts_of_the_same_numbers() -> None:
     assert not layers[0].experts.w1.grad[[1, 3]].any()
     with pytest.raises(ValueError, match=r"experts \(a mask of shape \(3,\)\) must have shape \(4,\)"):
         pmoe.freeze_experts(build(), torch.tensor([False, True, False]))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_is_frozen_when_it_is_asked_for(copied: Callable[[Any], Any]) -> None:
+    layer = build()
+    pmoe.freeze_experts(layer, [1, 3])
+    layer = copied(layer)
+    layer(tokens()).square().sum().backward()
+    assert layer.experts.w1.grad[1].any()
+    pmoe.freeze_experts(layer, [0, 1])
+    layer(tokens()).square().sum().backward()
+    assert not layer.experts.w1.grad[[0, 1]].any() and layer.experts.w1.grad[3].any()
 
 
 def test_numbers_of_no_expert_and_frozen_layers_are_named() -> None:

@@ -277,6 +277,7 @@ def saved(tmp_path: Path) -> Path:
     ("change", "message"),
     [
         ({"use_dora": True}, r"use_dora \(True\) of .* must be False"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights \('pissa'\) of .* must be True"),
         ({"rank_pattern": {"a": 3}}, r"rank_pattern \({'a': 3}\)"),
         ({"peft_type": "LOHA"}, r"peft_type \('LOHA'\)"),
         ({"bias": "all"}, r"bias \('all'\)"),

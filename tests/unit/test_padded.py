@@ -282,6 +282,11 @@ def test_so_many_kinds_are_remembered_at_most() -> None:
 # ---- what it cannot be combined with
 
 
+class SeesRows(Callback):
+    def after_dispatch(self, rows: Tensor, chunk: int) -> Tensor:
+        return rows
+
+
 @pytest.mark.parametrize(
     "options, match",
     [
@@ -296,7 +301,7 @@ def test_so_many_kinds_are_remembered_at_most() -> None:
         ({"check_finite": True}, r"check_finite=True"),
         ({"send_once": True}, r"send_once=True"),
         ({"dispatch": "hierarchical_1d", "nodes": 1}, "do not travel by flat all-to-alls"),
-        ({"callbacks": [Callback()]}, "there are callbacks"),
+        ({"callbacks": [SeesRows()]}, "callbacks see rows between the gate and the end of combine"),
         ({"shared_expert": 8}, "there is a shared expert"),
         ({"fused": True}, r"kernels are fused \(fused=True\)"),
         ({"fused": "auto"}, r"kernels are fused \(fused='auto'\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -269,6 +270,21 @@ def test_after_an_error_the_model_routes_as_before() -> None:
         raise KeyError
     assert torch.equal(moe(x), expected)
     assert not moe.gate._forward_hooks
+
+
+def test_a_copy_of_the_model_is_neither_recorded_nor_replayed() -> None:
+    moe = layer()
+    x = tokens(5)
+    with pmoe.record_routing(moe) as trace:
+        copy.deepcopy(moe)(tokens(3))
+        moe(x)
+    assert [expert.shape[0] for expert in trace[""]] == [5]
+    drift(moe)
+    expected = moe(x)
+    with pmoe.replay_routing(moe, trace):
+        twin = copy.deepcopy(moe)
+        assert torch.equal(twin(x), expected) and not torch.equal(moe(x), expected)
+    assert torch.equal(twin(x), expected)
 
 
 def test_experts_over_capacity_drop_replayed_rows() -> None:

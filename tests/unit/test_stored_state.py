@@ -144,6 +144,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "one bias": (nn.Sequential(nn.Linear(M, H), nn.Linear(H, M, bias=False)), "biases in all"),
     "no bias": (nn.Sequential(nn.Linear(M, H, bias=False), nn.Linear(H, M, bias=False)), "tensors w1, w2"),
     "another width": (nn.Sequential(nn.Linear(M, 9), nn.Linear(9, M)), r"w1: \(9, 6\).* \(8, 6\)"),
+    "another activation": (
+        nn.Sequential(nn.Linear(M, H), nn.ReLU(), nn.Linear(H, M)),
+        r"dense \(with ReLU\(\)\) must have the activation of the experts, gelu",
+    ),
+    "another gelu": (
+        nn.Sequential(nn.Linear(M, H), nn.GELU(approximate="tanh"), nn.Linear(H, M)),
+        r"dense \(with GELU\(approximate='tanh'\)\) must have",
+    ),
     "names": ({"weight": torch.ones(2)}, "must have those of one expert: b1, b2, w1, w2"),
     "no tensor": ({"w1": 1, "w2": 2, "b1": 3, "b2": 4}, "w1: int"),
 }

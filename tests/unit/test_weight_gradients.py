@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -190,3 +191,25 @@ def test_a_limit_is_kept() -> None:
     freely, least = peak_bytes(listed(graph), (), {}), peak_bytes(graph, (), {})
     assert freely > least
     assert peak_bytes(listed(graph, limit=least), (), {}) <= least + 20
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_result_of_an_instruction_is_selected_directly_after_it(seed: int) -> None:
+    """The instructions X have two results each: one is sent, a weight gradient reads the other one."""
+    draw = random.Random(seed)
+    graph = []
+    for at, instruction in enumerate(backward(8, draw)):
+        graph.append(instruction)
+        if instruction.name.startswith("X"):
+            first, second = (
+                replace(of(f"{instruction.name}.{number}", instruction.name, num_bytes=5), selects=True)
+                for number in range(2)
+            )
+            graph += [first, second, of(f"late{at}", second.name, num_bytes=1)]
+    for order in (placed(graph, assign(graph)), listed(graph), listed(graph, limit=12)):
+        assert_runs(order, graph)
+        names = [instruction.name for instruction in order]
+        for name in names:
+            if name.startswith("X") and "." not in name:
+                place = names.index(name)
+                assert names[place + 1 : place + 3] == [f"{name}.0", f"{name}.1"]

@@ -34,8 +34,7 @@ def virtual_heaps(
 ) -> list[Heap]:
     """Returns symmetric heaps for W virtual ranks: this single process acts as all ranks, on one device.
 
-    The heaps are for tests and measurements. All heaps must be closed, but only when none of them is in use
-    any more.
+    The heaps are for tests and measurements. The caller must close all heaps, after the last use of any heap.
 
     shape: the sizes of each heap; W is ``shape.num_ranks``.
     device: the device.
@@ -208,16 +207,17 @@ class _HeapBuilder(CollectiveSteps):
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
     def facts(self) -> tuple[dict[str, object], str]:
-        """Returns (the values that must be equal on all ranks, by name; the name of this rank's node).
+        """Returns the values that must be equal on all ranks, by name, and the name of this rank's node.
 
         The values are the heap's sizes, its dtype, its number of bytes, and the code of the loaded kernels.
-        Ranks whose names of nodes are equal are on one node.
+        Two ranks are on one node if their node names are equal.
 
         Raises ValueError if an environment variable is wrong.
         """
         kernels, host = self.memory.place(self.device)
         self.bound_seconds = wait_seconds(self.ranks)
-        # Raises for a bad environment variable, before the exchange that carries errors to the other ranks.
+        # This call only checks an environment variable. It stands here, because the next exchange sends
+        # errors of this method to the other ranks.
         spare_blocks(self.ranks.size)
         sizes = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
         return sizes | {"bytes": self.shape.bytes, "kernels": kernels}, host
@@ -296,9 +296,9 @@ def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
-    """Calls a function that frees memory. If it raises, only a warning is issued.
+    """Calls a function that frees memory. If it raises an error, only a warning is issued.
 
-    So an error that was raised before is not replaced.
+    So this error does not replace an error that was raised before.
     """
     try:
         work(*args)
@@ -310,19 +310,19 @@ def _quietly(work: Callable[..., object], *args: object) -> None:
 
 
 DEFAULT_WAIT_SECONDS = 600.0
-"""The longest wait of a kernel for a peer if the group has no timeout."""
+"""How many seconds a kernel waits for a peer, at most, if the group has no timeout."""
 
 MAX_WAIT_SECONDS = 86400.0
-"""The longest wait of a kernel for a peer, even if the group's timeout is longer."""
+"""How many seconds a kernel waits for a peer, at most, even if the group's timeout is longer."""
 
 
 def wait_seconds(ranks: Ranks) -> float:
     """Returns how many seconds a kernel of this rank waits for a peer before it gives up.
 
-    A kernel should wait for a late peer (a peer that writes a checkpoint, say) as long as a collective would
-    wait. So the result is the group's timeout, but at most a day; 600 s if the group has no timeout. If the
-    environment variable PMOE_WAIT_SECONDS is set, the result is the variable's value, but at most the group's
-    timeout.
+    A kernel should wait for a late peer (for example a peer that writes a checkpoint) as long as a collective
+    would wait. So the result is the group's timeout, but at most a day; 600 s if the group has no timeout. If
+    the environment variable PMOE_WAIT_SECONDS is set, the result is the variable's value, but at most the
+    group's timeout.
 
     Raises ValueError if the variable is not a number of seconds, more than 0 and at most a day.
     """

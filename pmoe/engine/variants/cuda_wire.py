@@ -50,7 +50,7 @@ class _WiredOnCuda(WiredPass):
     def pack_messages(self, wire: WireName, source_TM: Tensor, message_NC: Tensor, i: int) -> None:
         kernels = self.kernels[wire]
         if kernels is None:
-            super().pack_messages(wire, source_TM, message_NC, i)
+            self.pack_gathered(wire, source_TM, message_NC, i)
         elif self.moves is not None and is_readable(source_TM):
             chunk = self.pass_plan.chunks[i]
             kernels.pack(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, message_NC)

@@ -6,10 +6,14 @@ The options name the formats of three kinds of rows:
     wire_backward   gradients that backward dispatches (dT_DO)
     wire_combine    results that both passes send back
 
-For each chunk, the gather (G) copies rows and packs them into messages. The all-to-all (S) sends the
-messages. The experts' task (C) unpacks the messages and sorts the rows by expert:
+The gather (G) packs each token into a message, and copies the messages to the send buffer, one for each of
+the token's rows. The all-to-all (S) sends the messages. The experts' task (C) unpacks the messages and sorts
+the rows by expert:
 
-    T_I  -G-> rows, packed into send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
+    T_I  -G-> messages of tokens  -G-> send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
+
+If the pass has few tokens, the first chunk packs all of them. In a small pass the host's work for each
+operator counts more than memory. Otherwise each chunk packs its own tokens; or its rows, if they are fewer.
 
 A message is a row of bytes (`pmoe.comm.wire`), so any all-to-all can send it. Rows that stay on their rank
 are not packed. If backward sends T_DI again, the rows are packed into the same bytes as in forward. If the
@@ -27,19 +31,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.wire import check_wires, pack_rows, unpack_rows
+from pmoe.comm.wire import are_packed_at_once, check_wires, pack_copies, pack_rows, unpack_rows, unpack_to_new
+from pmoe.engine.buffers.arena import LARGE_BYTES
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import Pass, SavedUnit, Unit
 from pmoe.engine.passes.forward import Forward
-from pmoe.engine.plan.plan import PassModules
+from pmoe.engine.plan.plan import PassModules, length
 from pmoe.experts.base import Runs
+from pmoe.ordering.sorted import copies_bytes
 from pmoe.schedule.buffer_sizes import BufferSizes
-from pmoe.schedule.wire import RESULT_MESSAGES, MessageSizes, WireName, Wires
+from pmoe.schedule.wire import RESULT_MESSAGES, MessageSizes, WireName, Wires, message_bytes
+
+
+@dataclass
+class TokenMessages:
+    """The messages of all tokens of a pass. Each token is packed once, for all of its rows.
+
+    message_TC: (T, C) uint8, the messages of T tokens, C bytes each.
+    num_chunks: the number of chunks that have yet to copy their rows from the messages.
+    """
+
+    message_TC: Tensor
+    num_chunks: int
 
 
 class WiredPass(Pass):
@@ -83,9 +102,63 @@ class WiredPass(Pass):
         message_NC: (N, C) uint8, memory for the messages, C bytes each.
         i: number of the chunk.
         """
+        order = self.plan.modules.order
+        if not copies_bytes(order):
+            self.pack_gathered(wire, source_TM, message_NC, i)
+            return
+        token_N = self.pass_plan.sent_tokens[i]
+        tokens = self.pass_plan.chunks[i].tokens
+        if are_packed_at_once(*source_TM.shape):
+            order.order(self.message_of_each_token(wire, source_TM), token_N, message_NC)
+        elif token_N.shape[0] < length(tokens):
+            pack_copies(wire, source_TM, token_N, message_NC)
+        else:
+            token_messages = self.packed(wire, source_TM[tokens])
+            order.order(token_messages, token_N - tokens.start if tokens.start else token_N, message_NC)
+
+    def pack_gathered(self, wire: WireName, source_TM: Tensor, message_NC: Tensor, i: int) -> None:
+        """Copies the tokens of chunk i to rows, and packs the rows.
+
+        The arguments are those of `pack_messages`.
+        """
         rows_NM = self.new(message_NC.shape[0], source_TM.shape[1])
         self.gather_rows(source_TM, rows_NM, i)
+        pack_rows(wire, rows_NM, message_NC, expendable=True)
+
+    def message_of_each_token(self, wire: WireName, source_TM: Tensor) -> Tensor:
+        """Returns the messages of all tokens of the pass, which the first chunk packs for all chunks.
+
+        The last chunk frees them.
+
+        wire: the format of the messages.
+        source_TM: (T, M), the tokens; in backward, the gradients of their outputs.
+        """
+        kind = "rows" if source_TM is not self.source_TM or self.direction == "forward" else "gradients"
+        messages = self.token_messages.get(kind)
+        if messages is None:
+            messages = TokenMessages(self.packed(wire, source_TM), len(self.pass_plan.chunks))
+            self.token_messages[kind] = messages
+        messages.num_chunks -= 1
+        if not messages.num_chunks:
+            del self.token_messages[kind]
+        return messages.message_TC
+
+    @functools.cached_property
+    def token_messages(self) -> dict[str, TokenMessages]:
+        """The messages of all tokens by kind: "rows" of the layer's input, "gradients" of its output."""
+        return {}
+
+    def packed(self, wire: WireName, rows_NM: Tensor) -> Tensor:
+        """Returns the messages (N, C) of N rows in new memory, C bytes each. The rows do not change.
+
+        wire: the format of the messages.
+        rows_NM: (N, M), the rows with M = d_model columns.
+        """
+        size = rows_NM.element_size()
+        columns = message_bytes(wire, rows_NM.shape[1], size) // size
+        message_NC = self.new(rows_NM.shape[0], columns).view(torch.uint8)
         pack_rows(wire, rows_NM, message_NC)
+        return message_NC
 
     def send_rows(self, name: str, received: str, i: int) -> dist.Work | None:
         wire = self.wires.rows if name == "send_again" else self.wires.of(self.direction)
@@ -103,7 +176,7 @@ class WiredPass(Pass):
         if self.wires.results is not None:
             messages = self.own_buffer("leaving_messages", i)
             self.own_buffer("home_messages", i)  # here, on the compute lane: R uses it on another lane
-            pack_rows(self.wires.results, self.leaving_buffer(i), messages.view(torch.uint8))
+            pack_rows(self.wires.results, self.leaving_buffer(i), messages.view(torch.uint8), expendable=True)
 
     def combine(self, i: int) -> dist.Work | None:
         if self.wires.results is None:
@@ -125,9 +198,15 @@ class WiredPass(Pass):
         wire = self.wires.rows if name == "T_DI" else self.wires.gradients
         if wire is None:
             return super().in_expert_order(name, i, arrived)
-        rows_NM = self.temporary(f"{name}_sorted", i)
-        self.unpack_messages(wire, arrived.view(torch.uint8), self.regroup[i], rows_NM)
-        return rows_NM
+        message_NC = arrived.view(torch.uint8)
+        key = f"{name}_sorted.{i}"
+        rows, columns = self.sizes.shape(key)
+        is_large = rows * columns * self.source_TM.element_size() >= LARGE_BYTES
+        if self.source_TM.is_cuda or is_large or key in self.arena.buffers:
+            rows_NM = self.temporary(f"{name}_sorted", i)
+            self.unpack_messages(wire, message_NC, self.regroup[i], rows_NM)
+            return rows_NM
+        return unpack_to_new(wire, message_NC, self.regroup[i], columns, self.source_TM.dtype)
 
     def unpack_messages(
         self, wire: WireName, message_NC: Tensor, index: Tensor | None, out_NM: Tensor

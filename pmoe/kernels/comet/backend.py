@@ -169,6 +169,6 @@ class Steps:
 def float_weights(weight_TK: Tensor) -> Tensor:
     """Returns routing weights (T, K) in the form that kernels read: contiguous float32 without a graph.
 
-    They are the weights of T tokens with K choices each.
+    There is a weight for each of the K choices of T tokens.
     """
     return weight_TK.detach().to(torch.float32).contiguous()

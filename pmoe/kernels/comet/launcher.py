@@ -21,7 +21,7 @@ from pmoe.schedule.tasks import PassDirection
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
 """The most ranks, experts of all ranks, and groups of columns that a launch can have.
 
-Columns of a group are sent together. The numbers are those of cuda/comet/layout.h.
+The columns of a group are sent together. cuda/comet/layout.h has the same numbers.
 """
 
 SPARE_BLOCKS = "PMOE_SPARE_BLOCKS"
@@ -52,7 +52,7 @@ def ranks_refusal(device: torch.device, num_ranks: int, experts: int) -> str | N
 
 
 def loading_refusal(device: torch.device, num_ranks: int) -> str | None:
-    """Returns why fused kernels of several processes could wait for each other forever; None if not.
+    """Returns why fused kernels of several processes could deadlock; None if they cannot.
 
     By default CUDA loads a kernel at its first launch, and loading may wait until running kernels have ended.
     A fused kernel that runs on this rank may wait for another rank, and that rank may wait for this rank's
@@ -143,9 +143,9 @@ class Division:
 
 
 Divide = Callable[[FusedKernel, PassDirection], Division]
-"""A function that returns the numbers of communicating thread blocks and of columns sent together.
+"""A function (kernel, direction) that returns how a launch splits its work: a `Division`.
 
-It gets the kernel and the direction. Its result must be the same on all ranks.
+The result must be the same on all ranks.
 """
 
 

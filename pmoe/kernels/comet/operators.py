@@ -10,8 +10,8 @@
 An argument that differs between ranks is a list with an entry for each rank. Tensors that are indexed by
 token hold the tokens of all these ranks.
 
-The functions ``..._fields`` return a rank's arguments of a launch by name: addresses, strides and sizes. They
-raise ValueError, naming the tensor, if the kernels could not read an operand correctly.
+The functions ``..._fields`` return a rank's arguments of a launch by name: addresses, strides and sizes.
+These functions raise ValueError, naming the tensor, if the kernels could not read an operand correctly.
 
 Letters: T tokens, K choices of a token, S rows that a rank sends, N rows that it receives, W ranks, E experts
 of one rank, M = d_model, H = d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H

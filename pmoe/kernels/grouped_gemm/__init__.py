@@ -17,8 +17,8 @@ host does not wait for row counts:
     expert   0         1         2
 
 `product` and `hidden` can read their rows directly from the tokens. Row r is then a copy of token slot[r] //
-K: slot[r] is the row's index among the T * K (token, choice) pairs. The dispatched input (T_DI) then need not
-be stored, unless gradients are wanted, because gradients can only be computed from stored rows.
+K: slot[r] is the row's index among the T * K (token, choice) pairs. A call without gradients then need not
+store the dispatched input (T_DI). Gradients can only be computed from stored rows.
 
 Letters: T tokens, K choices of a token, N rows, E experts, I in-features, O out-features, M = d_model, H =
 d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.

@@ -31,13 +31,13 @@ If False, rows are first copied into their order. None lets `gathers_in_load` ch
 """
 
 PERMUTED_COLUMNS = 2100
-"""Columns of a first product above which copying rows into order is faster than gathering, on Hopper.
+"""If a first product has more columns than this, rows are copied into order and not gathered, on Hopper.
 
 The number is for tokens with very many choices K; `gathers_in_load` multiplies it by (1 + 1 / K). Gathering
-rows while they are loaded lengthens each step of each tile by 8 %, so it costs more the more columns a first
-product has. Copying (a permute) costs the same for any number of columns: it reads each token once and writes
+rows while they are loaded lengthens each step of each tile by 8 %, so its cost grows with the columns of the
+product. Copying (a permute) costs the same for any number of columns: it reads each token once and writes
 its K rows. By the stored times of an H200 (bench_grouped_gemm, bench_permute) the two are equal at 2100 (1 +
-1 / K) columns. With K = 4 choices that is 1,312 hidden columns of SwiGLU, which has two columns for each.
+1 / K) columns. With K = 4 choices that is 2625 columns, or 1312 hidden columns of SwiGLU.
 """
 
 
@@ -173,7 +173,7 @@ def launch(
 def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN) -> dict[str, Any]:
     """Returns the arguments of a launch that do not depend on the rows, for the current stream.
 
-    They can be used again for launches with the same arguments of this function.
+    The result can be used for several launches, if this function would get the same arguments for each.
 
     kernels: name of the kernel code, "sm_90a" or "sm_80".
     form: the kind of product: FORWARD, INPUT or WEIGHT of `pmoe.kernels.gemm`.

@@ -145,7 +145,7 @@ def _positions(slots: RowSlots, num_tokens: int) -> Tensor:
 
 
 def sum_by_expert(rows_NO: Tensor, ends_E: Tensor, weight_N: Tensor | None = None) -> Tensor:
-    """Returns the sum of the rows of each of E experts, (E, O). It can be traced.
+    """Returns for each expert the sum of its rows, (E, O) for E experts. The function can be traced.
 
     rows_NO: (N, O), N rows of O columns, sorted by expert.
     ends_E: (E,) int32, the index behind each expert's last row.

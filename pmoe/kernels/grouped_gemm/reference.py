@@ -138,7 +138,7 @@ def activate(activation: str, hidden_NG: Tensor) -> Tensor:
 def slope(activation: str, hidden_NG: Tensor, grad_NH: Tensor) -> Tensor:
     """Returns the gradient of a nonlinearity's input, (N, G), from the gradient of its output, (N, H).
 
-    It is computed with plain operations, because torch.autograd.grad cannot be traced.
+    The function uses plain operations, because torch.autograd.grad cannot be traced.
 
     activation: name of the nonlinearity.
     hidden_NG: (N, G), the hidden activation before the nonlinearity, N rows. G is H = d_hidden, or 2H for

@@ -343,7 +343,7 @@ def _(grad: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Ten
     return rows.new_empty(rows.shape), weight.new_empty(weight.shape)
 
 
-# ---- autograd. If the weights need a gradient, one launch computes it together with that of the rows
+# ---- autograd. If the weights need a gradient, one launch computes the gradients of weights and rows
 
 
 def _readable(grad: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ def route(
         by expert.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk; it divides
-        num_chunks. Counts are still those of each chunk.
-    last: experts whose rows come after those of all other experts of a chunk.
+        num_chunks. Rows are still counted chunk by chunk.
+    last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the value of `Routes.fault` if a logit is infinite or NaN.
     heading: asks for messages with the row counts of each chunk (`Routes.messages`). The experts of a rank
         follow each other, so the number of ranks must divide the number of experts.
@@ -337,7 +337,7 @@ def launch_route(
     normalize: whether a token's weights are divided by their sum.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
-    last: experts whose rows come after those of all other experts of a chunk.
+    last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the fault if a logit is infinite or NaN.
     heading: the argument that `empty_routes` got.
     """
@@ -377,10 +377,11 @@ MAX_HALVES = 1 << 30
 
 
 def gate_operands(grad_TE: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns bfloat16 operands of the gate's products of backward, for T tokens and E experts.
+    """Returns bfloat16 operands for the gate's matrix products in backward, for T tokens and E experts.
 
-    Products of the results are summed in float32. They have the precision of float32 gradients, because a sum
-    of two bfloat16 numbers differs from an element of the gradient by at most 2^-17 of it.
+    A product with these operands sums in float32, and is as precise as a product with the float32 gradient:
+    each element of the gradient is replaced by a sum of two bfloat16 numbers, which differs from the element
+    by at most 2^-17 of its value.
 
     grad_TE: (T, E) float32, the gradient of the logits.
     weight_EM: (E, M) bfloat16, the gate's weight for M columns.

@@ -34,8 +34,8 @@ class Routes(NamedTuple):
     counts and ends.
 
     fault: int64 scalar, the argument ``not_finite`` of `route` if a logit is infinite or NaN, else 0.
-    messages: the memory of `pmoe.kernels.counts.Messages`, whose messages to other ranks have been written;
-        empty unless `route` got a ``heading``.
+    messages: the memory of a `pmoe.kernels.counts.Messages`, in which this rank's messages to other ranks are
+        written already; empty unless `route` got a ``heading``.
     l_aux: scalar with a gradient, the auxiliary loss E * sum_e f_e P_e + z_loss_weight * mean_t
         logsumexp(logits_t)^2. f_e is the share of slots that went to expert e, P_e the mean probability of e.
         Without tokens it is 0.
@@ -127,7 +127,8 @@ def check_order(logits_TE: Tensor, num_chunks: int, sorted_chunks: int, last: ra
     num_chunks: number of chunks of consecutive tokens.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk. It must
         divide num_chunks.
-    last: experts whose rows come after those of all other experts of a chunk; a range within 0 .. E - 1.
+    last: experts whose rows come last in each chunk, after the rows of all other experts; a range within
+        0 .. E - 1.
     """
     if sorted_chunks < 1 or num_chunks % sorted_chunks:
         raise ValueError(f"sorted_chunks ({sorted_chunks}) must divide num_chunks ({num_chunks})")
@@ -239,7 +240,7 @@ def route(
     num_chunks: number of chunks of consecutive tokens, by which rows are sorted first.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
-    last: experts whose rows come after those of all other experts of a chunk.
+    last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the fault if a logit is infinite or NaN.
     heading: the header of messages of row counts; None if no messages are wanted.
     """

@@ -40,7 +40,8 @@ def in_tiles(scales: Tensor) -> Tensor:
 
     scales: (..., R, B), of one byte each.
 
-    The result is (..., numbers): R rounded up to a multiple of 128, times B rounded up to a multiple of 4.
+    The result is (..., X), where X is the product of two numbers: R rounded up to a multiple of 128, and B
+    rounded up to a multiple of 4.
     """
     num_rows, num_blocks = scales.shape[-2:]
     whole = pad(

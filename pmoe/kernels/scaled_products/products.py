@@ -71,8 +71,8 @@ class ScaledRequest:
 def refusals(request: ScaledRequest) -> list[str]:
     """Returns why torch's scaled_grouped_mm cannot compute a product; an empty list if it can.
 
-    The conditions are those that torch 2.13 checks itself, and two more: torch has no kernel for "e4m3" (a
-    scale for each row) on Blackwell, and "mxfp8" needs a number of columns that is a multiple of 32.
+    torch 2.13 checks the same conditions itself, except two: torch has no kernel for "e4m3" (a scale for each
+    row) on Blackwell, and "mxfp8" needs a number of columns that is a multiple of 32.
     """
     if request.device_type != "cuda":
         return [f"device {request.device_type}: torch has no scaled_grouped_mm for it"]
@@ -166,7 +166,7 @@ def _product_of_restored(
 ) -> Tensor:
     """Returns (rows matrix^T + bias) * scale for the rows of one expert, (N, O) float32.
 
-    The restored values are freed at the return, so that only those of one expert exist at a time.
+    The restored values are freed at the return, so that values of only one expert exist at a time.
 
     products: number format of the operands.
     rows: (N, K), the expert's N rows.
@@ -203,9 +203,9 @@ def launch_scaled(
 ) -> Tensor:
     """Computes rows matrix[e]^T for the rows of each expert e by one launch of torch's kernel.
 
-    Returns (N, O) bfloat16. The arguments are those of `scaled_product`. The kernel needs every expert's
-    first row at a multiple of 16 bytes. Every row begins at a multiple of 16 bytes, so no rows are padded.
-    For "mxfp8", the scales of each expert are padded to a multiple of 128 rows.
+    Returns (N, O) bfloat16. The arguments are the same as in `scaled_product`. The kernel needs every
+    expert's first row at a multiple of 16 bytes. Every row begins at a multiple of 16 bytes, so no rows are
+    padded. For "mxfp8", the scales of each expert are padded to a multiple of 128 rows.
     """
     recipe = {"e4m3": F.ScalingType.RowWise, "mxfp8": F.ScalingType.BlockWise1x32}[products]
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if products == "mxfp8" else F.SwizzleType.NO_SWIZZLE

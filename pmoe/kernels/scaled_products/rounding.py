@@ -43,7 +43,10 @@ class Rounded:
     scales: Tensor
 
     def select(self, rows: slice | int) -> Rounded:
-        """Returns a slice of the rows; for several matrices, the matrix with an index or a slice of them."""
+        """Returns a slice of the matrix's rows. If there are several matrices, returns one or some of them.
+
+        rows: the slice; with several matrices, the index of a matrix or a slice of matrices.
+        """
         return Rounded(self.numbers[rows], self.scales[rows])
 
 

@@ -1,0 +1,116 @@
+"""Ranks that pass different meshes to parallelize get an error that names them; smaller meshes are legal."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import pmoe
+from pmoe.comm.ranks import Ranks
+from tests.gloo.kit import error_of
+from tests.gloo.lm import make_mesh
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
+
+
+def parallelized(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(4, 6, 4, 2, group=Ranks.single())
+    return pmoe.parallelize(nn.Sequential(layer), mesh)
+
+
+def meshes() -> dict[str, Any]:
+    """Returns meshes of 4 ranks by name. Every rank makes all of them, because that is collective."""
+    square = make_mesh({"dp": 2, "ep": 2})
+    columns = make_mesh({"ep": 2, "dp": 2})
+    return {
+        "square": square,
+        "pair": square["ep"],  # (0, 1) and (2, 3)
+        "columns": columns,
+        "column": columns["ep"],  # (0, 2) and (1, 3)
+        "flat": make_mesh({"ep": 4}),
+        "split": make_mesh({"ep": 2, "esp": 2}),
+        "dense": square["dp"],
+    }
+
+
+def attempts(rank: int, world: int, names: list[str]) -> list[str]:
+    """Calls parallelize with one mesh after another. Returns the errors, "" for none.
+
+    names: for each call, the names of the meshes that the ranks pass.
+    """
+    of_name = meshes()
+    found = []
+    for of_ranks in names:
+        found.append(error_of(partial(parallelized, of_name[of_ranks.split()[rank]])))
+        torch.distributed.barrier()
+    return found
+
+
+DIFFERS = r"^ValueError: mesh must be the same on every rank, and differs: "
+NO_EXPERTS = r"mesh \(dimensions \('dp',\)\) must have the dimension"
+CASES = [
+    # the meshes that ranks 0 to 3 pass, and the errors that they get
+    ("square square square pair", [DIFFERS + r"rank 2: .*\[\[0, 1\], \[2, 3\]\].*; rank 3: .* \[2, 3\]"] * 4),
+    ("flat flat split flat", [DIFFERS + r"rank \d: .*rank \d: .*"] * 4),
+    ("square columns square columns", [DIFFERS] * 4),
+    ("pair pair pair flat", ["^$", "^$", *[DIFFERS + r"rank 2: .*\[2, 3\].*rank 3: .*\[0, 1, 2, 3\]"] * 2]),
+    (
+        "square dense square square",
+        [f"rank 1: {NO_EXPERTS}", f"^ValueError: {NO_EXPERTS}"] + [NO_EXPERTS] * 2,
+    ),
+    ("pair pair pair pair", ["^$"] * 4),
+    ("column column column column", ["^$"] * 4),
+    ("square square square square", ["^$"] * 4),
+    ("dense dense dense dense", [f"^ValueError: {NO_EXPERTS}"] * 4),
+    ("flat flat flat flat", ["^$"] * 4),
+]
+
+
+def test_every_mismatch_of_meshes_is_named_on_the_ranks_concerned_and_later_calls_work() -> None:
+    """Meshes smaller than the world were not compared: ranks with other meshes waited until the timeout."""
+    found = ranks(4).run(attempts, [names for names, _ in CASES])
+    for at, (names, wanted) in enumerate(CASES):
+        for messages, pattern in zip(found, wanted, strict=True):
+            assert re.search(pattern, messages[at]), f"{names}: {messages[at]}"
+
+
+def other_calls(rank: int, world: int) -> list[str]:
+    """Ranks 0 and 1 call parallelize twice by themselves, ranks 2 and 3 do not; then all ranks call it."""
+    of_name = meshes()
+    pairs = [error_of(lambda: parallelized(of_name["pair"])) for _ in range(2 if rank < 2 else 0)]
+    return [*pairs, *(error_of(lambda: parallelized(of_name["square"])) for _ in range(2))]
+
+
+def test_ranks_may_call_parallelize_with_smaller_meshes_before() -> None:
+    assert ranks(4).run(other_calls) == [[""] * 4, [""] * 4, [""] * 2, [""] * 2]
+
+
+def lost(rank: int, world: int) -> str:
+    """Ranks 0 and 1 have a legal mesh of their own, and ranks 2 and 3 wait for them in vain."""
+    of_name = meshes()
+    return error_of(lambda: parallelized(of_name["pair" if rank < 2 else "flat"]))
+
+
+@pytest.mark.slow
+def test_a_mesh_that_one_rank_refuses_is_an_error_on_all_ranks_that_wait_for_it() -> None:
+    found = ranks(4).run(attempts, ["square dense square square", "square square square square"])
+    for rank, messages in enumerate(found):
+        start = "ValueError: mesh" if rank == 1 else "ValueError: rank 1: mesh"
+        assert messages[0].startswith(f"{start} (dimensions ('dp',)) must have the dimension")
+        assert messages[1] == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_comes_is_named_after_the_timeout() -> None:
+    with Pool(4, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        found = pool.run(lost)
+    assert found[:2] == ["", ""]
+    for message in found[2:]:
+        assert re.search(r"rank 0 has not called pmoe.parallelize within 4 seconds with the mesh", message)
+        assert "the mesh of its last call: ('ep',) [0, 1] on cpu" in message

@@ -104,7 +104,7 @@ class Exchange(abc.ABC):
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
         Only an exchange that consists of several collectives overrides this method. The exchange sends rows
-        by way of other ranks, and these ranks must know how many rows to expect.
+        through other ranks, and these ranks must know how many rows to expect.
 
         Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
         numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds

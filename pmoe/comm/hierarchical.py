@@ -15,7 +15,7 @@ from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topolo
 
 
 class HierarchicalExchange(Dispatch, Combine):
-    """An irregular all-to-all in several collectives, which sends rows by way of other ranks.
+    """An irregular all-to-all in several collectives, which sends rows through other ranks.
 
     The result equals that of `pmoe.comm.base.FlatAllToAll`, bit by bit. If all ranks are on one node, or each
     rank is on a node of its own, a single flat collective sends all rows.

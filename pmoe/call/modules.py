@@ -150,7 +150,8 @@ class LayerModules(PassModules):
           fused="auto" the shared expert stays a task, because many calls then run in chunks.
 
         The property is not cached, because hooks may be added between calls. Ranks may differ in hooks,
-        because no message depends on the first two cases. The third is the same on every rank.
+        so no decision that all ranks share may depend on the first two cases. The third is the same on every
+        rank.
         """
         if self.shared_module is None:
             return False
@@ -404,7 +405,7 @@ class LayerModules(PassModules):
         fused = self.options.fused
         if fused == "auto" and self.ranks.size == 1:
             return "nothing travels on one rank"
-        if fused == "auto" and self.shared_expert is not None:
+        if fused == "auto" and self.shared_module is not None:
             return "a task of the schedule computes the shared expert"
         return self.refusal("persistent" if fused == "persistent" else "fused")
 

@@ -9,7 +9,6 @@ recomputation computes the hash of its own routing, which must be among the stor
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,7 @@ from pmoe.checkpointing.contexts import routing_is_kept
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.lanes.run import is_captured
-from pmoe.experts.lora import adapter_of_calls, switched_adapter
+from pmoe.experts.lora import adapter_of_calls, number_of_adapter, switched_adapter
 from pmoe.gates.hash import hashed
 
 REMEMBERED = 4096
@@ -102,7 +101,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
         return None
     adapter = adapter_of_calls(layer)
     # Calls with several adapters may have the same routing, so the adapter changes the hash, too.
-    number = zlib.crc32(adapter.encode())
+    number = number_of_adapter(adapter)
     with hidden_from_checkpoints():
         earlier = _remembered.get(layer)
         if earlier is None or earlier.hashes.device != device:

@@ -6,6 +6,7 @@ comparison uses no group, only the default group's store, which every rank can r
     last/RANK               the last call of a rank: its mesh, the call's number, the mesh's ranks
     come/MESH/NUMBER        how many ranks have come to the call with this mesh and number
     refused/MESH/NUMBER     the error with which the ranks leave this call
+    refusing/MESH/NUMBER    how many ranks have refused the call; the first of them writes the error
 
 All keys begin with pmoe/mesh/LIFE/ (`GroupRecord.life`). MESH is a digest of the mesh's text, and NUMBER
 counts the calls with one mesh; a refused call counts for all ranks. A rank waits until all ranks of its mesh
@@ -20,6 +21,7 @@ Ranks outside the mesh are not asked, because they may call `pmoe.parallelize` w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import weakref
@@ -43,7 +45,10 @@ LONGEST_PAUSE_SECONDS = 0.5
 """Longest pause of a waiting rank between two readings of the store."""
 
 READ_AT_ONCE = 16
-"""How many ranks' last calls a waiting rank reads at a time, so that the store answers thousands of ranks."""
+"""How many ranks' last calls a waiting rank reads in one turn.
+
+It limits the load of the store in jobs of thousands of ranks.
+"""
 
 MeshCall = tuple[str, int]
 """A call of `pmoe.parallelize`: its mesh in words, and its number among a rank's calls with this mesh."""
@@ -61,15 +66,18 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     check: checks this rank's mesh by itself, before this rank waits for others.
 
     Raises ValueError, on all ranks that wait for each other, if a rank of the mesh passes another mesh that
-    contains this rank, or if its call was refused. Raises the errors of ``check``. Raises RuntimeError if a
-    rank does not come within the timeout of the default group.
+    contains this rank, or if its call was refused. Raises the errors of ``check``. If a rank does not come
+    within the timeout of the default group, the first rank that notices raises RuntimeError, and ranks that
+    read of it raise ValueError.
     """
     world = dist.group.WORLD
     assert world is not None
     if dist.get_backend(world) == "fake":
         return check()  # torch's group for tests in one process, to which no other rank ever comes
     agreed = _agreed.setdefault(world, {})
-    board = _Board(dist.distributed_c10d._get_default_store(), f"pmoe/mesh/{record_of_group(world).life}")
+    # The number is 0 if the store was slow to answer this rank; most jobs have one default group only.
+    life = record_of_group(world).life or 1
+    board = _Board(dist.distributed_c10d._get_default_store(), f"pmoe/mesh/{life}")
     own = (text, agreed.get(text, 0) + 1)
     while board.refusal(own):
         own = (text, own[1] + 1)
@@ -78,8 +86,9 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
         result = check()
         board.come(own)
         _wait(board, own, members, agreed, timeout_of(world))
-    except (ValueError, TypeError, RuntimeError) as error:
-        board.refuse(own, f"rank {dist.get_rank()}: {error}")
+    except BaseException as error:
+        with contextlib.suppress(RuntimeError):  # the store itself may have failed
+            board.refuse(own, f"rank {dist.get_rank()}: {error}")
         raise
     agreed[text] = own[1]
     return result
@@ -190,7 +199,7 @@ def _contradiction(
         if refusal:
             since = refused_since.setdefault(other, time.monotonic())
             if time.monotonic() - since > PATIENCE_SECONDS:
-                return refusal
+                return f"{refusal} (rank {rank} has not come again within {PATIENCE_SECONDS:g} seconds)"
         elif dist.get_rank() in members and agreed.get(other[0], 0) < other[1]:
             pair = sorted([(dist.get_rank(), own[0]), (rank, other[0])])
             texts = "; ".join(f"rank {number}: {text}" for number, text in pair)

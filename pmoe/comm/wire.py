@@ -38,7 +38,7 @@ BLOCK_BYTES = 1 << 18
 """Bytes of the float32 values of the rows that are packed or unpacked at a time on the CPU."""
 
 BLOCKS_AT_ONCE = 4
-"""A pass on the CPU packs all its tokens before it sends the first chunk if they are at most so many blocks.
+"""A pass on the CPU packs all tokens before its first chunk, if the tokens fill at most this many blocks.
 
 The messages of tokens of 128 columns and more then take at most 0.3 MiB in e4m3, and 0.5 MiB in bfloat16.
 """

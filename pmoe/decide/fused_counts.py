@@ -6,6 +6,7 @@ its experts. The row counts say how many rows each rank sends to each expert of 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from torch import Tensor
@@ -76,7 +77,7 @@ class FusedCounts(ExactCounts):
             self._sorted = fused.sort(self._shard_TK, keep_TK, num_shards)
         return self._sorted
 
-    @property
+    @functools.cached_property
     def _shard_TK(self) -> Tensor:
         """The shards of each token's chosen experts, (T, K * L): K choices, L shards of an expert (ESP).
 
@@ -109,6 +110,16 @@ class FusedCounts(ExactCounts):
         restore = None if steps is None else fused_pair(own_modules)
         return AgreedChoice(counts=counts, steps=steps, choice=self.choose(counts, inputs, restore))
 
+    @property
+    def _in_chunks(self) -> LayerModules:
+        """The modules of which a plan in chunks has tasks; the same on every rank.
+
+        They lack the shared expert if the layer calls it as a module because it asks for fused kernels.
+        """
+        modules = self.call.modules
+        calls_shared = modules.shared_expert is not None and modules.fused_refusal is None
+        return modules.without_shared_expert if calls_shared else modules
+
     def choose(self, counts: RankCounts, inputs: Inputs, restore: Restore | None) -> Choice:
         """Chooses the numbers of chunks and the restore pair for a pass that the pipeline engine computes.
 
@@ -117,7 +128,7 @@ class FusedCounts(ExactCounts):
         restore: the restore pair that must be used, if fused kernels compute the forward pass; None if the
             options decide.
         """
-        return choose(self.call.modules, counts, inputs, self.orders, restore)
+        return choose(self._in_chunks, counts, inputs, self.orders, restore)
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
@@ -186,4 +197,4 @@ class FusedSolverCounts(SolverCounts, FusedCounts):
         return agreed if agreed.choice is None else self.counted(agreed)
 
     def choose(self, counts: RankCounts, inputs: Inputs, restore: Restore | None) -> Choice:
-        return choose(self.call.modules, counts, inputs, self.orders, restore, self.rows_for)
+        return choose(self._in_chunks, counts, inputs, self.orders, restore, self.rows_for)

@@ -107,8 +107,8 @@ class _Experts(torch.autograd.Function):
         with backward_pass(ctx.ranks, ctx.call):
             tensors = list(ctx.saved_tensors)
             for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-                # Experts that are DTensors have this check. Autograd saved their local tensors, whose version
-                # counters do not show that a DTensor was changed in place after forward.
+                # DTensors and adapters have this check. Saved tensors do not show that a DTensor was changed
+                # in place after forward, or that a recomputation used another adapter.
                 if check is not None:
                     check()
             wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]

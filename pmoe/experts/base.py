@@ -302,6 +302,10 @@ class Experts(nn.Module, abc.ABC):
         """
         return None
 
+    def all_hidden_dims(self) -> dict[str, int | None]:
+        """Returns `hidden_dims` together with `replicated_dims`: also parameters that all experts share."""
+        return {**(self.hidden_dims() or {}), **self.replicated_dims}
+
     def keep(self, experts: slice, shard: Shard) -> None:
         """Keeps a range of the experts, and the hidden columns of ``shard``; drops all other values.
 

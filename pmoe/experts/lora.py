@@ -744,7 +744,7 @@ class _OfAdapter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, experts: LoraExperts, matrix: Tensor) -> Tensor:
-        ctx.save_for_backward(_number_of(experts.active))
+        ctx.save_for_backward(_number_tensor(experts.active))
         ctx.check_unchanged = functools.partial(_check_adapter, weakref.ref(ctx), experts, experts.active)
         return matrix.detach()
 
@@ -753,9 +753,14 @@ class _OfAdapter(torch.autograd.Function):
         return None, gradient
 
 
-def _number_of(name: str) -> Tensor:
-    """Returns a number for the name of an adapter, as an int64 scalar on the host."""
-    return torch.tensor(zlib.crc32(name.encode()), device="cpu")
+def number_of_adapter(name: str) -> int:
+    """Returns a number for the name of an adapter. Different names have different numbers but by chance."""
+    return zlib.crc32(name.encode())
+
+
+def _number_tensor(name: str) -> Tensor:
+    """Returns `number_of_adapter` as an int64 scalar on the host."""
+    return torch.tensor(number_of_adapter(name), device="cpu")
 
 
 def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> None:
@@ -766,5 +771,5 @@ def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> 
     name: the name of the adapter that the forward pass used.
     """
     (number,) = node().saved_tensors
-    if not torch.equal(number, _number_of(name)):
+    if not torch.equal(number, _number_tensor(name)):
         raise switched_adapter({name}, experts.active)

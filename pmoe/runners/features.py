@@ -68,7 +68,10 @@ BY_FUSED_KERNELS = frozenset(
     | {F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING, F.CALLBACKS}
     | {F.SHARED_EXPERT}
 )
-"""The features that both kinds of fused kernels support."""
+"""The features that both kinds of fused kernels support.
+
+No kernel computes a shared expert: the layer calls it as a module (`LayerModules.calls_shared_expert`).
+"""
 
 SUPPORTED: dict[str, frozenset[Feature]] = {
     # ---- runners

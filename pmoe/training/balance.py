@@ -286,19 +286,10 @@ class BalanceLoss:
         """
         check_kind((StepTotals, type(None)), "None or a StepTotals", totals=totals)
         calls = self._taken()
-        for name, of_layer in calls.items():
-            if of_layer.share is None:
-                raise RuntimeError(
-                    f"layer {name!r} must be called before loss(): it was not since the last one"
-                )
-            needs = any(parameter.requires_grad for parameter in self._layers[name].gate.parameters())
-            if needs and torch.is_grad_enabled() and of_layer.has_constants:
-                raise RuntimeError(
-                    f"layer {name!r} was called without gradients: call totals() after forward passes under "
-                    "torch.no_grad(), also after those of an evaluation, and give checkpoints "
-                    "use_reentrant=False"
-                )
-        step = self._reduced(calls) if totals is None else totals
+        fault = self._fault_of(calls)
+        step = self._reduced(calls, fault) if totals is None else totals
+        if fault:
+            raise RuntimeError(fault)
         self._check_totals(step)
         for name, of_layer in calls.items():
             assert of_layer.counts is not None
@@ -479,10 +470,27 @@ class BalanceLoss:
 
     # ---- the numbers of a step
 
-    def _reduced(self, calls: Mapping[str, _LayerSums]) -> StepTotals:
+    def _fault_of(self, calls: Mapping[str, _LayerSums]) -> str:
+        """Returns why these calls have no loss on this rank; "" if they have one."""
+        for name, of_layer in calls.items():
+            if of_layer.share is None:
+                return f"layer {name!r} must be called before loss(): it was not since the last one"
+            needs = any(parameter.requires_grad for parameter in self._layers[name].gate.parameters())
+            if needs and torch.is_grad_enabled() and of_layer.has_constants:
+                return (
+                    f"layer {name!r} was called without gradients: call totals() on every rank after forward "
+                    "passes under torch.no_grad(), also after those of an evaluation, and give checkpoints "
+                    "use_reentrant=False"
+                )
+        return ""
+
+    def _reduced(self, calls: Mapping[str, _LayerSums], fault: str = "") -> StepTotals:
         """Returns the totals of calls on all ranks. A collective: one all-reduce.
 
-        Raises ValueError if layers were called for different numbers of tokens.
+        fault: why this rank cannot compute its loss; "" if it can.
+
+        Raises RuntimeError on all ranks if any rank has a fault. Raises ValueError if layers were called for
+        different numbers of tokens.
         """
         parts = []
         sizes = []
@@ -495,7 +503,10 @@ class BalanceLoss:
             numbers = torch.tensor([of_layer.num_tokens, of_layer.num_sequences], dtype=torch.int64)
             parts += [counts, numbers.to(counts.device)]
             sizes += [layer.num_experts, 2]
-        split = self._all_reduced(torch.cat(parts)).split(sizes)
+        parts.append(torch.tensor([bool(fault)], dtype=torch.int64).to(parts[0].device))
+        *split, num_faults = self._all_reduced(torch.cat(parts)).split([*sizes, 1])
+        if num_faults.item():
+            raise RuntimeError(fault or "another rank cannot compute its balance loss: its error says why")
         sums: list[list[int]] = [part.tolist() for part in split[1::2]]
         if any(of_layer != sums[0] for of_layer in sums):
             found = {name: of_layer[0] for name, of_layer in zip(self._layers, sums, strict=True)}

@@ -176,8 +176,8 @@ def find(folder: Path, step: int | None) -> str:
     """
     if folder.is_file():
         raise CheckpointError(
-            f"folder ({folder}) must be a folder that pmoe.save_checkpoint has written, and is a file, as "
-            "those of torch.save and Lightning are: load it with torch.load and load_state_dict"
+            f"folder ({folder}) must be a folder that pmoe.save_checkpoint has written, and is a file. "
+            "torch.save and Lightning write files: load it with torch.load and load_state_dict"
         )
     if step is None:
         return _last(folder / POINTER)
@@ -187,7 +187,8 @@ def find(folder: Path, step: int | None) -> str:
     }
     if not numbered:
         known = sorted(path.name for path in _complete(folder))
-        raise CheckpointError(f"step ({step}) must be one of those in {folder} ({known}){_owner(folder)}")
+        owner = "" if known else _owner(folder)
+        raise CheckpointError(f"step ({step}) must be one of those in {folder} ({known}){owner}")
     return numbered[max(numbered)]
 
 

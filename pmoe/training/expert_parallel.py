@@ -365,7 +365,7 @@ def take_first(experts: Experts, copies: Ranks, inside: Ranks, names: Collection
     for ranks in (inside, copies):
         if ranks.size == 1:
             continue
-        dims = {**(experts.hidden_dims() or {}), **experts.replicated_dims}
+        dims = experts.all_hidden_dims()
         for name, tensor in (*experts.named_parameters(), *experts.named_buffers()):
             if name not in names or tensor.is_meta or (ranks is inside and dims.get(name) is not None):
                 continue
@@ -385,7 +385,7 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
     names: the names of the parameters that are replaced. Only names in `Experts.hidden_dims` and
         `Experts.replicated_dims` (parameters that all experts share) count; other names are ignored.
     """
-    dims = {**(experts.hidden_dims() or {}), **experts.replicated_dims}
+    dims = experts.all_hidden_dims()
     for name, hidden_dim in dims.items():
         if name not in names:
             continue

@@ -98,7 +98,7 @@ def add_lora(
         names = _checked_targets(targets)
         check_adapter_name(name)
         for layer_name, layer in layers:
-            _check_is_open(layer_name, layer)
+            _check_not_sharded(layer_name, layer)
             _check_layer(layer_name, layer, rank, shared, names, name)
         alpha = float(rank if alpha is None else alpha)
     setting = f"rank={rank}, alpha={alpha}, targets={names}, shared={shared}, name={name!r}"
@@ -167,7 +167,8 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     """Adds an adapter to the weights of the experts, and removes it: W[e] += scale * B[e] @ A[e].
 
     W[e] is a weight of expert e; A and B are the matrices of the adapter, and scale is its factor. A layer
-    without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. The
+    without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. If
+    FSDP2 shards the experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The
     weights stay frozen. The sums are rounded to the dtype of the weights.
 
     The gradients of the adapter's parameters are set to None, so that an optimizer no longer changes these
@@ -233,7 +234,8 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
 def remove_lora(model: nn.Module, name: str | None = None) -> None:
     """Removes an adapter from the layers of a model; None removes the one that calls use.
 
-    The layers then use no adapter, and a layer without further adapters is a plain layer. The weights stay
+    The layers then use no adapter, and a layer without further adapters is a plain layer. If FSDP2 shards the
+    experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The weights stay
     frozen. Every rank must call it.
 
     Raises ValueError if a layer has no such adapter.
@@ -395,8 +397,11 @@ def _check_layer(
     name: the name of the adapter.
     """
     experts = layer.layer_modules.experts
-    own_class = experts.is_sharded or type(experts) in (*CLASSES, *CLASSES.values())  # FSDP2 has subclasses
-    if not isinstance(experts, StackedExperts) or not own_class:
+    is_known_class = experts.is_sharded or type(experts) in (
+        *CLASSES,
+        *CLASSES.values(),
+    )  # FSDP2 has subclasses
+    if not isinstance(experts, StackedExperts) or not is_known_class:
         raise TypeError(
             f"{layer_name} (experts {type(experts).__name__}) must have plain ffn or swiglu experts to get "
             "adapters: call pmoe.add_lora before tools that change the class of experts (parametrizations, "
@@ -427,7 +432,7 @@ def _check_layer(
         )
 
 
-def _check_is_open(layer_name: str, layer: MoELayer) -> None:
+def _check_not_sharded(layer_name: str, layer: MoELayer) -> None:
     """Raises TypeError if FSDP2 shards the experts of a layer, and so takes no further parameters.
 
     layer_name, layer: the layer, and its name for the message.
@@ -496,7 +501,7 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     experts.note_operands()
     if not experts.is_sharded:
         _lay_out_adapter(layer, experts, adapter, name)
-    _give_back(experts)
+    _reshard(experts)
     for _, parameter in experts.own_parameters():
         parameter.requires_grad_(False)
     _use(layer, experts, name)
@@ -526,7 +531,7 @@ def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     experts: the layer's experts.
     name: the name of the adapter.
     """
-    _give_back(experts)
+    _reshard(experts)
     for other in experts.adapters:
         experts.adapter(other).requires_grad_(other == name)
     _activate(layer, experts, name)
@@ -562,7 +567,7 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
         layer.experts = layer.experts
 
 
-def _give_back(experts: LoraExperts) -> None:
+def _reshard(experts: LoraExperts) -> None:
     """Makes FSDP2 free gathered parameters, so that each rank has its own part of them.
 
     Values and requires_grad of gathered parameters would be lost when FSDP2 frees them. Experts that FSDP2
@@ -584,7 +589,7 @@ def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
     adapter: the adapter.
     sign: 1 to merge the adapter into the weights, -1 to undo it.
     """
-    _give_back(experts)
+    _reshard(experts)
     for weight in adapter.targets:
         down, up = (
             whole_value(parameter, adapter.copy_parts.get(f"{weight}_{letter}", UNCUT))

@@ -123,10 +123,7 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
             "pmoe.parallelize"
         )
     names = {name for name, _ in experts.named_parameters()}
-    if not isinstance(experts, StackedExperts) or not names <= {
-        *(experts.hidden_dims() or {}),
-        *experts.replicated_dims,
-    }:
+    if not isinstance(experts, StackedExperts) or not names <= experts.all_hidden_dims().keys():
         kind = "modules" if experts.are_modules else type(experts).__name__
         raise TypeError(
             f"experts ({kind}) must be ffn or swiglu experts, with or without adapters, to be sharded: leave "
@@ -225,7 +222,7 @@ def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, 
     grid: the ranks along "ep" and along "esp".
     """
     shapes = {}
-    for name, dim in _hidden_dims(experts).items():
+    for name, dim in experts.all_hidden_dims().items():
         shape = list(experts.get_parameter(name).shape)
         if name not in experts.replicated_dims:
             shape[0] = num_experts // grid.ep.size
@@ -234,14 +231,6 @@ def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, 
             shape[dim] = factor * experts.all_hidden // grid.esp.size
         shapes[name] = shape
     return shapes
-
-
-def _hidden_dims(experts: StackedExperts) -> dict[str, int | None]:
-    """Returns, by parameter name, the dimension that counts hidden columns; None if there is none.
-
-    These are all parameters, also those of adapters that all experts share.
-    """
-    return {**(experts.hidden_dims() or {}), **experts.replicated_dims}
 
 
 def _rows_dim(experts: StackedExperts, name: str) -> int:
@@ -268,7 +257,7 @@ def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: 
     Raises ValueError if no dimension can be cut.
     """
     rows_dim = _rows_dim(experts, name)
-    in_blocks = num_parts > 1 and experts.hidden_factor > 1 and _hidden_dims(experts)[name] == rows_dim
+    in_blocks = num_parts > 1 and experts.hidden_factor > 1 and experts.all_hidden_dims()[name] == rows_dim
     for dim, length in enumerate(shape):
         if length % count == 0 and not (in_blocks and dim == rows_dim):
             return dim

@@ -202,7 +202,7 @@ def test_calls_of_an_evaluation_or_of_a_copy_are_not_in_the_loss() -> None:
     with torch.no_grad():
         layer.eval()(tokens(7, 1))
     layer.train()(tokens(5))
-    with pytest.raises(RuntimeError, match=r"layer '' was called without gradients: call totals\(\)"):
+    with pytest.raises(RuntimeError, match=r"without gradients: call totals\(\) on every rank"):
         balance.loss()
     layer(tokens(5))
     assert torch.equal(balance.loss(), loss)
@@ -270,6 +270,16 @@ def test_biases_do_not_depend_on_ranks_and_micro_batches() -> None:
 
 def fault_job(rank: int, world: int, fault: str) -> str:
     layer = build()
+    if fault == "evaluation":
+        balance = pmoe.BalanceLoss(layer)
+        if rank == 0:
+            with torch.no_grad():
+                layer.layer_modules.gate(tokens(5, rank))
+        layer(tokens(5, rank))
+        error = error_of(balance.loss)
+        layer(tokens(5, rank))
+        balance.loss().backward()
+        return error or "no error"
     if fault == "layers":
         other = build(gate="sigmoid") if rank == 0 else nn.ModuleList([build()])
         return error_of(lambda: pmoe.BalanceLoss(other))
@@ -285,7 +295,11 @@ def fault_job(rank: int, world: int, fault: str) -> str:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("layers", "must have the same layers on every rank"), ("lengths", "must add up to the 5 tokens")],
+    [
+        ("layers", "must have the same layers on every rank"),
+        ("lengths", "must add up to the 5 tokens"),
+        ("evaluation", "another rank cannot compute its balance loss"),
+    ],
 )
 def test_what_differs_on_one_rank_is_an_error_on_all(world: int, fault: str, message: str) -> None:
     errors = ranks(world).run(fault_job, fault)

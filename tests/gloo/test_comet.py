@@ -362,6 +362,21 @@ def test_a_shared_expert_is_computed_beside_the_kernels(way: bool | str, shared:
         check_whole(world, flexible.Case(4, 2, shared=shared, options={"fused": way, "memory_reuse": "S4"}))
 
 
+def hooked_job(rank: int, world: int) -> Tensor:
+    """One rank alone has a hook, for which its layer calls the shared expert as a module."""
+    layer = flexible.build(flexible.Case(4, 2, shared=5, options={"fused": "auto"}), world)
+    if rank == 0:
+        layer.experts.register_forward_hook(lambda *_: None)
+    with using(plain_steps):
+        return layer(inputs(world)[0][rank]).detach()
+
+
+def test_a_hook_of_one_rank_changes_no_decision_of_all() -> None:
+    case = flexible.Case(4, 2, shared=5)
+    for y, wanted in zip(ranks(2).run(hooked_job), flexible.expected(2, case), strict=True):
+        assert relative_error(y, wanted["y"]) < 1e-12
+
+
 @pytest.mark.slow
 def test_shards_of_a_busy_expert_and_of_experts_without_rows() -> None:
     for way in (True, "forward"):

@@ -86,8 +86,8 @@ class Adapter(nn.Module):
     device, dtype: the device and dtype of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
-    copy_parts: for each matrix that FSDP2 shards over copies of the experts, the dimension and this rank's
-        part of it (`Experts.copy_parts`).
+    copy_parts: for each matrix that FSDP2 shards over the ranks with the same experts, by name: the dimension
+        that is sharded, and this rank's part of this dimension (`Experts.copy_parts`).
     targets: the names of the weights that get an adapter.
     """
 

@@ -462,7 +462,7 @@ class BalanceLoss:
         return self._lengths
 
     def _taken(self) -> dict[str, _LayerSums]:
-        """Returns the numbers of the calls since the last `loss` or `totals`, by layer, and resets them."""
+        """Returns each layer's sums over its calls since the last `loss` or `totals`, and resets the sums."""
         self._attached.warn_of_unused()
         calls = self._calls
         self._calls = {name: _LayerSums() for name in calls}

@@ -270,7 +270,7 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 
 def _agreed_experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
-    """Returns the result of `_experts_mesh`, after all ranks of the mesh have passed the same mesh.
+    """Checks that all ranks have passed the same mesh. Then returns the result of `_experts_mesh`.
 
     The arguments are those of `_experts_mesh`. Collective over the ranks of the mesh.
 

@@ -417,10 +417,10 @@ class _Export:
 
         layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
-        part: (count, ...), the tensor of ``count`` experts of this rank, at the same positions on every rank.
-            Only the owner's experts are sent. With expert sharding ("esp"), ``part`` has only some of the
-            hidden columns.
-        owner: the number in the mesh dimension "ep" of the rank that holds the experts.
+        part: (count, ...), this rank's tensor of ``count`` of its own experts. Every rank passes the experts
+            that have the same indices among its own experts, but only the owner's tensor is sent. With expert
+            sharding ("esp"), ``part`` has only some of the hidden columns.
+        owner: the rank whose experts are sent, by its index in the mesh dimension "ep".
         shape: the shape of the tensor of one whole expert.
         """
         grid = layer.grid

@@ -219,7 +219,7 @@ def save_lora(
         layout: how the experts are stored in the model that will get the adapters. With a layout whose name
             ends with "-stacked", or "gpt-oss", the files are those of PEFT's ``target_parameters``. With
             other layouts each expert has its own matrices, as vLLM takes them for most models.
-        name: the name of the adapter; None saves the one that calls use.
+        name: the name of the adapter; None saves the active adapter, which the layers use.
         base_model: the name or path of the model without adapters, for the configuration.
         rename: a function from the name of a matrix in the model, such as
             "model.layers.0.moe.experts.3.up_proj.lora_A.weight", to its name in the other model; None keeps

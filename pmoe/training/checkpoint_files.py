@@ -123,7 +123,8 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
     """Writes this rank's files that torch.distributed.checkpoint does not write.
 
-    They are a file of random states and a file of checksums. Rank 0 also writes the data that are not tensors.
+    They are a file of random states and a file of checksums. Rank 0 also writes a file of all data that are
+    not tensors.
 
     part: the temporary folder of the checkpoint.
     rank: this rank.

@@ -9,8 +9,8 @@ torch.distributed.checkpoint (DCP) writes these tensors and reads into them in p
 Everything else is plain data. An optimizer's options are stored for each parameter and not for each parameter
 group, so that a run may load them into other groups.
 
-NAME is the name that the tensor has in a single process with all experts. So wrappers of the model add nothing
-to it. If experts are a user's modules, NAME contains the expert's index among the experts of all ranks.
+NAME is the name that the tensor has in a single process with all experts. So wrappers of the model add
+nothing to it. If experts are a user's modules, NAME has the expert's index among the experts of all ranks.
 """
 
 from __future__ import annotations
@@ -331,13 +331,12 @@ def _in_boxes(tensor: Tensor) -> Tensor:
 
     The w1 and b1 of gated experts consist of two halves, the gate projection and the up projection. If the
     experts' hidden columns are split over ranks, each half is split. A rank then has a part of each half, so
-    two separate blocks of the whole tensor (picture in `in_boxes`). torch.distributed.checkpoint assumes that
-    a rank's part is one block, unless it gets this description. The function recognises these tensors by their DTensor placement `_StridedShard`. Any other
-    tensor, of any shape, is returned unchanged.
+    two separate blocks of the whole tensor (picture in `in_boxes`).
 
-    FSDP2 also uses `_StridedShard`, if an inner mesh dimension splits the same dimension of the tensor. An
-    example is transformers' experts over ("efsdp", "ep"). A rank's part of this tensor is one block, so the
-    tensor is returned unchanged.
+    The function recognises these tensors by their DTensor placement `_StridedShard`. Any other tensor, of any
+    shape, is returned unchanged. FSDP2 also uses `_StridedShard`, if an inner mesh dimension splits the same
+    dimension of a tensor. An example is transformers' experts over ("efsdp", "ep"). A rank's part of this
+    tensor is one block, so the tensor is returned unchanged.
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -78,13 +78,14 @@ PREFIX = "base_model.model."
 """The beginning of all names in PEFT's files."""
 
 PEFT_VERSION = "0.19.1"
-"""The release of PEFT since which A is for the input and B for the output features of a stacked weight.
+"""The first release of PEFT whose adapters of a stacked weight (E, O, I) have A for I and B for O.
 
-Earlier releases took the first dimension of a weight (E, O, I) for the input.
+I is the number of input features, and O the number of output features. Earlier releases had A for O and B for
+I.
 """
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""The dtypes of matrices that `load_lora` takes."""
+"""The dtypes of matrices that `load_lora` accepts."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -99,7 +100,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # With others ("pissa", "olora", "corda", "loftq"), PEFT changes the weights beside the adapters.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""The values that `load_lora` takes of fields of the configuration; a missing field has the first."""
+"""The values that `load_lora` accepts for each field of PEFT's configuration.
+
+A field that the configuration lacks counts as the first of its values.
+"""
 
 
 @dataclass(frozen=True)
@@ -226,7 +230,8 @@ def save_lora(
             the names.
         group: the ranks that save together, of which rank 0 writes; None is the default group.
 
-    An adapter that experts share is written for each of them. Adapters of dense layers are PEFT's own.
+    An adapter that experts share is written for each of them. Adapters of dense layers are not written: PEFT
+    saves those.
     Collective: every rank of the group must call it.
 
     Raises ValueError or TypeError on every rank, before anything is written, if a layer has no such adapter,
@@ -312,7 +317,10 @@ def _of_all_experts(layer: MoELayer, adapter: Adapter, matrix: str, ranks: Ranks
 
 
 def _of_all_ranks(value: Tensor, ranks: Ranks) -> list[Tensor]:
-    """Returns the values, of equal shapes, that the ranks pass, in order of the ranks. A collective."""
+    """Returns the values of all ranks, in order of the ranks. A collective.
+
+    value: this rank's value. It has the same shape on all ranks.
+    """
     if ranks.size == 1:
         return [value]
     parts = [torch.empty_like(value) for _ in range(ranks.size)]
@@ -396,7 +404,7 @@ def load_lora(
 class _Stored:
     """The adapters in PEFT's files, of all layers.
 
-    rank: the rank, twice that of the files if the halves of w1 have different A.
+    rank: the rank. It is twice the rank in the files if the two halves of w1 have different matrices A.
     alpha: the number with which alpha / rank is the factor of B @ A.
     targets: the adapted weights, some of "w1" and "w2".
     of_layer: by the name of the layer in the model and by weight, A (E, rank, I) and B (E, O, rank).
@@ -409,7 +417,10 @@ class _Stored:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Returns PEFT's configuration. Raises ValueError if it is damaged or of another kind of adapter."""
+    """Returns PEFT's configuration, a dict.
+
+    Raises ValueError if the file is missing or damaged, or if it describes adapters that pmoe does not have.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -443,7 +454,18 @@ def _read(
     config: Mapping[str, Any],
     rename: Rename | None,
 ) -> _Stored:
-    """Reads the matrices of all layers. Raises ValueError if they are not those of exactly these layers."""
+    """Reads the matrices of all layers from the file, and returns them with the adapter's rank and alpha.
+
+    model: the model with the layers.
+    layers: the model's MoE layers by name.
+    path: the file of matrices.
+    layout: how the experts are stored in the model of the file.
+    config: the content of PEFT's configuration.
+    rename: changes each name of the model to the name in the file; None changes nothing.
+
+    Raises ValueError if the file lacks a matrix of these layers, or has a matrix of other experts, or a
+    matrix of a wrong shape or dtype.
+    """
     from safetensors import SafetensorError, safe_open
 
     rank = config["r"]
@@ -496,7 +518,9 @@ def _targets(
 
     form: the form of an adapter of both weights.
     layer_name: the name of the first layer.
-    names: the names of all matrices.
+    names: the names of all matrices in the file.
+    config: the content of PEFT's configuration.
+    rename: changes each name of the model to the name in the file; None changes nothing.
     """
     keys = {weight: form.keys(layer_name, weight, "A", rename)[0] for weight in WEIGHTS}
     if form.is_stacked:
@@ -591,10 +615,12 @@ def _is_of_old_peft(
 
 
 def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Converts stacked matrices of a PEFT before `PEFT_VERSION` to those that PEFT writes since then.
+    """Converts stacked matrices of PEFT before `PEFT_VERSION` to the matrices that newer releases write.
 
-    down, up: (E R, O) and (I, R E), the old matrices A and B. The change of expert e was the transpose of
-        B[e] @ A[e].
+    Old releases changed the weight of expert e by the transpose of B[e] @ A[e].
+
+    down, up: (E R, O) and (I, R E), the old matrices A and B.
+    num_experts, rank: E and R.
     """
     new_down = up.unflatten(1, (rank, num_experts)).permute(2, 1, 0).flatten(0, 1)
     new_up = down.unflatten(0, (num_experts, rank)).permute(2, 1, 0).flatten(1, 2)

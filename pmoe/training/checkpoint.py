@@ -327,10 +327,9 @@ def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
-    """Returns a with-block for a call of torch.distributed.checkpoint (DCP), whose errors it converts.
+    """Returns a with-block in which errors of torch.distributed.checkpoint (DCP) become CheckpointErrors.
 
-    An error of DCP becomes a CheckpointError. The value of the with-block is a dict: the arguments of DCP's
-    functions that say which ranks take part.
+    The value of the with-block is a dict: the arguments of DCP's functions that say which ranks take part.
 
     If DCP fails on any rank, it raises a CheckpointException on all of them. That class derives from
     BaseException, so `except Exception` would not catch it.

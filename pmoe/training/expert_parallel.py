@@ -149,7 +149,7 @@ def _checked_layers(
     model, reduce: the arguments of `parallelize`.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
-    sharding: arguments for fully_shard if experts are sharded over their copies; else None.
+    sharding: arguments for fully_shard if it shards experts over the ranks with copies of them; else None.
     of_copies: for each mesh dimension along which experts are copied, the ranks that hold copies of this
         rank's experts; the inner dimension first.
 

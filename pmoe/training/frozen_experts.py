@@ -103,7 +103,8 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
 def _rows_of(experts: Experts, name: str, local: list[int]) -> list[int]:
     """Returns the indices of some experts along dimension 0 of this rank's part of a parameter.
 
-    If FSDP2 shards the experts over their copies, this rank may have no part of some of these experts.
+    If FSDP2 shards the experts over the ranks that hold copies of them, this rank may have no part of some
+    of these experts.
 
     experts: this rank's experts.
     name: the parameter's name.

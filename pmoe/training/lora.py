@@ -518,7 +518,9 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
 
 
 def _lay_out_adapter(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
-    """Gives all copies of an adapter the values of the first one, and spreads it like the experts' weights.
+    """Makes all copies of an adapter equal, and spreads the adapter over ranks like the experts' weights.
+
+    All copies get the values of the first copy.
 
     The arguments are those of `_attach`. Collective.
     """
@@ -583,7 +585,7 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _reshard(experts: LoraExperts) -> None:
-    """Makes FSDP2 free gathered parameters, so that each rank has its own part of them.
+    """Makes FSDP2 free gathered parameters, so that each rank has only its own part of them.
 
     Values and requires_grad of gathered parameters would be lost when FSDP2 frees them. Experts that FSDP2
     does not shard are not changed.
@@ -598,7 +600,7 @@ def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
 
     B and A are the matrices of the adapter, scale is its factor.
 
-    Collective if FSDP2 shards the experts over their copies.
+    Collective if FSDP2 shards the experts over the ranks that hold copies of them.
 
     experts: the experts of this rank.
     adapter: the adapter.

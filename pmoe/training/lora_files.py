@@ -72,7 +72,7 @@ LoraLayoutName = Literal[
 CONFIG = "adapter_config.json"
 MATRICES = "adapter_model.safetensors"
 LARGEST = 1 << 31
-"""A rank or an alpha of this size is a mistake."""
+"""A rank or an alpha of at least this size counts as a mistake."""
 
 PREFIX = "base_model.model."
 """The beginning of all names in PEFT's files."""
@@ -231,12 +231,11 @@ def save_lora(
         group: the ranks that save together, of which rank 0 writes; None is the default group.
 
     An adapter that experts share is written for each of them. Adapters of dense layers are not written: PEFT
-    saves those.
-    Collective: every rank of the group must call it.
+    saves those. Collective: every rank of the group must call it.
 
     Raises ValueError or TypeError on every rank, before anything is written, if a layer has no such adapter,
-    layers have adapters of another rank, alpha or other weights, or experts do not fit the layout. Raises
-    ImportError without safetensors, OSError if a file cannot be written.
+    if the adapters of two layers differ in rank, alpha or the adapted weights, or if experts do not fit the
+    layout. Raises ImportError without safetensors, OSError if a file cannot be written.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="planning to save adapters"):
@@ -365,10 +364,14 @@ def load_lora(
 
     Returns `lora_adapters` of the model. Collective: every rank must call it.
 
-    Raises ValueError or TypeError on every rank, before anything is changed, if the files are damaged, do not
-    have the matrices of exactly the model's layers, have another rank or other targets than an adapter of
-    this name, or use what pmoe's adapters do not have (DoRA, biases, ranks by pattern). Raises OSError if
-    they cannot be read, ImportError without safetensors.
+    Raises ValueError or TypeError on every rank, before anything is changed, in these cases:
+
+    - the files are damaged;
+    - the files lack matrices of a layer of the model, or have matrices of experts of other layers;
+    - the model has an adapter of this name already, with another rank or other targets;
+    - the files use something that pmoe's adapters do not have (DoRA, biases, a rank for each module).
+
+    Raises OSError if the files cannot be read, ImportError without safetensors.
     """
     layers = dict(all_moe_layers(model))
     ranks = max((layer.ranks for layer in layers.values()), key=lambda ranks: ranks.size)
@@ -674,7 +677,15 @@ def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> No
 
 
 def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
-    """Raises ValueError if an adapter has another LoRA rank than the files, or changes other weights."""
+    """Raises ValueError if the adapters in the files cannot be loaded into an adapter.
+
+    Their rank and the weights that they change must be those of the adapter. If all experts share the
+    adapter, the files must have the same matrices for all experts.
+
+    layer_name: the name of the adapter's layer, for the message.
+    adapter: the adapter.
+    stored: the adapters in the files.
+    """
     if (adapter.rank, adapter.targets) != (stored.rank, stored.targets):
         raise ValueError(
             f"the adapter of {layer_name} (rank {adapter.rank}, targets {', '.join(adapter.targets)}) must "

@@ -57,8 +57,8 @@ class ExpertMuon(Optimizer):
 
     The optimizer trains w1 and w2 of the experts of each layer. Each matrix of each expert is orthogonalized
     by itself. If experts are gated, the two halves of w1 (the gate projection and the up projection) count as
-    two matrices. Biases are not trained: give them to
-    another optimizer. Copies of an expert on several ranks stay equal, because their gradients are equal.
+    two matrices. Biases are not trained: give them to another optimizer. Copies of an expert on several ranks
+    stay equal, because their gradients are equal.
 
     Args:
         model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.

@@ -202,10 +202,10 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
     Returns (data in plain.pt, DCP's list of tensors, states of this rank's random generators). DCP is
     torch.distributed.checkpoint. The states are None if another number of ranks saved the checkpoint.
 
-    The checksums of all files are compared here, because torch compares none. The files sums_*.json have
-    the checksums, each of some files. The ranks share the work: of all sums_*.json, sorted by name, rank r
-    reads those at the indices r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that they
-    list.
+    The checksums of all files are compared here, because torch compares none. Each file sums_*.json lists
+    some files with their checksums. The ranks share the work: in the list of all sums_*.json, sorted by name,
+    rank r takes the indices r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that are
+    listed there.
 
     path: folder of the checkpoint.
     rank: this rank.

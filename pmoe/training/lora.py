@@ -113,7 +113,7 @@ def add_lora(
 def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
     """Makes one adapter active: the layers of a model use it from now on, and only it is trained.
 
-    All other adapters are frozen. So run the backward passes of earlier calls before: a backward pass gives
+    All other adapters are frozen. So run the backward passes of earlier calls first: a backward pass gives
     no gradients to an adapter that was frozen after the forward pass. Every rank must call this function
     before the same call of the model.
 

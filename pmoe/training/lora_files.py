@@ -13,7 +13,7 @@ The layout of the model's experts says what a matrix is called and how it is sto
         B of w1   experts.3.gate_proj.lora_B.weight   (H, R), rows of the gate projection
                   experts.3.up_proj.lora_B.weight     (H, R), rows of the up projection
 
-    one tensor has a weight of all experts (layouts "...-stacked" and "gpt-oss"), w1 and w2 are adapted:
+    one tensor has a weight of all experts (layouts "...-stacked" and "gpt-oss"), and w1 and w2 are adapted:
 
         A of w1   experts.base_layer.lora_A.weight    (E R, I), expert after expert
         B of w1   experts.base_layer.lora_B.weight    (O, R E), column r E + e is column r of expert e's B
@@ -369,7 +369,7 @@ def load_lora(
     - the files are damaged;
     - the files lack matrices of a layer of the model, or have matrices of experts of other layers;
     - the model has an adapter of this name already, with another rank or other targets;
-    - the files use something that pmoe's adapters do not have (DoRA, biases, a rank for each module).
+    - the files use something that pmoe's adapters do not have (DoRA, biases, several ranks in one adapter).
 
     Raises OSError if the files cannot be read, ImportError without safetensors.
     """

@@ -83,7 +83,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
       backward with new tokens. That call is also treated as a recomputation if a stored call had as many
       tokens.)
 
-    Raises RuntimeError if no stored call with as many tokens used the adapter that calls use now.
+    Raises RuntimeError if no stored call with as many tokens used the adapter that is active now.
 
     In all other cases None is returned. So in eval mode nothing is detected: there a checkpoint with
     use_reentrant=True leaves no sign that its forward pass may be recomputed.

@@ -86,15 +86,19 @@ def measure_in_stages(
     first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
-       least memory, on as many tokens as fit into this memory. The number of chunks that follows the largest
-       number in ``choices`` is tried, too, if the layer allows it, to find out whether still more chunks are
-       faster.
-    2. If a choice is faster than the choices that need less memory, the layer's steps will need at least the
-       memory of this fastest choice. So the next stage may take this much memory. The next stage tries the
-       fastest choice again, and choices that need more memory.
-    3. The stages end if the fastest choice of a stage needs the least memory of the choices in this stage.
-       They also end if all choices that need more memory than the fastest were tried, and each took more than
-       `NEAR` times its seconds. If a later stage lacks memory, the stages end with the results so far.
+       least memory, on as many tokens as fit into this memory. More chunks need less memory. To find out
+       whether still more chunks are faster, the stage also tries a number of chunks that is not in
+       ``choices``: the next one above the largest, if the layer allows a larger number.
+    2. The layer will not take the choices that need less memory than the fastest choice of a stage, because
+       they are slower. So the layer's later steps will need at least the memory of the fastest choice. The
+       next stage may take this much memory. It tries the fastest choice again, and choices that need more
+       memory.
+    3. The stages end in one of three cases:
+
+       - The fastest choice of a stage needs the least memory of all choices in this stage.
+       - All choices that need more memory than the fastest choice were tried, and each of them took more than
+         `NEAR` times as long as the fastest choice.
+       - A later stage lacks memory. The result then has the choices of the stages before.
 
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.

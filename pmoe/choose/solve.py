@@ -365,17 +365,20 @@ def layer_costs(
         order, restore              B K rows
 
     The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
-    For pmoe's own experts the result is always for a forward pass; for a backward pass the caller doubles the
-    seconds (`LayerCosts.backward`).
+
+    The seconds of pmoe's own experts are those of a forward pass, for both values of ``direction``. They take
+    twice as long in backward, so for a backward pass the caller doubles the seconds of the experts' stage
+    (`LayerCosts.backward`). The seconds of a user's module are not doubled: ``expert`` has those of the pass.
 
     shape: sizes of the layer.
     operations: measured costs of matrix products and collectives.
     num_tokens: B, the number of tokens.
     device_type: "cpu" or "cuda".
-    expert: seconds of one expert by its number of rows, if it is a user's module; None for pmoe's experts.
+    expert: seconds of one expert in this pass by its number of rows, if it is a user's module; None for
+        pmoe's experts.
     lines: measured costs of the layer's own modules.
-    direction: the pass. It changes the bytes of dispatched rows if the layer sends them in a narrower number
-        format, because the two passes may use different formats (`Wires`).
+    direction: the pass. It changes only the bytes of dispatched rows, and only if the layer sends them in a
+        narrower number format: the two passes may use different formats (`Wires`).
     """
     esp_size = shape.esp_size
     ep_size = shape.ep_size

@@ -133,10 +133,10 @@ class RankCounts:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: how many more times n chunks must be cut (`cuts`) to fit. They fit if no
-                         chunk brings any rank more rows than a ring slot, a buffer of fixed size, has room
-                         for (`slot_rows`). A chunk of a single bin is not cut. Empty if all numbers of
-                         chunks fit
+        depth            depth[n]: if the batch is cut into n chunks, how often all chunks must then be cut
+                         again (`cuts`) until each of them fits. A chunk fits if it brings no rank more rows
+                         than a ring slot has room for (`slot_rows`); a ring slot is a buffer of fixed size.
+                         Chunks of a single bin are not cut. Empty if the chunks fit for every n
         host_shortage    whether any rank lacks host memory for the rows that it receives
         relays_copies    whether any expert has several copies. The ranks with these copies then pass the
                          expert's weights on to each other
@@ -452,13 +452,13 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
 
 
 def max_bins(num_experts: int) -> int:
-    """Returns a bound for `num_bins`, which doubles the number of bins only up to this bound.
+    """Returns the number of bins up to which the function `num_bins` may double its result.
 
-    The bound is min(MAX_BINS, MAX_COUNTS // num_experts).
+        limit = min(MAX_BINS, MAX_COUNTS // num_experts)
 
     Bins are equal ranges of a rank's tokens, for which rows are counted. A message of row counts has one
-    count for each bin and each expert, so this bound limits the size of the message. The number of bins
-    exceeds the bound only if the least common multiple of the numbers of chunks exceeds it.
+    count for each bin and each expert, so this limit keeps messages small. There are more bins than this
+    limit only if the least common multiple of the numbers of chunks is larger than the limit.
 
     num_experts: number of experts of all ranks.
     """

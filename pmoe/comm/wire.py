@@ -241,8 +241,11 @@ def packing_bytes(
 ) -> int:
     """Returns the bytes of temporary tensors of `pack_rows`.
 
-    With "e4m3" they are, for each row of a block: a float32 copy of its values if the rows are narrower than
-    float32, or not expendable; and two copies of its scales.
+    There are none unless ``wire`` is "e4m3". `pack_rows` packs one block of rows at a time. The temporary
+    tensors have, for each row of the largest block:
+
+    - a float32 copy of the row, if the rows' dtype is narrower than float32, or ``expendable`` is False;
+    - two copies of the row's scales.
 
     wire: the number format of the messages.
     num_rows: N, the number of rows.
@@ -263,8 +266,11 @@ def unpacking_bytes(
 ) -> int:
     """Returns the bytes of temporary tensors of `unpack_rows`.
 
-    They are, for each row of a block: a copy of its message, if messages must be reordered; with "e4m3", two
-    float32 copies of the row if it is narrower than float32.
+    `unpack_rows` unpacks one block of rows at a time. The temporary tensors have, for each row of the largest
+    block:
+
+    - a copy of the row's message, if messages must be reordered;
+    - two float32 copies of the row, if ``wire`` is "e4m3" and the rows' dtype is narrower than float32.
 
     wire: the number format of the messages.
     num_rows: N, the number of rows.

@@ -637,8 +637,8 @@ def indices_of_rows(
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     """Returns the node (machine) of each rank, as an index. Collective in the first call of a layer.
 
-    If each expert is split over several ranks, these ranks together count as one rank here (`Grid.ep`), and
-    the node of the first of them is returned for all of them.
+    If each expert is split over several ranks, the result has only one entry for these ranks together
+    (`Grid.ep`): the node of the first of them.
 
     modules: the modules of the layer, and its argument ``nodes``.
 

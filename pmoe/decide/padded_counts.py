@@ -192,11 +192,14 @@ class PaddedCounts:
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._key.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
-        """Computes how many padded rows each part of the batch has, so that the batch can be cut into chunks.
+        """Divides the rows after padding into bins, so that the batch can be cut into chunks.
 
-        With ``pipeline="solve"`` the padded rows are computed again whenever the solver may take another
-        number of chunks than before. Otherwise they are computed once, for all numbers of chunks that the
-        options allow.
+        Padding gives every expert the same number of rows. A bin is a group of these rows, and has equally
+        many rows of each expert. All bins have the same size. A chunk consists of whole bins, so the number
+        of bins is a multiple of every n in ``degrees``.
+
+        The number of bins is set once, for all numbers of chunks that the options allow. But with
+        ``pipeline="solve"`` it is set again whenever the solver may take other numbers of chunks than before.
 
         degrees: the numbers of chunks n that may be chosen.
         """

@@ -57,21 +57,21 @@ def check_same_options(modules: LayerModules) -> None:
 def compare_options(modules: LayerModules) -> bool:
     """Compares the options and values of a layer between its ranks. Collective.
 
-    Returns False if all ranks hold equal experts, else True. Equal experts are allowed only if the experts
-    were built equal.
+    Returns False if all ranks hold equal experts, else True.
 
-    One reduction compares digests of the following on all ranks. Replicated parts are the gate, the shared
-    expert and callbacks, which every rank holds:
+    Replicated parts are the parts of a layer that every rank holds: the gate, the shared expert and
+    callbacks. One reduction compares digests of the following between all ranks:
 
         options                       must be the same; else ValueError with the option, values and ranks
         kind of GPU                   must be the same; else ValueError with the kind of each rank's GPU
         values of replicated parts    must be the same; else a warning
-        experts                       normally differ. Equal experts are allowed if they were built equal.
-                                      ValueError if they were built different and are equal now, because the
-                                      experts of one rank have overwritten those of the others
+        experts                       may differ, and may be equal if they were built equal. ValueError if
+                                      they were built different, and are equal now although only some ranks'
+                                      experts have changed: one rank's experts have overwritten the others
 
-    If experts of any rank were loaded from a state dict, the ranks also compare the loaded experts, and
-    ValueError is raised if two ranks hold equal experts.
+    If experts of any rank were loaded from a state dict, experts are compared by `check_loaded` instead. This
+    check is stricter: ValueError if any two ranks hold equal experts, unless the user permits it by
+    ``experts.may_be_equal``.
 
     All ranks raise the same errors and issue the same warnings.
     """

@@ -82,7 +82,9 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 
 
 def _values_of(experts: Experts, place: int) -> list[Tensor]:
-    """Returns the values of one expert that a copy of it has, of any shape.
+    """Returns the tensors of one expert that a copy of this expert on another rank also has.
+
+    The tensors may have any shape. Parameters that all experts share are left out: they are not copied.
 
     experts: the experts of this rank.
     place: the expert's index among them.

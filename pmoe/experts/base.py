@@ -303,7 +303,12 @@ class Experts(nn.Module, abc.ABC):
         return None
 
     def all_hidden_dims(self) -> dict[str, int | None]:
-        """Returns `hidden_dims` together with `replicated_dims`: also parameters that all experts share."""
+        """Returns, by parameter name, the dimension that counts hidden columns; None if none does.
+
+        If each expert's hidden columns are split over ranks, a parameter is split along this dimension. The
+        dict has the entries of `hidden_dims` and, for parameters that all experts share, of
+        `replicated_dims`.
+        """
         return {**(self.hidden_dims() or {}), **self.replicated_dims}
 
     def keep(self, experts: slice, shard: Shard) -> None:
@@ -539,7 +544,7 @@ class Experts(nn.Module, abc.ABC):
         (micro-batches). The result is False if `compute` drew random numbers, for dropout for example: in
         other chunks, other rows would get these numbers.
 
-        recipe: the result of `recipe` before that `compute`.
+        recipe: the state that the method `recipe` returned before the last call of `compute`.
         """
         return True
 
@@ -548,7 +553,8 @@ class Experts(nn.Module, abc.ABC):
         """Computes the hidden activation T_M of a chunk's rows (T_DI) again, in backward.
 
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
-        recipe: the result of `recipe` before forward's `compute`; None if the rank had no rows in forward.
+        recipe: the state that the method `recipe` returned before forward's call of `compute`; None if the
+            rank had no rows in forward.
         """
 
     @abc.abstractmethod

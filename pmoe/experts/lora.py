@@ -86,8 +86,8 @@ class Adapter(nn.Module):
     device, dtype: the device and dtype of the parameters.
     num_ranks: the number of ranks over which the experts are spread.
     first_expert: the number of this rank's first expert among all experts.
-    copy_parts: for each matrix that FSDP2 shards over copies of the experts, the dimension and this rank's
-        part of it (`Experts.copy_parts`).
+    copy_parts: for each matrix that FSDP2 shards over the ranks with the same experts, by name: the dimension
+        that is sharded, and this rank's part of this dimension (`Experts.copy_parts`).
     targets: the names of the weights that get an adapter.
     """
 
@@ -229,7 +229,7 @@ class Adapter(nn.Module):
 
 
 def adapter_of_calls(layer: nn.Module) -> str:
-    """Returns the name of the adapter that calls of a layer use; "" if they use none."""
+    """Returns the name of the active adapter of a layer, which its calls use; "" if there is none."""
     experts = getattr(layer, "experts", None)
     return experts.active if isinstance(experts, LoraExperts) else ""
 
@@ -238,7 +238,7 @@ def switched_adapter(before: Collection[str], now: str) -> RuntimeError:
     """Returns the error for a recomputation that uses another adapter than its forward pass used.
 
     before: the names of adapters that forward passes used; "" for none.
-    now: the name of the adapter that calls use now; "" for none.
+    now: the name of the active adapter, which the recomputation uses; "" for none.
     """
     used = " or ".join(repr(name) if name else "none" for name in sorted(before))
     again = repr(now) if now else "none"
@@ -394,7 +394,7 @@ class LoraExperts(StackedExperts):
     rank 0 in the list.
 
     adapters: the adapters by name.
-    active: the name of the adapter that calls use; "" for none.
+    active: the name of the active adapter, which the layer uses in its calls; "" for none.
     setting: a text that describes the active adapter. Ranks compare it to check that they use the same
         adapter.
     sum_shared: a function that sums gradients over the ranks that the experts are spread over, in place. It
@@ -423,7 +423,7 @@ class LoraExperts(StackedExperts):
         return adapter
 
     def activate_adapter(self, name: str) -> None:
-        """Makes later calls use the adapter called ``name``, or no adapter if it is ""."""
+        """Makes the adapter ``name`` the active one, which later calls use; "" for no adapter."""
         self.active = name
         self.setting = f"{name}: {self.adapter(name).extra_repr()}" if name else "none"
         self.note_operands()

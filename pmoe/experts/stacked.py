@@ -520,7 +520,7 @@ def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
 def put_expert(parameter: Tensor, local_expert: int, values: Tensor, cut: tuple[int, Shard]) -> None:
     """Writes the values of one expert into a parameter, or those of them that this rank holds.
 
-    If FSDP2 shards the experts over their copies, a rank holds a part of the parameter.
+    If FSDP2 shards the experts over the ranks that hold copies of them, a rank has a part of the parameter.
 
     parameter: (E_local, ...) or this rank's part of it.
     local_expert: the expert's number on this rank.

@@ -66,9 +66,9 @@ def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float
 def formula_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> float:
     """Returns the estimated seconds of a pass in r chunks: the largest of FSMoE's formulas f1 to f4.
 
-    The paper selects one formula by constraints Q1 to Q7. These compare two formulas at a time, as if
-    all-gather (ag) and reduce-scatter (rs) both took (ag + rs) / 2. If ag and rs are equal, the paper also
-    selects the largest formula.
+    The paper does not take the largest formula, but selects one by its constraints Q1 to Q7. A constraint
+    compares two formulas, and assumes that all-gather (ag) and reduce-scatter (rs) take equally long: (ag +
+    rs) / 2 each. If they do, the formula that the paper selects is the largest.
 
     costs: seconds of the layer's stages.
     r: number of chunks.

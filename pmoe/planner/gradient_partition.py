@@ -175,11 +175,12 @@ class ExposedSeconds:
 
     @functools.cached_property
     def of_candidates(self) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-        """A function (D, S) -> (S,) that computes the added seconds of S candidates for D layers at once.
+        """A function that computes the seconds that all-reduces add to backward, for many candidates at once.
 
         A candidate says for each layer how many extra gradient bytes are all-reduced beside its MoE part, on
-        top of the bytes that cost no time there. The argument has one row for each layer, one column for each
-        candidate. The result has, for each candidate, the seconds that all-reduces add to the backward pass.
+        top of the bytes that cost no time there. For D layers and S candidates, the argument of the function
+        is (D, S), the extra bytes, with a column for each candidate. The result is (S,), the added seconds of
+        each candidate.
         """
         line = self.all_reduce
         last = self.layers[-1]

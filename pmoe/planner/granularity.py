@@ -136,7 +136,8 @@ class BatchRange:
     def joined(self, other: BatchRange) -> BatchRange:
         """Returns one range that covers this range, ``other``, and all B (numbers of tokens) between them.
 
-        The joined range keeps only degrees (numbers of chunks) that both ranges have in ``excess``.
+        In its ``excess`` the joined range has only the degrees (numbers of chunks) that are in ``excess`` of
+        both ranges.
         """
         excess = {
             degrees: Excess(own.total + theirs.total, max(own.worst, theirs.worst))

@@ -2,19 +2,18 @@
 
 expert_parallel         parallelize: expert parallelism beside DistributedDataParallel or FSDP2
 gradient_mean           the mean of experts' gradients over ranks
-sharded_experts         experts sharded over their copies by FSDP2
+sharded_experts         experts that FSDP2 shards over the ranks with copies of them
 parallel                device meshes for DP x MP x EP x ESP, and reduction of gradients after backward
 reducer                 GradientReducer: all-reduce of dense gradients during backward
 gradient_partitioning   which gradients the reducer sends when
 balance                 load-balance losses over sequences, batches, or several steps
+attached_loss           losses whose gradients are computed in the backward pass of another tensor
 clipping                gradient norm, clipping and loss scaling
 parameter_kinds         parameter groups for optimizers
 muon                    the Muon optimizer for stacked experts
 frozen_experts          freezes some experts of a layer
-lora                    low-rank adapters of experts
+lora                    low-rank adapters of experts; lora_files saves and loads them in PEFT's files
 checkpoint              checkpoints; checkpoint_files and checkpoint_state have their files and tensors
 export                  weights in the names and layout of other systems
-upcycling               experts that start as copies of a dense network
-fewer_experts           prunes or merges experts
 batch_invariant         results for a token with the same bits in every batch
 """

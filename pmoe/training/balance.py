@@ -64,7 +64,7 @@ SumName = Literal["megatron", "torchtitan", "transformers"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Numbers of a whole training step, over all its ranks and micro-batches, that a `BalanceLoss` needs.
+    """Totals of a whole training step, over all its ranks and micro-batches, which a `BalanceLoss` needs.
 
     num_tokens: number of tokens that each layer gets in the step.
     num_sequences: number of sequences of the step. Losses over sequences need it.
@@ -314,8 +314,8 @@ class BalanceLoss:
         with use_reentrant=True.
 
         Two kinds of calls attach no loss and return ``y`` itself: calls without gradients, and the run in
-        which torch finds the shapes of a stage. After calls without gradients, `totals` can sum their numbers
-        over the whole schedule.
+        which torch finds the shapes of a stage. After a whole schedule of calls without gradients, `totals`
+        returns the totals of these calls.
 
         Use the result in place of ``y``. If it is dropped, the loss has no gradients, and the next call of
         this method, `loss`, `totals` or an optimizer's step issues a warning.
@@ -462,7 +462,7 @@ class BalanceLoss:
         return self._lengths
 
     def _taken(self) -> dict[str, _LayerSums]:
-        """Returns the numbers of the calls since the last `loss` or `totals`, by layer, and resets them."""
+        """Returns each layer's sums over its calls since the last `loss` or `totals`, and resets the sums."""
         self._attached.warn_of_unused()
         calls = self._calls
         self._calls = {name: _LayerSums() for name in calls}
@@ -471,7 +471,10 @@ class BalanceLoss:
     # ---- the numbers of a step
 
     def _fault_of(self, calls: Mapping[str, _LayerSums]) -> str:
-        """Returns why these calls have no loss on this rank; "" if they have one."""
+        """Returns the reason why no loss can be computed from these calls on this rank; "" if one can.
+
+        calls: for each layer, by name, the sums over these calls.
+        """
         for name, of_layer in calls.items():
             if of_layer.share is None:
                 return f"layer {name!r} must be called before loss(): it was not since the last one"
@@ -485,8 +488,9 @@ class BalanceLoss:
         return ""
 
     def _reduced(self, calls: Mapping[str, _LayerSums], fault: str = "") -> StepTotals:
-        """Returns the totals of calls on all ranks. A collective: one all-reduce.
+        """Returns the totals of some calls, summed over all ranks. A collective: one all-reduce.
 
+        calls: for each layer, by name, this rank's sums over these calls.
         fault: why this rank cannot compute its loss; "" if it can.
 
         Raises RuntimeError on all ranks if any rank has a fault. Raises ValueError if layers were called for
@@ -563,7 +567,7 @@ class BalanceLoss:
 
         The parts of all micro-batches add up to the loss of the step.
 
-        calls: for each layer, by name, the numbers of these calls.
+        calls: for each layer, by name, the sums over these calls.
         totals: the numbers of tokens, sequences and choices of the whole step, by which the loss is divided.
         """
         losses = []
@@ -588,7 +592,7 @@ class BalanceLoss:
         The result is a scalar: one loss for the tokens of all layers together, not a sum over layers. The
         parts of all micro-batches add up to the loss of the step.
 
-        calls: for each layer, by name, the numbers of these calls.
+        calls: for each layer, by name, the sums over these calls.
         totals: the numbers of tokens, sequences and choices of the whole step, by which the loss is divided.
         """
         first = next(iter(calls.values())).share

@@ -298,7 +298,7 @@ def _check_fit(
 def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
     """Calls ``act`` on every rank and returns this rank's result.
 
-    Raises CheckpointError on every rank if ``act`` raised on any. Collective.
+    Raises CheckpointError on every rank if ``act`` raised an error on any rank. Collective.
 
     ranks: the ranks that hold the model together.
     stage: what ``act`` does, for the message.
@@ -316,7 +316,7 @@ def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
     """Calls ``act`` on rank 0 only and returns its result on every rank.
 
-    Raises CheckpointError on every rank if ``act`` raised. Collective.
+    Raises CheckpointError on every rank if ``act`` raised an error. Collective.
 
     ranks: the ranks that hold the model together.
     stage: what ``act`` does, for the message.
@@ -327,9 +327,9 @@ def _on_first(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _by_dcp(ranks: Ranks, stage: str) -> Iterator[dict[str, Any]]:
-    """Wraps a call of torch.distributed.checkpoint (DCP) and turns its errors into CheckpointError.
+    """Returns a with-block in which errors of torch.distributed.checkpoint (DCP) become CheckpointErrors.
 
-    Yields the arguments of a DCP function that say which ranks take part.
+    The value of the with-block is a dict: the arguments of DCP's functions that say which ranks take part.
 
     If DCP fails on any rank, it raises a CheckpointException on all of them. That class derives from
     BaseException, so `except Exception` would not catch it.

@@ -46,12 +46,12 @@ RECORDS = frozenset(
     | {(FileSystemReader.__module__, "_StorageInfo"), (Metadata.__module__, "_MEM_FORMAT_ENCODING")}
     | {(Metadata.__module__, name) for name in metadata.__all__}
 )
-"""(module, name) of the classes, besides `PATHS`, that a checkpoint's pickled list of tensors may have.
+"""The classes that the pickled list of a checkpoint's tensors may contain, as pairs (module, name).
 
-Other classes are refused, because unpickling them could run any program.
+`PATHS` has further classes. All others are refused, because unpickling them could run any program.
 """
 PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
-"""The two (module, name) of PosixPath in that list: Python 3.13 writes the second, others the first."""
+"""PosixPath as a pair (module, name): Python 3.13 pickles the second pair, other versions the first."""
 
 
 OF_OTHERS = {
@@ -63,9 +63,10 @@ OF_OTHERS = {
     "config.json": ("transformers", "load it with from_pretrained (docs/weights.md)"),
     LIST: ("torch.distributed.checkpoint", "load it with torch.distributed.checkpoint.load"),
 }
-"""For a file of another checkpoint its owner and what to do, in the order in which the files are looked for.
+"""Files that show whose checkpoint a folder has: {name of the file: (owner, how to load the checkpoint)}.
 
-The folder of one step of pmoe also has the list of torch.distributed.checkpoint.
+The files are looked for in this order. The order matters, because the folder of one step of pmoe also has the
+last file, the list of torch.distributed.checkpoint.
 """
 
 
@@ -100,7 +101,9 @@ def new_folder(folder: Path, step: int) -> Path:
 
 
 def check_plain(plain: Mapping[str, Any]) -> None:
-    """Raises ValueError if ``plain`` cannot be written, or cannot be read back as plain data and tensors.
+    """Raises ValueError if ``plain`` cannot be written, or if torch.load would refuse to read it back.
+
+    torch.load reads only plain data and tensors here, so that no code from a file runs.
 
     plain: everything of a checkpoint that is not a model's or optimizer's tensor.
     """
@@ -118,9 +121,10 @@ def check_plain(plain: Mapping[str, Any]) -> None:
 
 
 def write_beside(part: Path, rank: int, plain: Mapping[str, Any]) -> None:
-    """Writes the files that torch.distributed.checkpoint does not write, each rank its own.
+    """Writes this rank's files that torch.distributed.checkpoint does not write.
 
-    The files have the random states, checksums and, on rank 0, the data that are not tensors.
+    They are a file of random states and a file of checksums. Rank 0 also writes a file of all data that are
+    not tensors.
 
     part: the temporary folder of the checkpoint.
     rank: this rank.
@@ -198,8 +202,10 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
     Returns (data in plain.pt, DCP's list of tensors, states of this rank's random generators). DCP is
     torch.distributed.checkpoint. The states are None if another number of ranks saved the checkpoint.
 
-    The checksums of all files are compared here, because torch compares none. The ranks share this work: rank
-    r checks the files that are listed in sums_*.json number r, r + num_ranks, r + 2 * num_ranks, ...
+    The checksums of all files are compared here, because torch compares none. Each file sums_*.json lists
+    some files with their checksums. The ranks share the work: in the list of all sums_*.json, sorted by name,
+    rank r takes the indices r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that are
+    listed there.
 
     path: folder of the checkpoint.
     rank: this rank.
@@ -255,7 +261,10 @@ def _last(pointer: Path) -> str:
 
 
 def _owner(folder: Path) -> str:
-    """Returns the end of an error for a folder that has a checkpoint of another system; "" for any other."""
+    """Returns the end of an error message: whose checkpoint the folder has, and how to load it.
+
+    The result is "" if the folder has none of the files in `OF_OTHERS`.
+    """
     for name, (owner, cure) in OF_OTHERS.items():
         if (folder / name).exists():
             return f". The folder has {name}, as checkpoints of {owner} do: {cure}"

@@ -9,8 +9,8 @@ torch.distributed.checkpoint (DCP) writes these tensors and reads into them in p
 Everything else is plain data. An optimizer's options are stored for each parameter and not for each parameter
 group, so that a run may load them into other groups.
 
-NAME is the name that the tensor has in one process with all experts: wrappers add nothing to it, and experts
-that are a user's modules are numbered among all experts.
+NAME is the name that the tensor has in a single process with all experts. So wrappers of the model add
+nothing to it. If experts are a user's modules, NAME has the expert's index among the experts of all ranks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Names:
         }
 
     def stored(self, name: str) -> str:
-        """Returns the name in the checkpoint of a tensor that torch's get_model_state_dict calls ``name``.
+        """Returns the name that a tensor has in the checkpoint.
+
+        name: the name that torch's get_model_state_dict gives to the tensor.
 
         The two names differ only for tensors of experts that are a user's modules, because each rank numbers
         its modules from 0 and the checkpoint numbers all experts.
@@ -263,7 +265,7 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
 def of_saved(tensors: Mapping[str, Tensor], metadata: Metadata) -> dict[str, Tensor]:
     """Selects the state tensors that an optimizer can load: the tensors of parameters with a saved state.
 
-    A parameter that had no gradient yet when the checkpoint was saved had no state.
+    A parameter has no saved state if it had not got a gradient before the checkpoint was saved.
 
     tensors: the optimizer's state tensors, of any shape, by their names in the checkpoint.
     metadata: the list of the saved tensors that torch.distributed.checkpoint wrote.
@@ -277,7 +279,7 @@ def problems_of(
 ) -> list[str]:
     """Returns the reasons why saved tensors do not fit a model or optimizer, one text each; [] if they fit.
 
-    A tensor may be missing in the checkpoint, be only in the checkpoint, or have another shape or dtype.
+    A tensor may be missing in the checkpoint, be in the checkpoint only, or have another shape or dtype.
 
     wanted: this rank's tensors by their names in the checkpoint, of any shape.
     all_names: names of the tensors of all ranks.
@@ -325,15 +327,16 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _in_boxes(tensor: Tensor) -> Tensor:
-    """Describes a tensor to torch.distributed.checkpoint as two blocks if each of its two halves is split.
+    """Describes this rank's part of one split w1 or b1 to torch.distributed.checkpoint as two blocks.
 
-    Only the w1 and b1 of gated experts have split halves, if the experts' hidden columns are split over ranks
-    (picture in `in_boxes`). The function recognises them by their DTensor placement `_StridedShard`. Any
-    other tensor, of any shape, is returned unchanged.
+    The w1 and b1 of gated experts consist of two halves, the gate projection and the up projection. If the
+    experts' hidden columns are split over ranks, each half is split. A rank then has a part of each half, so
+    two separate blocks of the whole tensor (picture in `in_boxes`).
 
-    FSDP2 uses the same placement for something else: for tensors that an inner mesh dimension has split
-    already, such as transformers' experts over ("efsdp", "ep"). A rank's part is then one block, which needs
-    no description.
+    The function recognises these tensors by their DTensor placement `_StridedShard`. Any other tensor, of any
+    shape, is returned unchanged. FSDP2 also uses `_StridedShard`, if an inner mesh dimension splits the same
+    dimension of a tensor. An example is transformers' experts over ("efsdp", "ep"). A rank's part of this
+    tensor is one block, so the tensor is returned unchanged.
     """
     if not isinstance(tensor, DTensor):
         return tensor

@@ -1,4 +1,4 @@
-"""Gradient norm, clipping and float16's loss scale for a model with parameters spread over ranks.
+"""Gradient norm, clipping and float16's loss scale for a model whose parameters are spread over ranks.
 
 `torch.nn.utils.get_total_norm` is not used because it sums in the gradients' own dtype: bfloat16 has three
 digits, and float16 overflows. Only the scaling of gradients by the norm is torch's own.
@@ -58,7 +58,8 @@ def clip_grad_norm_(
         max_norm: largest norm that gradients may have afterwards, at least 0.
         norm_type: order p of the norm, positive or inf.
         error_if_nonfinite: whether to raise RuntimeError if the norm is not finite.
-        foreach: True or None computes many gradients in one launch, False each gradient in its own.
+        foreach: True or None computes with many gradients in one launch; False makes a launch for each
+            gradient.
         group: the ranks that hold the model together. None is the default group, or this process.
 
     Collective: every rank must call it after gradients were reduced. Data-parallel wrappers and
@@ -68,9 +69,9 @@ def clip_grad_norm_(
     Returns the norm before clipping: a scalar of float32 or a wider dtype, equal on every rank. Up to
     rounding it is the norm that one process with the whole model would compute.
 
-    Raises ValueError if a number is out of its range, a gradient is not reduced yet (a Partial DTensor), the
-    group is too small, or experts come without their model. Raises RuntimeError on every rank if
-    error_if_nonfinite is True and the norm is not finite.
+    Raises ValueError if a number is out of its range, if a gradient is not reduced yet (a Partial DTensor),
+    if the group is too small, or if parameters of experts need their model and are passed without it. Raises
+    RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite.
     """
     check_number(max_norm=max_norm, norm_type=norm_type)
     check_flag("error_if_nonfinite", error_if_nonfinite)
@@ -104,11 +105,10 @@ def local_gradient(gradient: Tensor) -> Tensor:
 
 
 def stand_ins(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Returns plain tensors that stand for parameters in torch's functions: one for each gradient.
+    """Returns a plain tensor for each gradient, to be passed to torch's functions in place of a parameter.
 
     The ``grad`` of each returned tensor is one of the gradients. torch's functions that scale gradients take
-    parameters, but fail on DTensors of different meshes. So the caller passes the returned tensors in place
-    of the parameters.
+    parameters, but fail on DTensors of different meshes. They can scale the ``grad`` of these plain tensors.
 
     gradients: plain tensors of any shape: the gradient of a plain parameter, or this rank's part of the
         gradient of a DTensor. torch changes them in place.

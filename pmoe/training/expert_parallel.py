@@ -149,9 +149,9 @@ def _checked_layers(
     model, reduce: the arguments of `parallelize`.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
-    sharding: arguments for fully_shard if experts are sharded over their copies; else None.
-    of_copies: the ranks along each mesh dimension whose ranks hold copies of the same experts, the inner
-        dimension first.
+    sharding: arguments for fully_shard if it shards experts over the ranks with copies of them; else None.
+    of_copies: for each mesh dimension along which experts are copied, the ranks that hold copies of this
+        rank's experts; the inner dimension first.
 
     Raises ValueError or TypeError, with the layer's name, if a layer or an argument is wrong.
     """
@@ -252,8 +252,8 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
     model: the model.
     lr, weight_decay: the learning rate and the weight decay; None leaves them to the optimizer.
 
-    Raises TypeError or ValueError if ``model`` is not a module, or lr or weight_decay is negative or no
-    number.
+    Raises TypeError or ValueError if ``model`` is not a module, or if lr or weight_decay is negative or is
+    not a number.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -270,7 +270,7 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 
 def _agreed_experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
-    """Returns the result of `_experts_mesh`, after all ranks of the mesh have passed the same mesh.
+    """Checks that all ranks have passed the same mesh. Then returns the result of `_experts_mesh`.
 
     The arguments are those of `_experts_mesh`. Collective over the ranks of the mesh.
 
@@ -287,8 +287,8 @@ def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
     """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
     mesh: the argument of `parallelize`.
-    may_replicate: True if the mesh may have two dimensions beside "ep" and "esp", False if at most one. Ranks
-        that differ only in these dimensions hold the same experts.
+    may_replicate: whether the mesh may have two further dimensions beside "ep" and "esp". If False, it may
+        have one. Ranks that differ only in further dimensions hold the same experts.
 
     Raises ValueError if the mesh has no "ep", has too many further dimensions, or lacks this rank.
     """
@@ -381,7 +381,8 @@ def lay_out(experts: Experts, mesh: DeviceMesh, names: Collection[str]) -> None:
     Experts that are a user's modules are not changed.
 
     experts: this rank's experts.
-    mesh: the ranks over which experts, and the hidden columns of sharded experts, are spread.
+    mesh: the mesh of the DTensors, with "ep", over which experts are spread, and maybe "esp", over which each
+        expert's hidden columns are split.
     names: the names of the parameters that are replaced. Only names in `Experts.hidden_dims` and
         `Experts.replicated_dims` (parameters that all experts share) count; other names are ignored.
     """

@@ -75,7 +75,7 @@ def export_weights(
             with names for each expert ("qwen-moe", "mixtral", "deepseek") yields whole tensors. A layout with
             stacked names ("qwen-moe-stacked", "gpt-oss") yields each expert's part of the stacked tensor.
         max_bytes: the most bytes of experts that are sent at a time, such as "512MiB".
-        dtype: dtype to which floating-point tensors are cast before they are sent; None keeps each one's own.
+        dtype: dtype to which floating-point tensors are cast before they are sent; None casts nothing.
         rename: a function from a name in the model, such as "model.layers.0.moe.experts.3.up_proj.weight", to
             the name that is yielded; None keeps the names. Names of tensors inside an MoE layer are those of
             the layout.
@@ -107,8 +107,8 @@ def export_weights(
 class _Sizes:
     """The size of each dimension of a layer's tensors, such as the number of experts and d_model.
 
-    by_axis: the sizes by the letters that `pmoe.convert.AXES` gives to dimensions, "M" for d_model for
-        example.
+    by_axis: maps the letter of each dimension to its size. `pmoe.convert.AXES` lists the letters: "M" is
+        d_model, for example.
     """
 
     by_axis: Mapping[str, int]
@@ -270,7 +270,7 @@ class _Export:
         return "{e}" in self.layout.names[f"experts.{own}"]
 
     def _device(self) -> torch.device:
-        """Returns the device of the model's first parameter."""
+        """Returns the device of the model's first parameter; the CPU if the model has no parameters."""
         return next((one.device for one in self.model.parameters()), torch.device("cpu"))
 
     def renamed(self, name: str) -> str:
@@ -380,7 +380,7 @@ class _Export:
 
     @torch.no_grad()
     def items(self) -> Iterator[Item]:
-        """Yields all tensors. Before each part of the experts, the ranks check that none has stopped."""
+        """Yields all tensors. Before each part of the experts, the ranks check that no rank has stopped."""
         for name, value in self._dense():
             yield self.renamed(name), None, self._cast(_whole_tensor(value))
         for name, layer in self.layers.items():
@@ -417,10 +417,10 @@ class _Export:
 
         layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
-        part: (count, ...), the tensor of ``count`` experts of this rank, at the same positions on every rank.
-            Only the owner's experts are sent. With expert sharding ("esp"), ``part`` has only some of the
-            hidden columns.
-        owner: the number in the mesh dimension "ep" of the rank that holds the experts.
+        part: (count, ...), this rank's tensor of ``count`` of its own experts. Every rank passes the experts
+            that have the same indices among its own experts, but only the owner's tensor is sent. With expert
+            sharding ("esp"), ``part`` has only some of the hidden columns.
+        owner: the rank whose experts are sent, by its index in the mesh dimension "ep".
         shape: the shape of the tensor of one whole expert.
         """
         grid = layer.grid

@@ -62,13 +62,13 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
     After each backward pass the gradients of the frozen experts are zeros. An optimizer's step does not
     change their values, not even by a bit. Call this function after `pmoe.parallelize`. To freeze all
     experts, or the router, call ``layer.experts.requires_grad_(False)`` or
-    ``layer.gate.requires_grad_(False)``. In a copy of the model, by copy.deepcopy or pickle, nothing is
-    frozen.
+    ``layer.gate.requires_grad_(False)``. A copy of the model, made by copy.deepcopy or pickle, has no frozen
+    experts.
 
     Returns an object whose method ``remove()`` lets the experts be trained again.
 
-    Raises ValueError or TypeError, before anything is changed, for a number that no expert has, and for
-    experts that are not stacked or have frozen experts already.
+    Raises ValueError or TypeError, before anything is changed, for an index that no expert has, for experts
+    that are not stacked, and if some experts of a layer are frozen already.
     """
     check_module(model=model)
     mask = experts if isinstance(experts, Tensor) and experts.dtype == torch.bool else None
@@ -103,11 +103,12 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
 def _rows_of(experts: Experts, name: str, local: list[int]) -> list[int]:
     """Returns the indices of some experts along dimension 0 of this rank's part of a parameter.
 
-    If FSDP2 shards the experts over their copies, this rank may have no part of some of these experts.
+    If FSDP2 shards the experts over the ranks that hold copies of them, this rank may have no part of some
+    of these experts.
 
     experts: this rank's experts.
     name: the parameter's name.
-    local: the experts' numbers on this rank.
+    local: the experts, by their indices among the experts of this rank.
     """
     dim, own = experts.copy_parts.get(name, (0, WHOLE))
     kept = own.of(experts.num_local_experts) if dim == 0 else slice(0, experts.num_local_experts)

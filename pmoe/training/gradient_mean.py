@@ -24,7 +24,7 @@ class MeanOverRanks:
     copies: the ranks that hold copies of this rank's experts.
     ranks: the ranks over which one copy of the experts is spread.
     names: names of the experts' parameters, for errors.
-    compared: the sets of requires_grad flags that the ranks have compared before, each a tuple with one flag
+    compared: the requires_grad flags that the ranks have compared before. An entry is a tuple with one flag
         for each parameter.
     """
 
@@ -35,20 +35,25 @@ class MeanOverRanks:
     compared: set[tuple[bool, ...]] = field(default_factory=set)
 
     def with_names(self, names: tuple[str, ...]) -> MeanOverRanks:
-        """Returns the same reduction for experts whose calls compute with parameters of other names."""
+        """Returns a copy of this object with other names of parameters, which errors show.
+
+        names: names of the parameters with which the experts' calls compute. They change if a call uses
+            another adapter.
+        """
         return replace(self, names=names)
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
         """Checks, before a backward pass, that all copies of an expert train the same parameters.
 
-        Copies that differ would start different all-reduces, and the ranks would hang or mix up gradients.
+        If copies trained different parameters, their ranks would start different all-reduces. The ranks would
+        then hang or mix up gradients.
 
         wanted: requires_grad of each parameter of the experts on this rank.
         device: device of these parameters.
 
         Raises ValueError on every rank if requires_grad differs between copies.
 
-        Collective. On a GPU, where the check makes the host wait, it is skipped for flags that were checked
+        Collective. On a GPU the check makes the host wait. So it is skipped there for flags that were checked
         before.
         """
         if self.copies.size == 1 or (device.type != "cpu" and tuple(wanted) in self.compared):

@@ -52,11 +52,12 @@ class GradientBuffers:
     """The memory of all gradients, laid out so that any range of it can be all-reduced.
 
     There is one flat buffer for each (dtype, device). In a buffer, gradients lie in the order in which
-    backward makes them. The buffers follow one another.
+    backward makes them.
 
     parameters: parameters of any shape.
     order: indices of all parameters in the order in which backward makes their gradients.
-    ends: ends[i] are the bytes of the first i gradients in this order, so ends[0] is 0.
+    ends: ends[i] is the number of bytes of the first i gradients, so ends[0] is 0. The gradients of the first
+        buffer are counted first, then those of the second buffer, and so on.
     memories: the buffers, each (number of elements,).
     """
 
@@ -107,7 +108,7 @@ class LayerBackward(NamedTuple):
     """A record of the moment at which the backward pass of one MoE layer began, in the first training step.
 
     layer: index of the layer among the model's MoE layers.
-    num_made: number of dense gradients that backward had made before.
+    num_made: number of dense gradients that backward had made before this moment.
     dense_seconds: seconds that backward had spent in dense modules since the backward pass of the previous
         MoE layer ended. It is 0 for the MoE layer that comes first in backward.
     """

@@ -1,7 +1,9 @@
 """Adds low-rank adapters (LoRA) to the experts of a model, chooses, merges and removes them.
 
+A model may have several adapters. Its layers use at most one at a time, the active adapter.
+
     add_lora        gives the experts of a model's layers an adapter, and freezes their weights
-    use_lora        chooses which of several adapters calls use
+    use_lora        makes one of several adapters the active one
     disable_lora    a context without adapters, for the reference model of DPO
     merge_lora      adds an adapter to the weights and removes it; the layers are plain again
     unmerge_lora    subtracts a merged adapter from the weights, and makes it an adapter again
@@ -74,8 +76,8 @@ def add_lora(
         shared: whether all experts of a layer share one adapter. By default each expert has its own.
         name: the name of the adapter. A model may have several, of which one is used at a time.
 
-    The new adapter is the one that calls use from now on. Its matrices are parameters of
-    ``layer.experts.adapters[name]``, and may be trained; the experts' own weights and biases, and other
+    The new adapter is active: the layers use it from now on. Its matrices are parameters of
+    ``layer.experts.adapters[name]``, and may be trained. The experts' own weights and biases, and other
     adapters, are frozen (``requires_grad`` is False). Nothing else is frozen: to train adapters alone, call
     ``model.requires_grad_(False)`` before this function.
 
@@ -109,10 +111,13 @@ def add_lora(
 
 
 def use_lora(model: nn.Module, name: str = DEFAULT) -> None:
-    """Makes the layers of a model use the adapter called ``name``, which is then the one that is trained.
+    """Makes one adapter active: the layers of a model use it from now on, and only it is trained.
 
-    All other adapters are frozen, so run the backward passes of earlier calls first: they give no gradients
-    to an adapter that was frozen since. Every rank must call it before the same call of the model.
+    All other adapters are frozen. So run the backward passes of earlier calls first: a backward pass gives
+    no gradients to an adapter that was frozen after the forward pass. Every rank must call this function
+    before the same call of the model.
+
+    name: the name of the adapter.
 
     Raises ValueError if a layer has no adapter of this name.
     """
@@ -127,8 +132,8 @@ def disable_lora(model: nn.Module) -> Iterator[None]:
     """A context in which a model computes without adapters, for example as the reference model of DPO.
 
     No copy of the model is needed. Layers without adapters are not changed. Every rank must enter the context
-    before the same call of the model. If the block itself chooses, adds or removes an adapter, that stays
-    after it.
+    before the same call of the model. If the code inside the context chooses, adds or removes an adapter,
+    this change remains after the context.
     """
     layers = [
         (layer, experts)
@@ -175,11 +180,12 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
     optimizer.
 
-    name: the name of the adapter; None merges the one that calls use.
+    name: the name of the adapter; None merges the active adapter.
 
     Returns the adapters, for `unmerge_lora`. Every rank must call it.
 
-    Raises ValueError if a layer has no such adapter, or uses none and name is None.
+    Raises ValueError if a layer has no adapter of this name. If name is None, raises ValueError if a layer
+    has no active adapter, or if the layers have different active adapters.
     """
     taken: dict[str, Adapter] = {}
     found = [
@@ -199,7 +205,9 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
 
 @torch.no_grad()
 def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
-    """Undoes `merge_lora`: subtracts the adapters from the weights, up to rounding, and uses them again.
+    """Undoes `merge_lora`: subtracts the adapters from the weights, and makes them active again.
+
+    The weights are as before, up to rounding.
 
     merged: the result of `merge_lora` for this model.
 
@@ -232,13 +240,15 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
 
 
 def remove_lora(model: nn.Module, name: str | None = None) -> None:
-    """Removes an adapter from the layers of a model; None removes the one that calls use.
+    """Removes an adapter from the layers of a model.
 
     The layers then use no adapter, and a layer without further adapters is a plain layer. If FSDP2 shards the
     experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The weights stay
     frozen. Every rank must call it.
 
-    Raises ValueError if a layer has no such adapter.
+    name: the name of the adapter; None removes the active adapter.
+
+    Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
     found = [(layer, _named(layer_name, layer, name)) for layer_name, layer in all_moe_layers(model)]
     for layer, (experts, own_name) in found:
@@ -252,7 +262,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
     get the module in place of the model, they save and load only the adapters. Parameters have the same names
     as in the model.
 
-    name: the name of the adapter; None takes the active one, which the layers apply in their calls.
+    name: the name of the adapter; None takes the active adapter, which the layers use.
 
     Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
@@ -292,9 +302,9 @@ def all_moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
 def adapted_layers(model: nn.Module, name: str | None) -> dict[str, tuple[MoELayer, Adapter]]:
     """Returns the MoE layers of a model with their adapters, by the name of the layer.
 
-    name: the name of the adapter; None takes the one that calls use.
+    name: the name of the adapter; None takes the active adapter.
 
-    Raises ValueError if a layer has no such adapter, or uses none and name is None.
+    Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
     found: dict[str, tuple[MoELayer, Adapter]] = {}
     for layer_name, layer in all_moe_layers(model):
@@ -335,12 +345,12 @@ def _adapted(layer_name: str, layer: MoELayer, name: str) -> LoraExperts:
 
 
 def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExperts, str]:
-    """Returns the experts of a layer, and the name of an adapter: ``name``, or if it is None the one in use.
+    """Returns the experts of a layer, and the name of one of their adapters.
 
     layer_name, layer: the layer, and its name for the message.
-    name: the name of an adapter, or None.
+    name: the name that is returned; None takes the name of the active adapter.
 
-    Raises ValueError if the layer has no such adapter, or uses none and name is None.
+    Raises ValueError if the layer has no adapter of this name, or if name is None and no adapter is active.
     """
     if name is not None:
         return _adapted(layer_name, layer, name), name
@@ -372,7 +382,7 @@ def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
 
 
 def _versions(adapter: Adapter) -> tuple[int, ...]:
-    """Returns the versions of an adapter's parameters: torch counts every change in place."""
+    """Returns the versions of an adapter's parameters: how many in-place changes torch has counted."""
     return tuple(local_part(parameter)._version for parameter in adapter.parameters())
 
 
@@ -433,7 +443,7 @@ def _check_layer(
 
 
 def _check_not_sharded(layer_name: str, layer: MoELayer) -> None:
-    """Raises TypeError if FSDP2 shards the experts of a layer, and so takes no further parameters.
+    """Raises TypeError if FSDP2 shards the experts of a layer: they can get no further parameters then.
 
     layer_name, layer: the layer, and its name for the message.
     """
@@ -459,7 +469,7 @@ def _check_same(ranks: Ranks, setting: str) -> None:
 
 
 def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], shared: bool, name: str) -> None:
-    """Gives the experts of a layer a new adapter with random values, and makes calls use it. Collective.
+    """Gives the experts of a layer a new adapter with random values, and makes it active. Collective.
 
     layer: the layer.
     rank: the number of rows of the adapter's matrix A.
@@ -483,7 +493,7 @@ def _add(layer: MoELayer, rank: int, alpha: float, targets: tuple[str, ...], sha
 
 
 def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
-    """Puts an adapter, which must have its values already, into experts, and makes calls use it. Collective.
+    """Gives the experts of a layer an adapter that has its values already, and makes it active. Collective.
 
     The adapter's copies on other ranks get equal values. If `pmoe.parallelize` has made the weights DTensors,
     the adapter's parameters become DTensors on the same mesh.
@@ -508,7 +518,9 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
 
 
 def _lay_out_adapter(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) -> None:
-    """Gives all copies of an adapter the values of the first one, and spreads it like the experts' weights.
+    """Makes all copies of an adapter equal, and spreads the adapter over ranks like the experts' weights.
+
+    All copies get the values of the first copy.
 
     The arguments are those of `_attach`. Collective.
     """
@@ -525,7 +537,7 @@ def _lay_out_adapter(layer: MoELayer, experts: LoraExperts, adapter: Adapter, na
 
 
 def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
-    """Makes calls of a layer use an adapter, which is then the only one that is trained.
+    """Makes an adapter of a layer active and trainable, and freezes the layer's other adapters.
 
     layer: the layer.
     experts: the layer's experts.
@@ -538,7 +550,12 @@ def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
-    """Makes calls of a layer use the adapter called ``name``, or none if it is ""."""
+    """Sets the active adapter of a layer: the adapter that the layer uses from now on.
+
+    layer: the layer.
+    experts: the layer's experts.
+    name: the name of the adapter; "" for no adapter.
+    """
     experts.activate_adapter(name)
     reduce = experts.reduce
     if isinstance(reduce, MeanOverRanks | DividedByOwnRanks):
@@ -548,7 +565,7 @@ def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
-    """Removes an adapter from the experts of a layer, which then use none.
+    """Removes an adapter from the experts of a layer. No adapter of the layer is active then.
 
     layer: the layer.
     experts: the layer's experts.
@@ -568,7 +585,7 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 
 
 def _reshard(experts: LoraExperts) -> None:
-    """Makes FSDP2 free gathered parameters, so that each rank has its own part of them.
+    """Makes FSDP2 free gathered parameters, so that each rank has only its own part of them.
 
     Values and requires_grad of gathered parameters would be lost when FSDP2 frees them. Experts that FSDP2
     does not shard are not changed.
@@ -583,7 +600,7 @@ def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
 
     B and A are the matrices of the adapter, scale is its factor.
 
-    Collective if FSDP2 shards the experts over their copies.
+    Collective if FSDP2 shards the experts over the ranks that hold copies of them.
 
     experts: the experts of this rank.
     adapter: the adapter.

@@ -13,7 +13,7 @@ The layout of the model's experts says what a matrix is called and how it is sto
         B of w1   experts.3.gate_proj.lora_B.weight   (H, R), rows of the gate projection
                   experts.3.up_proj.lora_B.weight     (H, R), rows of the up projection
 
-    one tensor has a weight of all experts (layouts "...-stacked" and "gpt-oss"), w1 and w2 are adapted:
+    one tensor has a weight of all experts (layouts "...-stacked" and "gpt-oss"), and w1 and w2 are adapted:
 
         A of w1   experts.base_layer.lora_A.weight    (E R, I), expert after expert
         B of w1   experts.base_layer.lora_B.weight    (O, R E), column r E + e is column r of expert e's B
@@ -72,19 +72,20 @@ LoraLayoutName = Literal[
 CONFIG = "adapter_config.json"
 MATRICES = "adapter_model.safetensors"
 LARGEST = 1 << 31
-"""A rank or an alpha of this size is a mistake."""
+"""A rank or an alpha of at least this size counts as a mistake."""
 
 PREFIX = "base_model.model."
 """The beginning of all names in PEFT's files."""
 
 PEFT_VERSION = "0.19.1"
-"""The release of PEFT since which A is for the input and B for the output features of a stacked weight.
+"""The first release of PEFT whose adapters of a stacked weight (E, O, I) have A for I and B for O.
 
-Earlier releases took the first dimension of a weight (E, O, I) for the input.
+I is the number of input features, and O the number of output features. Earlier releases had A for O and B for
+I.
 """
 
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""The dtypes of matrices that `load_lora` takes."""
+"""The dtypes of matrices that `load_lora` accepts."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -99,7 +100,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # With others ("pissa", "olora", "corda", "loftq"), PEFT changes the weights beside the adapters.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
-"""The values that `load_lora` takes of fields of the configuration; a missing field has the first."""
+"""The values that `load_lora` accepts for each field of PEFT's configuration.
+
+A field that the configuration lacks counts as the first of its values.
+"""
 
 
 @dataclass(frozen=True)
@@ -219,19 +223,19 @@ def save_lora(
         layout: how the experts are stored in the model that will get the adapters. With a layout whose name
             ends with "-stacked", or "gpt-oss", the files are those of PEFT's ``target_parameters``. With
             other layouts each expert has its own matrices, as vLLM takes them for most models.
-        name: the name of the adapter; None saves the one that calls use.
+        name: the name of the adapter; None saves the active adapter, which the layers use.
         base_model: the name or path of the model without adapters, for the configuration.
         rename: a function from the name of a matrix in the model, such as
             "model.layers.0.moe.experts.3.up_proj.lora_A.weight", to its name in the other model; None keeps
             the names.
         group: the ranks that save together, of which rank 0 writes; None is the default group.
 
-    An adapter that experts share is written for each of them. Adapters of dense layers are PEFT's own.
-    Collective: every rank of the group must call it.
+    An adapter that experts share is written for each of them. Adapters of dense layers are not written: PEFT
+    saves those. Collective: every rank of the group must call it.
 
     Raises ValueError or TypeError on every rank, before anything is written, if a layer has no such adapter,
-    layers have adapters of another rank, alpha or other weights, or experts do not fit the layout. Raises
-    ImportError without safetensors, OSError if a file cannot be written.
+    if the adapters of two layers differ in rank, alpha or the adapted weights, or if experts do not fit the
+    layout. Raises ImportError without safetensors, OSError if a file cannot be written.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="planning to save adapters"):
@@ -312,7 +316,10 @@ def _of_all_experts(layer: MoELayer, adapter: Adapter, matrix: str, ranks: Ranks
 
 
 def _of_all_ranks(value: Tensor, ranks: Ranks) -> list[Tensor]:
-    """Returns the values, of equal shapes, that the ranks pass, in order of the ranks. A collective."""
+    """Returns the values of all ranks, in order of the ranks. A collective.
+
+    value: this rank's value. It has the same shape on all ranks.
+    """
     if ranks.size == 1:
         return [value]
     parts = [torch.empty_like(value) for _ in range(ranks.size)]
@@ -357,10 +364,14 @@ def load_lora(
 
     Returns `lora_adapters` of the model. Collective: every rank must call it.
 
-    Raises ValueError or TypeError on every rank, before anything is changed, if the files are damaged, do not
-    have the matrices of exactly the model's layers, have another rank or other targets than an adapter of
-    this name, or use what pmoe's adapters do not have (DoRA, biases, ranks by pattern). Raises OSError if
-    they cannot be read, ImportError without safetensors.
+    Raises ValueError or TypeError on every rank, before anything is changed, in these cases:
+
+    - the files are damaged;
+    - the files lack matrices of a layer of the model, or have matrices of experts of other layers;
+    - the model has an adapter of this name already, with another rank or other targets;
+    - the files use something that pmoe's adapters do not have (DoRA, biases, several ranks in one adapter).
+
+    Raises OSError if the files cannot be read, ImportError without safetensors.
     """
     layers = dict(all_moe_layers(model))
     ranks = max((layer.ranks for layer in layers.values()), key=lambda ranks: ranks.size)
@@ -396,7 +407,7 @@ def load_lora(
 class _Stored:
     """The adapters in PEFT's files, of all layers.
 
-    rank: the rank, twice that of the files if the halves of w1 have different A.
+    rank: the rank. It is twice the rank in the files if the two halves of w1 have different matrices A.
     alpha: the number with which alpha / rank is the factor of B @ A.
     targets: the adapted weights, some of "w1" and "w2".
     of_layer: by the name of the layer in the model and by weight, A (E, rank, I) and B (E, O, rank).
@@ -409,7 +420,10 @@ class _Stored:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Returns PEFT's configuration. Raises ValueError if it is damaged or of another kind of adapter."""
+    """Returns PEFT's configuration, a dict.
+
+    Raises ValueError if the file is missing or damaged, or if it describes adapters that pmoe does not have.
+    """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -443,7 +457,18 @@ def _read(
     config: Mapping[str, Any],
     rename: Rename | None,
 ) -> _Stored:
-    """Reads the matrices of all layers. Raises ValueError if they are not those of exactly these layers."""
+    """Reads the matrices of all layers from the file, and returns them with the adapter's rank and alpha.
+
+    model: the model with the layers.
+    layers: the model's MoE layers by name.
+    path: the file of matrices.
+    layout: how the experts are stored in the model of the file.
+    config: the content of PEFT's configuration.
+    rename: changes each name of the model to the name in the file; None changes nothing.
+
+    Raises ValueError if the file lacks a matrix of these layers, or has a matrix of other experts, or a
+    matrix of a wrong shape or dtype.
+    """
     from safetensors import SafetensorError, safe_open
 
     rank = config["r"]
@@ -496,7 +521,9 @@ def _targets(
 
     form: the form of an adapter of both weights.
     layer_name: the name of the first layer.
-    names: the names of all matrices.
+    names: the names of all matrices in the file.
+    config: the content of PEFT's configuration.
+    rename: changes each name of the model to the name in the file; None changes nothing.
     """
     keys = {weight: form.keys(layer_name, weight, "A", rename)[0] for weight in WEIGHTS}
     if form.is_stacked:
@@ -591,10 +618,12 @@ def _is_of_old_peft(
 
 
 def _of_old_peft(down: Tensor, up: Tensor, num_experts: int, rank: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Converts stacked matrices of a PEFT before `PEFT_VERSION` to those that PEFT writes since then.
+    """Converts stacked matrices of PEFT before `PEFT_VERSION` to the matrices that newer releases write.
 
-    down, up: (E R, O) and (I, R E), the old matrices A and B. The change of expert e was the transpose of
-        B[e] @ A[e].
+    Old releases changed the weight of expert e by the transpose of B[e] @ A[e].
+
+    down, up: (E R, O) and (I, R E), the old matrices A and B.
+    num_experts, rank: E and R.
     """
     new_down = up.unflatten(1, (rank, num_experts)).permute(2, 1, 0).flatten(0, 1)
     new_up = down.unflatten(0, (num_experts, rank)).permute(2, 1, 0).flatten(1, 2)
@@ -648,7 +677,15 @@ def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> No
 
 
 def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
-    """Raises ValueError if an adapter has another LoRA rank than the files, or changes other weights."""
+    """Raises ValueError if the adapters in the files cannot be loaded into an adapter.
+
+    Their rank and the weights that they change must be those of the adapter. If all experts share the
+    adapter, the files must have the same matrices for all experts.
+
+    layer_name: the name of the adapter's layer, for the message.
+    adapter: the adapter.
+    stored: the adapters in the files.
+    """
     if (adapter.rank, adapter.targets) != (stored.rank, stored.targets):
         raise ValueError(
             f"the adapter of {layer_name} (rank {adapter.rank}, targets {', '.join(adapter.targets)}) must "

@@ -41,7 +41,7 @@ AdjustName = Literal["original", "match_rms_adamw"]
 
 
 class ExpertMuon(Optimizer):
-    """Muon for the weight matrices of a model's stacked experts, each matrix by itself.
+    """The Muon optimizer for the weight matrices of a model's stacked experts.
 
         groups = pmoe.parameter_groups(model, lr=1e-3, weight_decay=0.1)
         others = [group for group in groups if not (group["kind"] == "matrices" and group["stacked"])]
@@ -55,9 +55,10 @@ class ExpertMuon(Optimizer):
 
     adjust(W) is a factor that depends on the shape of W, by the rule adjust_lr_fn.
 
-    The optimizer trains w1 and w2 of the experts of each layer. If experts are gated, the two halves of w1
-    (the gate projection and the up projection) count as two matrices. Biases are not trained: give them to
-    another optimizer. Copies of an expert on several ranks stay equal, because their gradients are equal.
+    The optimizer trains w1 and w2 of the experts of each layer. Each matrix of each expert is orthogonalized
+    by itself. If experts are gated, the two halves of w1 (the gate projection and the up projection) count as
+    two matrices. Biases are not trained: give them to another optimizer. Copies of an expert on several ranks
+    stay equal, because their gradients are equal.
 
     Args:
         model: a model with MoE layers, after `pmoe.parallelize`, or a single layer.
@@ -168,7 +169,7 @@ def orthogonalized(matrices: Tensor, steps: int, dtype: torch.dtype = torch.bflo
 
 
 def _ratio(name: AdjustName, rows: int, columns: int) -> float:
-    """Returns the factor of the learning rate that `torch.optim.Muon` takes for a matrix of this shape.
+    """Returns the factor by which `torch.optim.Muon` multiplies the learning rate for a matrix.
 
     name: the rule, the argument adjust_lr_fn of `ExpertMuon`.
     rows, columns: the shape of the matrix.

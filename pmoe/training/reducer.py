@@ -68,9 +68,9 @@ class GradientReducer:
             `MoELayer` modules.
         group: the ranks to reduce over. None is the default group.
         average: True divides the sums by the number of ranks, so that gradients become means; False does not.
-        partition: how many bytes are sent beside each dense part and each MoE layer, alternately. None
-            finds a partition after the first step, from costs that are measured then. False sends everything
-            after backward.
+        partition: how many bytes are sent during each part of backward: a dense part (the modules between two
+            MoE layers), then an MoE layer, and so on. None finds a partition after the first step, from costs
+            that are measured then. False sends everything after backward.
 
     After the first `finish`, the attribute ``partition`` is the partition in use, with predicted seconds. In
     two cases the attribute stays None:
@@ -175,9 +175,10 @@ class GradientReducer:
     def _may_overlap(self, seen: FirstStep, buffers: GradientBuffers) -> bool:
         """Returns whether gradients may be sent during backward in later steps. Collective.
 
-        True if all ranks made the gradients in the same order in the first step, and all gradients have one
-        dtype and device. False if the caller asked for it (``partition=False``), or if there is one rank or
-        no MoE layer. If False, later steps send everything after backward.
+        The result is True if all ranks made the gradients in the same order in the first step, and all
+        gradients have one dtype and device. It is False if the caller passed ``partition=False``, if there
+        is only one rank, or if the model has called no MoE layer. Later steps then send everything after
+        backward.
 
         seen: the record of the first step.
         buffers: the flat memory of all gradients.
@@ -194,7 +195,7 @@ class GradientReducer:
         return any(layer.ran is not None and layer.ran.path == "whole graph" for layer in self.layers)
 
     def _timetable(self, seen: FirstStep, buffers: GradientBuffers) -> Timetable:
-        """Returns for each point of backward the ranges of gradients that later steps send then. Collective.
+        """Returns which ranges of gradients later steps send at which moment of backward. Collective.
 
         The ranges follow from the caller's partition. If the caller gave none, a partition is computed now
         from the times of the first step. If the layers are in a graph, the ranges follow from the order in
@@ -243,9 +244,9 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 def _check_partition(partition: Partition, num_layers: int) -> None:
     """Raises ValueError if a partition does not fit a model with this number of MoE layers.
 
-    The partition must have a number of bytes for each dense part (the modules between two MoE layers) and
-    each MoE layer, alternately. The number of the dense part that backward runs first must be 0, because no
-    gradient has been made before it.
+    The partition must have numbers of bytes for a dense part (the modules between two MoE layers), then for
+    an MoE layer, and so on, in the order of backward. The first entry, for the dense part that backward runs
+    first, must have 0 bytes, because no gradient has been made before it.
 
     partition: the numbers of bytes.
     num_layers: the number of MoE layers.

@@ -60,7 +60,11 @@ class DividedByOwnRanks:
     over_copies: Sequence[MeanOverRanks]
 
     def with_names(self, names: tuple[str, ...]) -> DividedByOwnRanks:
-        """Returns the same reduction for experts whose calls compute with parameters of other names."""
+        """Returns a copy of this object with other names of parameters, which errors show.
+
+        names: names of the parameters with which the experts' calls compute. They change if a call uses
+            another adapter.
+        """
         return replace(self, over_copies=[replace(mean, names=names) for mean in self.over_copies])
 
     def compare(self, wanted: Sequence[bool], device: torch.device) -> None:
@@ -134,10 +138,10 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
 
 
 def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: dict[str, Any]) -> None:
-    """Shards the parameters of experts over the ranks that hold their copies, by fully_shard.
+    """Shards the parameters of experts over the ranks that hold copies of these experts, by fully_shard.
 
-    Before, the parameters are DTensors that are Replicate over ``copies``. Afterwards they are DTensors that
-    are Shard over the inner dimension of ``copies``.
+    Before the call, the parameters are DTensors that are Replicate over ``copies``. Afterwards they are
+    DTensors that are Shard over the inner dimension of ``copies``.
 
     experts: this rank's experts, for which `check_shardable` raises no error.
     mesh: the mesh of the parameters.
@@ -195,7 +199,8 @@ def whole_value(parameter: Any, cut: tuple[int, Part]) -> Tensor:
     Collective over these ranks.
 
     parameter: the DTensor, of any shape.
-    cut: the dimension that is sharded, and this rank's part; a part of one needs no communication.
+    cut: the dimension that is sharded, and this rank's part of it. If there is only one part, nothing is
+        communicated.
     """
     dim, part = cut
     if part.count == 1:
@@ -234,9 +239,9 @@ def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, 
 
 
 def _rows_dim(experts: StackedExperts, name: str) -> int:
-    """Returns the dimension of a parameter that counts the rows of a matrix: 1, behind that of the experts.
+    """Returns the dimension of a parameter that counts the rows of a matrix.
 
-    It is 0 in parameters that all experts share.
+    It is 1, because dimension 0 counts experts. In parameters that all experts share it is 0.
     """
     return 0 if name in experts.replicated_dims else 1
 
@@ -251,8 +256,9 @@ def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: 
     name: name of the parameter.
     shape: shape of the rank's part of it.
     count: number of equal parts.
-    num_parts: number of ranks ("esp") that share each expert's hidden columns. If there are several, a gated
-        w1 or b1 has two separate blocks of columns, which are not cut once more.
+    num_parts: number of ranks ("esp") that share each expert's hidden columns. If there are several, a rank's
+        part of a gated w1 or b1 is two separate blocks: some rows of the gate projection, and some rows of
+        the up projection. The dimension of these rows is not cut once more.
 
     Raises ValueError if no dimension can be cut.
     """

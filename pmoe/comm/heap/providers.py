@@ -363,12 +363,15 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
 
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
-    """Returns a symmetric heap for a layer. Layers of one group, device and shape share a heap.
+    """Returns a symmetric heap for a layer. Several layers may share one heap.
 
-    Numbers of rows may differ between layers that share a heap: the heap has at least as many rows as
-    ``shape`` asks for. If the present heap is large enough, nothing is communicated. Otherwise the call is a
-    collective, which closes the present heap on every rank and makes a larger one. So the numbers of rows
-    must be the same on all ranks, and tensors in a closed heap must not be used any more.
+    Layers share a heap if their group, their device and their shape are the same. Only the numbers of rows in
+    the shape (``rows``, ``home_rows``) may differ between these layers: the heap has at least as many rows as
+    each of them asks for.
+
+    If the present heap has enough rows for ``shape``, nothing is communicated. Otherwise the call is a
+    collective: it closes the present heap on every rank and makes a larger one. So all ranks must pass the
+    same ``shape`` in each call. Tensors in a closed heap must not be used any more.
 
     make: makes the heap: `process_heap` or `nvshmem_heap`.
 

@@ -167,8 +167,8 @@ class Steps:
 
 
 def float_weights(weight_TK: Tensor) -> Tensor:
-    """Returns routing weights (T, K) in the form that kernels read: contiguous float32 without a graph.
+    """Returns routing weights (T, K) in the form that kernels read: contiguous and in float32.
 
-    There is a weight for each of the K choices of T tokens.
+    There is a weight for each of the K choices of T tokens. The result is detached from the autograd graph.
     """
     return weight_TK.detach().to(torch.float32).contiguous()

@@ -96,7 +96,7 @@ def _empty_messages(counts_nE: Tensor, heading: Heading | None) -> Tensor:
 
 
 def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
-    """Raises ValueError for arguments of `route` that are invalid for any number of tokens.
+    """Raises ValueError for arguments of `route` that are invalid with every number of tokens.
 
     The number of tokens itself is not checked, because it may be unknown while a graph is traced.
 

@@ -36,9 +36,12 @@ def filled(count: int, multiple: int) -> int:
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """Returns the scales of matrices in the order of tiles. Each matrix begins a new tile.
+    """Returns the scales of matrices in tiles of 128 rows and 4 blocks. Each matrix begins a new tile.
 
-    scales: (..., R, B), of one byte each.
+    The scales of a tile are next to each other in memory. Zeros fill up the last tiles of a matrix.
+
+    scales: (..., R, B), one byte each: for each of R rows of a matrix, a scale for each of B blocks of
+        columns.
 
     The result is (..., X), where X is the product of two numbers: R rounded up to a multiple of 128, and B
     rounded up to a multiple of 4.
@@ -56,15 +59,18 @@ def in_tiles(scales: Tensor) -> Tensor:
 
 
 def rows_in_tiles(scales_NB: Tensor, counts: Sequence[int], ends_E: Tensor) -> Tensor:
-    """Returns the scales of rows that are sorted by expert, in the order of tiles.
+    """Returns the scales of rows in tiles of 128 rows and 4 blocks. The rows of each expert begin a new tile.
 
-    The rows of each expert begin a new tile. The host does not wait for the device.
+    The scales of a tile are next to each other in memory. Zeros fill up the last tiles of each expert. The
+    host does not wait for the device.
 
-    scales_NB: (N, B), of one byte each.
+    scales_NB: (N, B), one byte each: for each of N rows, a scale for each of B blocks of columns. The rows
+        are sorted by expert.
     counts: the numbers of rows of E experts.
-    ends_E: (E,) int32, their running sum, on the device of the scales.
+    ends_E: (E,) int32, the running sum of ``counts``, on the device of the scales.
 
-    The result has each expert's rows rounded up to a multiple of 128, and B rounded up to a multiple of 4.
+    The result is (X, Y). X is the sum of the experts' numbers of rows, each rounded up to a multiple of 128.
+    Y is B rounded up to a multiple of 4.
     """
     num_rows, num_blocks = scales_NB.shape
     total = sum(filled(count, TILE_ROWS) for count in counts)

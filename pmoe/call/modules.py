@@ -158,8 +158,7 @@ class LayerModules(PassModules):
         is_wrapped = self.shared_module is not self.shared_expert or self.experts_module is not self.experts
         if is_wrapped or is_watched(self.experts_module) or is_watched(self.shared_module):
             return True
-        asks_for_kernels = self.options.fused not in (False, "auto")
-        return asks_for_kernels and self.fused_refusal is None
+        return self.may_use_kernels
 
     @functools.cached_property
     def compared_options(self) -> tuple[object, ...]:
@@ -395,6 +394,11 @@ class LayerModules(PassModules):
             calls; a source of row counts; or a prediction of times or memory.
         """
         return refusal_of(self, component)
+
+    @functools.cached_property
+    def may_use_kernels(self) -> bool:
+        """Whether the options ask for fused kernels that may compute some calls; the same on every rank."""
+        return bool(self.options.fused) and self.fused_refusal is None
 
     @functools.cached_property
     def fused_refusal(self) -> str | None:

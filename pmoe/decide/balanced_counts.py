@@ -15,10 +15,10 @@ rows: the rank that owns the expert, and the ranks with a copy. One call takes t
 
 If no copy would save enough time, steps 4 and 5 are left out.
 
-All ranks have the same number of places for copies: as many as the rank that hosts most copies needs. The
-numbering begins with rank 0's experts and places; then come rank 1's experts and places, and so on. Example:
-2 ranks have 2 experts each, and each rank has one place. Rank 1 has a copy of expert 0. Rank 0's place is
-empty:
+All ranks have the same number of places for copies. The rank that hosts the most copies decides this number.
+The numbering begins with rank 0's experts and places; then come rank 1's experts and places, and so on.
+Example: 2 ranks have 2 experts each, and each rank has one place. Rank 1 has a copy of expert 0. Rank 0's
+place is empty:
 
     expert or copy   0    1    -    2    3    copy of 0
     rank             0    0    0    1    1    1

@@ -117,7 +117,7 @@ class FusedCounts(ExactCounts):
         They lack the shared expert if the layer calls it as a module because it asks for fused kernels.
         """
         modules = self.call.modules
-        calls_shared = modules.shared_expert is not None and modules.fused_refusal is None
+        calls_shared = modules.shared_expert is not None and modules.may_use_kernels
         return modules.without_shared_expert if calls_shared else modules
 
     def choose(self, counts: RankCounts, inputs: Inputs, restore: Restore | None) -> Choice:

@@ -34,8 +34,9 @@ class GraphTrial(Profiled):
         """
         super().__init__(module, costs, link)
         self._place_of = {node: place for place, node in enumerate(module.graph.nodes)}
-        # A block holds the rows of one call of `experts`. By the node that computes the last tensor of a
-        # block: the call that sums the weight gradients of the layer, and the tensors of the block.
+        # A block holds the rows of one call of `experts`. The key is the node that computes the last tensor
+        # of a block. The value lists pairs: the call that sums the layer's weight gradients, and the tensors
+        # of the block.
         self._blocks: dict[fx.Node, list[tuple[fx.Node, Sequence[fx.Node]]]] = {}
         # The seconds and the latest result of each of these calls.
         self._measured: dict[fx.Node, tuple[float, Any]] = {}

@@ -619,7 +619,8 @@ def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
         elif dim == 2:
             down = part_of_cut(down, (down.dim() - 1, own))
         elif not adapter.shared:
-            down, up = part_of_cut(down, (0, own)), part_of_cut(up, (0, own))
+            down = part_of_cut(down, (0, own))
+            up = part_of_cut(up, (0, own))
         for expert in range(value.shape[0]):  # one at a time: a product is as large as a weight
             own_down, own_up = (down, up) if adapter.shared else (down[expert], up[expert])
             value[expert].addmm_(own_up.to(value.dtype), own_down.to(value.dtype), alpha=sign * adapter.scale)

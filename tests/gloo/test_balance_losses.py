@@ -210,7 +210,8 @@ def test_calls_of_an_evaluation_or_of_a_copy_are_not_in_the_loss() -> None:
 
 def test_the_state_of_a_loss_without_a_window_is_refused_by_one_with_a_window() -> None:
     layer = build(group=Ranks.single())
-    batch, window = pmoe.BalanceLoss(layer), pmoe.BalanceLoss(layer, over="window", window=2)
+    batch = pmoe.BalanceLoss(layer)
+    window = pmoe.BalanceLoss(layer, over="window", window=2)
     for taker, state in ((window, batch.state_dict()), (batch, window.state_dict())):
         with pytest.raises(ValueError, match=rf"'window' if and only if over \('{taker.over}'\) is 'window'"):
             taker.load_state_dict(state)

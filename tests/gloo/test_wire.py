@@ -510,7 +510,8 @@ def test_a_wire_takes_at_most_two_operators_a_chunk_in_each_direction_on_the_cpu
     """
     sends_again = options.get("memory_reuse") == "S4"
     for found in ranks(world).run(operators_job, dtype, options):
-        plain, packed = found["plain"], found["wires"]
+        plain = found["plain"]
+        packed = found["wires"]
         assert 0 < packed["forward"] - plain["forward"] <= 2, found
         assert packed["step"] - plain["step"] <= 2 * (2 + sends_again), found
 

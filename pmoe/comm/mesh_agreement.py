@@ -5,12 +5,13 @@ comparison uses no group, only the default group's store, which every rank can r
 
     last/RANK               the last call of a rank: its mesh, the call's number, the mesh's ranks
     come/MESH/NUMBER        how many ranks have come to the call with this mesh and number
-    refused/MESH/NUMBER     the error with which the ranks leave this call
-    refusing/MESH/NUMBER    how many ranks have refused the call; the first of them writes the error
+    refused/MESH/NUMBER     the `Refusal` of this call, by the first rank that has refused it
 
 All keys begin with pmoe/mesh/LIFE/ (`GroupRecord.life`). MESH is a digest of the mesh's text, and NUMBER
-counts the calls with one mesh; a refused call counts for all ranks. A rank waits until all ranks of its mesh
-have come. Meanwhile it reads the last calls of these ranks:
+counts the calls with one mesh. A refused call counts for all ranks, also for those that come late
+(`_next_call`).
+
+A rank waits until all ranks of its mesh have come. Meanwhile it reads the last calls of these ranks:
 
     another mesh with this rank      the meshes differ: an error for the ranks of both calls
     a call that was refused          an error, unless another call follows within `PATIENCE_SECONDS`
@@ -25,8 +26,8 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -54,8 +55,36 @@ MeshCall = tuple[str, int]
 """A call of `pmoe.parallelize`: its mesh in words, and its number among a rank's calls with this mesh."""
 
 
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, int]] = weakref.WeakKeyDictionary()
-"""The number of this rank's last call in which all ranks agreed, by default group and by mesh."""
+@dataclass(frozen=True)
+class Refusal:
+    """The reason for which ranks leave a call with an error.
+
+    error: the text of the error.
+    turn: how many calls the rank that wrote the refusal had made until then, with any mesh.
+    calls: the calls that ranks left for this reason: one, or two if the meshes of two calls differ.
+    """
+
+    error: str
+    turn: int
+    calls: frozenset[MeshCall]
+
+
+@dataclass
+class OwnCalls:
+    """A record of this rank's own calls with one default group.
+
+    turn: how many calls it has made, with any mesh. The present call is counted.
+    agreed: the number of the last call in which all ranks agreed, by mesh.
+    left: the refused calls whose errors this rank has raised.
+    """
+
+    turn: int = 0
+    agreed: dict[str, int] = field(default_factory=dict)
+    left: set[MeshCall] = field(default_factory=set)
+
+
+_own_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnCalls] = weakref.WeakKeyDictionary()
+"""This rank's calls, by default group."""
 
 
 def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> T:
@@ -63,7 +92,7 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
 
     text: the mesh in words, by which ranks compare it.
     members: the global ranks of the mesh.
-    check: checks this rank's mesh by itself, before this rank waits for others.
+    check: checks this rank's mesh by itself, before other ranks can read of this rank's call.
 
     Raises ValueError, on all ranks that wait for each other, if a rank of the mesh passes another mesh that
     contains this rank, or if its call was refused. Raises the errors of ``check``. If a rank does not come
@@ -74,24 +103,48 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     assert world is not None
     if dist.get_backend(world) == "fake":
         return check()  # torch's group for tests in one process, to which no other rank ever comes
-    agreed = _agreed.setdefault(world, {})
+    own_calls = _own_calls.setdefault(world, OwnCalls())
+    own_calls.turn += 1
     # The number is 0 if the store was slow to answer this rank; most jobs have one default group only.
     life = record_of_group(world).life or 1
     board = _Board(dist.distributed_c10d._get_default_store(), f"pmoe/mesh/{life}")
-    own = (text, agreed.get(text, 0) + 1)
-    while board.refusal(own):
-        own = (text, own[1] + 1)
-    board.announce(own, members)
+    own = _next_call(board, text, own_calls)
     try:
         result = check()
+        board.announce(own, members)
         board.come(own)
-        _wait(board, own, members, agreed, timeout_of(world))
+        _wait(board, own, members, own_calls, timeout_of(world))
     except BaseException as error:
+        own_calls.left.add(own)
         with contextlib.suppress(RuntimeError):  # the store itself may have failed
-            board.refuse(own, f"rank {dist.get_rank()}: {error}")
+            reason = f"rank {dist.get_rank()}: {error}"
+            refusal = board.refuse(own, Refusal(reason, own_calls.turn, frozenset([own])))
+            own_calls.left.update(refusal.calls)
+            # The refusal comes before the announcement, so nobody reads of this call as of one under way.
+            board.announce(own, members)
         raise
-    agreed[text] = own[1]
+    own_calls.agreed[text] = own[1]
     return result
+
+
+def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
+    """Returns the call that this rank makes now with the mesh ``text``.
+
+    It is the first call after the last one in which all ranks agreed. Calls that were refused are left out if
+    they are over for this rank. There are two ways to see this:
+
+    - This rank has raised the error of the refusal already, maybe in a call with another mesh.
+    - The refusal was written in an earlier turn, by a rank that had made fewer calls than this rank. So this
+      rank made a call with another mesh at that time, in which it was not refused.
+
+    A call that was refused and is not over is one to which this rank comes late: `_wait` raises its error.
+    """
+    number = own_calls.agreed.get(text, 0) + 1
+    while refusal := board.refusal((text, number)):
+        if refusal.turn >= own_calls.turn and not refusal.calls & own_calls.left:
+            break
+        number += 1
+    return text, number
 
 
 @dataclass(frozen=True)
@@ -125,30 +178,39 @@ class _Board:
         """Returns how many ranks have come to a call."""
         return int(self.store.add(self._key("come", call), 0))
 
-    def refuse(self, call: MeshCall, error: str) -> None:
-        """Publishes an error for all ranks that come to a call, if no rank has published one for it."""
-        if self.store.add(self._key("refusing", call), 1) == 1:
-            self.store.set(self._key("refused", call), error)
+    def refuse(self, call: MeshCall, refusal: Refusal) -> Refusal:
+        """Publishes a refusal for all ranks that come to a call. The first refusal of a call counts.
 
-    def refusal(self, call: MeshCall) -> str:
-        """Returns the error of a call that was refused; "" for any other call."""
+        Returns the refusal that counts.
+        """
+        published = json.dumps([refusal.error, refusal.turn, sorted(refusal.calls)])
+        return _refusal_of(self.store.compare_set(self._key("refused", call), "", published))
+
+    def refusal(self, call: MeshCall) -> Refusal | None:
+        """Returns the refusal of a call that was refused; None for any other call."""
         key = self._key("refused", call)
-        return str(self.store.get(key).decode()) if self.store.check([key]) else ""
+        return _refusal_of(self.store.get(key)) if self.store.check([key]) else None
 
     def _key(self, kind: str, call: MeshCall) -> str:
         text, number = call
         return f"{self.start}/{kind}/{digest([text])}/{number}"
 
 
+def _refusal_of(published: bytes) -> Refusal:
+    """Returns the refusal that a rank has written into the store."""
+    error, turn, calls = json.loads(published)
+    return Refusal(error, turn, frozenset((text, number) for text, number in calls))
+
+
 def _wait(
-    board: _Board, own: MeshCall, members: Sequence[int], agreed: Mapping[str, int], timeout: timedelta | None
+    board: _Board, own: MeshCall, members: Sequence[int], own_calls: OwnCalls, timeout: timedelta | None
 ) -> None:
     """Waits until all ranks of the mesh have come to this rank's call.
 
     board: the keys of the store.
     own: this rank's call.
     members: the global ranks of the mesh.
-    agreed: the number of this rank's last call in which all ranks agreed, by mesh.
+    own_calls: the record of this rank's calls.
     timeout: the timeout of the default group; None waits without a limit.
 
     Raises ValueError if the call is refused, RuntimeError after the timeout.
@@ -157,15 +219,18 @@ def _wait(
     pause = 0.001
     refused_since = dict[MeshCall, float]()
     turns = _in_turns([rank for rank in members if rank != dist.get_rank()])
-    while board.num_come(own) < len(members):
-        refusal = board.refusal(own) or _contradiction(board, own, next(turns), agreed, refused_since)
-        if refusal:
+    # The refusal comes first: the last rank of a mesh may come after the others have left.
+    while (refusal := board.refusal(own)) is None and board.num_come(own) < len(members):
+        refusal = _contradiction(board, own, next(turns), own_calls, refused_since)
+        if refusal is not None:
             board.refuse(own, refusal)
-            raise ValueError(refusal)
+            break
         if timeout is not None and time.monotonic() - begin > timeout.total_seconds():
             raise RuntimeError(_late(board, own, members, timeout.total_seconds()))
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+    if refusal is not None:
+        raise ValueError(refusal.error)
 
 
 def _in_turns(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -179,14 +244,14 @@ def _contradiction(
     board: _Board,
     own: MeshCall,
     ranks: Sequence[int],
-    agreed: Mapping[str, int],
+    own_calls: OwnCalls,
     refused_since: dict[MeshCall, float],
-) -> str:
-    """Returns the error that the last calls of some ranks mean for this rank's call; "" for none.
+) -> Refusal | None:
+    """Returns the refusal that the last calls of some ranks mean for this rank's call; None for none.
 
     If a rank has another mesh that contains this rank, its call is refused, too.
 
-    board, own, agreed: the arguments of `_wait`.
+    board, own, own_calls: the arguments of `_wait`.
     ranks: the global ranks whose last calls are read.
     refused_since: when this rank has first read that other ranks' calls were refused; it is updated.
     """
@@ -199,17 +264,20 @@ def _contradiction(
         if refusal:
             since = refused_since.setdefault(other, time.monotonic())
             if time.monotonic() - since > PATIENCE_SECONDS:
-                return f"{refusal} (rank {rank} has not come again within {PATIENCE_SECONDS:g} seconds)"
-        elif dist.get_rank() in members and agreed.get(other[0], 0) < other[1]:
+                late = f"rank {rank} has not come again within {PATIENCE_SECONDS:g} seconds"
+                return Refusal(f"{refusal.error} ({late})", own_calls.turn, refusal.calls | {own})
+        elif dist.get_rank() in members and own_calls.agreed.get(other[0], 0) < other[1]:
             pair = sorted([(dist.get_rank(), own[0]), (rank, other[0])])
             texts = "; ".join(f"rank {number}: {text}" for number, text in pair)
-            message = (
+            differs = Refusal(
                 f"mesh must be the same on every rank, and differs: {texts}. Call init_device_mesh with the "
-                "same arguments on all ranks, and pass the same part of the mesh"
+                "same arguments on all ranks, and pass the same part of the mesh",
+                own_calls.turn,
+                frozenset([own, other]),
             )
-            board.refuse(other, message)
-            return message
-    return ""
+            board.refuse(other, differs)
+            return differs
+    return None
 
 
 def _late(board: _Board, own: MeshCall, members: Sequence[int], seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,42 @@ def test_every_mismatch_of_meshes_is_named_on_the_ranks_concerned_and_later_call
     for at, (names, wanted) in enumerate(CASES):
         for messages, pattern in zip(found, wanted, strict=True):
             assert re.search(pattern, messages[at]), f"{names}: {messages[at]}"
+
+
+def late_attempts(rank: int, world: int, names: list[str], seconds: float) -> list[str]:
+    """Calls parallelize like `attempts`, but without barriers. Rank 3 comes late to the first call."""
+    of_name = meshes()
+    if rank == 3:
+        time.sleep(seconds)
+    return [error_of(partial(parallelized, of_name[of_ranks.split()[rank]])) for of_ranks in names]
+
+
+@pytest.mark.parametrize(
+    ("first", "error"),
+    [
+        ("dense dense dense dense", NO_EXPERTS),  # each rank refuses its own mesh
+        ("square columns square square", DIFFERS),
+        ("square square square columns", DIFFERS),
+    ],
+)
+def test_a_rank_that_comes_late_to_a_refused_call_raises_its_error_and_keeps_in_step(
+    first: str, error: str
+) -> None:
+    """The late rank took a refused call for a call before its own, and the ranks went out of step."""
+    for messages in ranks(4).run(late_attempts, [first, "square square square square"], 0.4):
+        assert re.search(error, messages[0]), messages
+        assert messages[1] == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_comes_after_the_timeout_raises_at_once() -> None:
+    """It waited once more for the whole timeout."""
+    names = ["flat flat flat flat", "square square square square"]
+    with Pool(4, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        found = pool.run(late_attempts, names, SHORT_TIMEOUT_SECONDS + 1)
+    for messages in found:
+        assert "rank 3 has not called pmoe.parallelize within 4 seconds" in messages[0]
+        assert messages[1] == ""
 
 
 def other_calls(rank: int, world: int) -> list[str]:

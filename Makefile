@@ -128,7 +128,7 @@ train: $(STAMP)
 		examples/train_lm.py $(ARGS)
 
 # What each level leaves out is also in tests/levels.py, for the planted mistakes.
-test: $(STAMP) $(WANTED_EXTENSION) browser $(FAIRSEQ)
+test: $(STAMP) $(WANTED_EXTENSION) browser
 	@$(if $(WANTED_EXTENSION),,echo "make test: no CUDA kernels are compiled; make test EXTENSION=1 compiles and reads them")
 	$(OMP) $(BIN)/python -m pytest tests -m "not slow and not nightly and not gpu" $(PYTEST_ARGS)
 

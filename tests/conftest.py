@@ -17,6 +17,9 @@ LONGEST = (
 )
 """Files that are begun first, for the processes to end together: those that take the most of a minute."""
 
+SLOW_FIXTURES = frozenset({"kernels", "session"})
+"""Fixtures that take a minute: kernels compiled for the CPU, and the trainings of fairseq."""
+
 
 def group(nodeid: str) -> str:
     """The tests that one process runs, one after the other: they share pools, programs and fixtures."""
@@ -54,8 +57,7 @@ def mark_slow_all_but_samples(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def kernels() -> Path:
-    """The file of a ``pmoe._cuda`` whose kernels run on the CPU. It takes a minute to compile, so that tests
-    which ask for it are slow."""
+    """The file of a ``pmoe._cuda`` whose kernels run on the CPU."""
     from tests.emulated import compile_kernels
 
     return compile_kernels()
@@ -75,7 +77,7 @@ def extension_built() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow_all_but_samples(items)
     for item in items:
-        if "kernels" in getattr(item, "fixturenames", ()):
+        if not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
     place = {file: i for i, file in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(group(item.nodeid), len(place)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,9 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path, root: Path) -> Iterator[Import]:
-    """Yields every import of a file. ``from a import b`` is one of a.b if that is a module, and else of a."""
+@functools.cache  # several tests ask for the imports of all files
+def imports_of(path: Path, root: Path) -> tuple[Import, ...]:
+    """Returns all imports of a file. ``from a import b`` is one of a.b if that is a module, and else of a."""
     file = str(path.relative_to(root))
     package = module_name(path.parent / "__init__.py", root)
 
@@ -62,4 +64,4 @@ def imports_of(path: Path, root: Path) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             yield from visit(child, is_local or is_function, is_for_types)
 
-    yield from visit(ast.parse(path.read_text(encoding="utf-8")), False, False)
+    return tuple(visit(ast.parse(path.read_text(encoding="utf-8")), False, False))

@@ -152,6 +152,7 @@ HIERARCHICAL: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HIERARCHICAL)
 def test_rows_may_travel_in_steps_to_copies(name: str) -> None:
     for balance, case in ((2, (8, 2, 0.8, (0, 1))), (1, (4, 1, 0.9, (2,)))):
@@ -159,7 +160,7 @@ def test_rows_may_travel_in_steps_to_copies(name: str) -> None:
             assert not wrong and report is not None and report.copies > 0
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("world, balance, case, name", spread(CASES, list(OPTIONS), every=3))
 def test_output_and_gradients_are_those_without_copies(
     world: int, balance: int, case: tuple[Any, ...], name: str
@@ -207,6 +208,7 @@ def learnt_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str
     return differences(found[1], found[0], 1e-12), sorted(name for name in tables if tables[name].ranges)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"memory_reuse": "S4"}], ids=str)
 def test_n_is_learnt_apart_for_calls_with_copies(options: dict[str, Any]) -> None:
     for wrong, tables in ranks(2).run(learnt_job, options):

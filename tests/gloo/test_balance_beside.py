@@ -125,7 +125,7 @@ def wire_job(
         assert_same(*found, told=(n, pair, case))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wires", [("bfloat16", "bfloat16"), ("e4m3", None), (None, "e4m3")], ids=str)
 @pytest.mark.parametrize("cases", EVERY)
@@ -175,7 +175,7 @@ def adapted_job(
     return wrong
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("settings", [{}, {"shared": True}, {"targets": ["w2"]}], ids=str)
 @pytest.mark.parametrize("trains_all", [False, True], ids=["adapters are trained", "all is trained"])

@@ -188,6 +188,7 @@ def test_a_divided_step_has_the_loss_and_gradients_of_the_whole(
     ranks(world).run(job, over, layers, together, False)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("over", ["sequence", "batch", "window"])
 def test_checkpoints_count_no_call_twice(over: str) -> None:
     ranks(2).run(job, over, "megatron", False, True)

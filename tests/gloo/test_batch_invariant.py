@@ -60,12 +60,14 @@ def job(rank: int, world: int, kind: str, dtype: torch.dtype, sizes: tuple[int, 
         assert torch.equal(layer.eval()(x[own]), wanted[own, 0])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_token_has_the_bits_of_one_rank_that_computes_it_alone(world: int, dtype: torch.dtype) -> None:
     ranks(world).run(job, "default", dtype, (17, 33))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "default"])
 def test_other_layers_keep_the_bits(kind: str) -> None:
     ranks(4).run(job, kind, torch.float32, (12, 20))

@@ -82,6 +82,7 @@ def frozen_job(
     return backward(layer, x, dy)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world, who, options, frozen",
     spread(
@@ -142,6 +143,7 @@ def orders_job(rank: int, world: int, order: tuple[int, ...], options: dict[str,
     return [{**each, "expected": want} for each, want in zip(found, expected, strict=True)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "order, options",
     spread([((0, 1, 2),), ((2, 1, 0),), ((1, 2, 0),)], [{}, {"expert": mlp}], every=2),

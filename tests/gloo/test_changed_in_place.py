@@ -95,7 +95,7 @@ def changes_job(rank: int, world: int, form: str, name: str, pair: Restore | boo
         assert not error_of(layer, module, x, lambda: layer.get_parameter(which).data.mul_(1.5))  # noqa: B023
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form, name, pair", spread(FORMS, [*LAYERS], [False, *ALL_PAIRS], every=5))
 def test_every_form_raises_as_torchs_own_layers_do(form: str, name: str, pair: Restore | bool) -> None:
     ranks(2).run(changes_job, form, name, pair)

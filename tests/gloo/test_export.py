@@ -93,6 +93,7 @@ def job(rank: int, world: int, layout: str, how: str, max_bytes: int) -> None:
                 assert numbers == [int(name.split("experts.")[1].split(".")[0])]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_rank_gets_the_bits_of_the_whole_model_in_bounded_parts(world: int, layout: str) -> None:

@@ -162,7 +162,7 @@ def lonely_job(rank: int, world: int, stage: str, ending: str) -> tuple[str, flo
     return message, time.monotonic() - start
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 @pytest.mark.parametrize("ending", ["dies", "never comes"])
 def test_a_peer_that_is_missing_becomes_an_error_within_the_timeout(ending: str, stage: str) -> None:

@@ -335,6 +335,7 @@ def solved_job(rank: int, world: int, case: Case, operations: Operations) -> tup
         return run(rank, world, case), seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "reuse, world, ep, esp",
     spread(

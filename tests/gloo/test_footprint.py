@@ -89,6 +89,7 @@ def copies_job(rank: int, world: int, options: dict[str, Any]) -> tuple[float, f
     return exact.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak, exact.tensors["copies"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options",
     [(2, {"pipeline": 2}), (2, {"pipeline": 2, "memory_reuse": "S4"}), (4, {"memory_reuse": "S4"})],
@@ -145,6 +146,7 @@ def worst_job(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, k", [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (4, 1), (4, 2)))]
 )
@@ -207,7 +209,7 @@ def _named(degrees: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("forward", "backward"), degrees, strict=True))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "pair, degrees, world, skewed",
     spread(ALL_PAIRS, [[4, 3], [2, 5]], [2, 4], [False, True], every=4),
@@ -444,7 +446,7 @@ def peaks_of_steps(
         return [float(Allocated(step).peak) for _ in range(steps)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fastest", SPEEDS)
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])
 def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
@@ -479,6 +481,7 @@ def solving_job(
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("tokens", [1024, 4096, 8192])
 @pytest.mark.parametrize("reuse", [True, "S1", "S4", False])

@@ -74,6 +74,7 @@ def trained(
     return losses, scales
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("expert", ["ffn", mlp], ids=["stacked", "modules"])
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("unscales", [False, True])

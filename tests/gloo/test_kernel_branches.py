@@ -115,6 +115,7 @@ def wired_branches(rank: int, world: int, options: dict[str, Any]) -> tuple[dict
     return found, told, [str(each.message) for each in warned if "PyTorch operations" in str(each.message)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", WIRED)
 def test_kernels_of_a_wire_give_the_rows_of_the_cpu(case: str, world: int) -> None:

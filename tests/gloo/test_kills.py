@@ -119,7 +119,7 @@ def killed(world: int, folder: Path, draw: random.Random, number: int) -> int:
     ("world", "kills"),
     [
         (1, 3),
-        (2, 2),
+        pytest.param(2, 2, marks=pytest.mark.slow),
         pytest.param(1, 100, marks=pytest.mark.nightly),
         pytest.param(2, 100, marks=pytest.mark.nightly),
     ],

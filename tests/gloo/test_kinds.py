@@ -158,6 +158,7 @@ def shapes_job(rank: int, world: int, options: dict[str, Any], is_parallelized: 
     real(torch.randn(3, D_MODEL)).sum().backward()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_parallelized", [False, True])
 @pytest.mark.parametrize("options", [{}, {"pipeline": True, "memory_reuse": True, "shared_expert": 4}])
 def test_shapes_are_known_without_the_other_ranks(options: dict[str, Any], is_parallelized: bool) -> None:

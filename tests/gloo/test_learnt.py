@@ -154,6 +154,7 @@ BAD = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spoil, why", BAD.values(), ids=BAD)
 def test_a_corrupt_or_foreign_file_is_named_and_measured_anew(
     folders: tuple[str, str], spoil: Any, why: str

@@ -94,7 +94,7 @@ def skipping_job(rank: int, world: int, options: dict[str, Any], folder: str) ->
     return {"steps": steps, "others": others, "again": again}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options",
     [
@@ -225,7 +225,7 @@ def left_out_job(rank: int, world: int, options: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options",
     [
@@ -481,6 +481,7 @@ def setting_job(rank: int, world: int, name: str, value: object) -> list[str]:
     return [error_of(lambda: step(layer, rank)) for _ in range(2)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, value, shown", OPTIONS.values(), ids=OPTIONS)
 def test_an_option_that_one_rank_sets_in_the_middle_of_training_is_told_to_all(
     name: str, value: object, shown: str

@@ -68,7 +68,7 @@ def step_job(rank: int, world: int, cases: list[dict[str, Any]]) -> list[tuple[s
     return [(name, error) for name, error in errors if not error < EXACT]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("expert", ["ffn", "swiglu"])
@@ -147,6 +147,7 @@ def training_job(rank: int, world: int, shared: bool, order: str, copies: int) -
     return errors
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, shared, order, copies",
     [
@@ -216,6 +217,7 @@ def load_job(
     ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("worlds, shared", [((2, 4), False), ((4, 1), True), ((1, 2), False)])
 def test_checkpoints_of_adapters_alone_and_of_all_load_on_other_numbers_of_ranks(
     tmp_path: Path, worlds: tuple[int, int], shared: bool

@@ -53,6 +53,7 @@ def saving_job(rank: int, world: int, folder: str, how: str, shared: bool) -> No
         pmoe.remove_lora(other)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize(("world", "how"), [(2, "built"), (4, "built"), (4, "parallelized")])
 def test_files_do_not_depend_on_the_ranks_and_are_read_back(world: int, how: str, shared: bool) -> None:

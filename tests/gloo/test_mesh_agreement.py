@@ -61,10 +61,6 @@ CASES = [
     ("flat flat split flat", [DIFFERS + r"rank \d: .*rank \d: .*"] * 4),
     ("square columns square columns", [DIFFERS] * 4),
     ("pair pair pair flat", ["^$", "^$", *[DIFFERS + r"rank 2: .*\[2, 3\].*rank 3: .*\[0, 1, 2, 3\]"] * 2]),
-    (
-        "square dense square square",
-        [f"rank 1: {NO_EXPERTS}", f"^ValueError: {NO_EXPERTS}"] + [NO_EXPERTS] * 2,
-    ),
     ("pair pair pair pair", ["^$"] * 4),
     ("column column column column", ["^$"] * 4),
     ("square square square square", ["^$"] * 4),

@@ -67,7 +67,7 @@ def same_job(rank: int, world: int, cases: list[tuple[Any, ...]]) -> None:
         assert_same(found, step(reference(pair, **options), x), told=(dtype, width, n, pair))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 2, 3], NARROW_PAIRS, every=11))
 def test_gradients_are_the_bits_of_kept_rows_and_of_a_kept_rounded_hidden_activation(
@@ -141,6 +141,7 @@ def exchanges_job(rank: int, world: int, pair: Restore) -> None:
         assert_same(step(build(memory_reuse=pair, **others), x), step(reference(pair, **others), x), told=esp)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_hierarchical_exchanges_and_sharded_experts_keep_messages_and_e4m3(pair: Restore) -> None:
     ranks(4).run(exchanges_job, pair)
@@ -326,6 +327,7 @@ def held_job(rank: int, world: int, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 0.516), (torch.float32, 0.258)])
 def test_s4_with_t_di_in_e4m3_holds_this_share_of_the_bytes_of_rows(dtype: torch.dtype, share: float) -> None:
     for held in ranks(2).run(held_job, dtype):

@@ -234,6 +234,7 @@ CAPTURED: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("options", CAPTURED, ids=str)
 def test_streams_never_race_and_a_capture_begins_and_ends_with_the_capturing_one(

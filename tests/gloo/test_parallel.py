@@ -302,7 +302,7 @@ TILINGS = [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 1, 2), (4,
 """(world, ep, esp)"""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world, ep, esp, optimizer", spread(TILINGS, ["SGD", "AdamW"], every=2))
 def test_every_tiling_trains_like_one_process(world: int, ep: int, esp: int, optimizer: str) -> None:
     check(Case(world, 1, ep, esp, optimizer=optimizer))

@@ -157,12 +157,13 @@ def gradients(
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes, expert", grid(list(MESHES), ["ffn", "swiglu"], every=2))
 def test_gradients_and_their_norm_are_those_of_one_process(sizes: str, expert: str) -> None:
     check_gradients(MESHES[sizes], expert, spread=False, reduce=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sizes, expert",
     grid(["copies x experts", "experts x parts", "copies x parts"], ["ffn", "swiglu"], every=2),

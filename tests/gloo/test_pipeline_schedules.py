@@ -127,6 +127,7 @@ SLOW = [(each, {"pipeline": 2}) for each in (*SINGLE, *SEVERAL)] + [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [*SINGLE, *SEVERAL, *V_SHAPED])
 def test_a_schedule_gives_the_gradients_of_no_pipeline_by_as_many_tasks(schedule: Any) -> None:
     ranks(4).run(job, schedule, {})

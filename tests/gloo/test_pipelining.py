@@ -115,6 +115,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])

@@ -94,7 +94,7 @@ def pairs_job(rank: int, world: int, pair: Restore | bool, expert: Any, n: int, 
     assert len(more) == len(backward) + 2 * (a_call - counts)  # no counts are exchanged again
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "world, pair, expert, degrees",
     spread([2, 4], [False, *ALL_PAIRS], ["ffn", mlp, dropping], [[1, 1], [3, 3], [4, 2]], every=13),
@@ -148,7 +148,7 @@ def options_job(rank: int, world: int, name: str) -> None:
         compare(Block(**options), x, name)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world, name", spread([4, 2], list(OPTIONS), every=2))
 def test_whatever_else_a_layer_does(world: int, name: str) -> None:
     ranks(world).run(options_job, name)

@@ -147,7 +147,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options, accumulate", spread([2, 4], OPTIONS, [False, True], every=3), ids=named
 )

@@ -110,6 +110,7 @@ def replay_job(rank: int, world: int, how: str) -> None:
         assert relative_error(got[name], value) <= 1e-12, name
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["plain", "contexts", "checkpoint"])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_replayed_step_equals_its_definition(world: int, how: str) -> None:

@@ -104,7 +104,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("sizes", "plain", "wrap", "passes", "expert"),
-    [pytest.param(*case, marks=() if at < 2 else pytest.mark.slow) for at, case in enumerate(CASES)],
+    [pytest.param(*case, marks=pytest.mark.slow if at else ()) for at, case in enumerate(CASES)],
 )
 def test_sharded_experts_train_as_whole_copies_do(
     sizes: dict[str, int], plain: dict[str, int], wrap: str, passes: int, expert: str
@@ -682,6 +682,7 @@ ADAPTED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "plain", "shared_by_all", "expert"),
     [pytest.param(*case, marks=() if at < 1 else pytest.mark.slow) for at, case in enumerate(ADAPTED)],

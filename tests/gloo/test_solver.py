@@ -185,6 +185,7 @@ def budget_job(rank: int, world: int, budget: int, reuse: Any) -> tuple[Any, ...
     return ran.forward, ran.backward, ran.restore, promised
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reuse", ["S4", True])
 def test_the_solver_takes_the_fastest_pair_within_a_memory_budget(reuse: Any) -> None:
     every: list[tuple[int, int]] = []

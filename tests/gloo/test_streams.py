@@ -279,7 +279,7 @@ FLEXIBLE: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "world, options, reuse, n", spread([2, 4], FLEXIBLE, [False, "S1", "S3", "S4"], [1, 3], every=12)
 )
@@ -333,6 +333,7 @@ def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, 
         assert 0 < report.copy_tasks[Lane.COPY_OUT] < STEPS * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=5)
 )

@@ -151,6 +151,7 @@ def in_parts(
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "k", "lag", "options"), cases([(2, 3, 1)], [(2, 2, 2), (4, 3, 2)]), ids=named
 )

@@ -389,6 +389,7 @@ def failing(rank: int, world: int) -> str:
     return "nothing failed"
 
 
+@pytest.mark.slow
 def test_a_failure_names_instruction_layer_and_rank_and_lets_nobody_wait_longer_than_the_timeout() -> None:
     with Pool(2, timeout_seconds=4) as pool:
         pool.start(failing)

@@ -99,7 +99,7 @@ def bits_job(rank: int, world: int, wires: tuple[str | None, ...], cases: list[t
         assert_same(step(wired(wires, **options), x), reference(x, wires, **options), told=(width, n, pair))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wires", WIRES, ids=str)
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 2, 3], [False, *ALL_PAIRS], every=29))
@@ -160,6 +160,7 @@ def exchanges_job(rank: int, world: int, pair: Any) -> None:
         assert_same(step(wired(wires, mesh=mesh, **options), x), reference(x, wires, mesh=mesh, **options))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pair", [False, "S1", "S4"])
 def test_hierarchical_exchanges_and_sharded_experts_carry_messages(pair: Any) -> None:
     ranks(4).run(exchanges_job, pair)
@@ -491,6 +492,7 @@ def operators_of(layer: MoELayer, rank: int, trains: bool) -> int:
     return len(operators.names)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, dtype, options",
     [
@@ -608,7 +610,7 @@ def peak_job(rank: int, world: int, num_tokens: int, options: dict[str, Any]) ->
     return exact.peak / found.peak, layer.predict_memory(num_tokens).peak / found.peak
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "num_tokens, options",
     [

@@ -50,6 +50,7 @@ def bits_job(rank: int, world: int, wires: tuple[str | None, ...], cases: list[t
         assert_same(step(build(**options), x), step(rounding(**options), x), told=(dtype, width, n, pair))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wires", WIRES, ids=str)
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 3], [False, *ALL_PAIRS], every=29))
@@ -83,6 +84,7 @@ def others_job(rank: int, world: int, others: dict[str, Any], wire: str) -> None
     assert_same(step(build(**options), x), step(rounding(**options), x))
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     "world, wire, others", spread([2, 4], ["e4m3", "bfloat16"], list(OTHERS.values()), every=3), ids=named
 )

@@ -168,7 +168,7 @@ def trained(rank: int, world: int, ways: str, options: dict[str, Any]) -> Step:
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 @pytest.mark.parametrize("ways", ["ddp", "fsdp"])
 def test_three_steps_on_four_ranks_are_those_of_one_process(ways: str, options: dict[str, Any]) -> None:

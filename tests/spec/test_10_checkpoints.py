@@ -60,7 +60,7 @@ def on(world: int, job: Any, *args: Any) -> list[Any]:
     return [job(0, 1, *args)] if world == 1 else on_ranks(world, job, *args)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("saved_by, loaded_by", [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (1, 4), (2, 2)])
 def test_another_number_of_ranks_loads_what_was_saved(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
     expected = on(saved_by, save, str(tmp_path), {})[0]

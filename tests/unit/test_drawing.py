@@ -105,6 +105,7 @@ def test_stored_pictures_are_drawn_from_stored_results(name: str, tmp_path: Path
     assert difference(tmp_path / picture, redraw.RESULTS / picture) < 2, "python bench/redraw.py"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [True, False])
 def test_a_browser_shows_the_plan_readable_on_phones_and_desktops(
     budget: bool, tmp_path: Path, browser: Page, monkeypatch: pytest.MonkeyPatch

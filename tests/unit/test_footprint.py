@@ -109,7 +109,7 @@ NARROW: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair, options", spread(CHEAPEST, NARROW, every=3), ids=named)
 def test_layers_of_narrow_types_are_predicted_as_well(pair: pmoe.Restore, options: dict[str, Any]) -> None:
     layer = build(**{"pipeline": 4, "memory_reuse": pair, **options})

@@ -14,6 +14,7 @@ A number in this file may only fall. Each check fails on a planted example.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import textwrap
@@ -282,8 +283,11 @@ def test_planted_imports_are_seen(tmp_path: Path) -> None:
     two.write_text("import pmoe.one\n")
     assert circles([one, two], tmp_path) == [["pmoe.one", "pmoe.two"]]
     assert [(found.module, found.is_local) for found in imports_of(one, tmp_path)] == [("pmoe.two", True)]
-    one.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pmoe import two\n")
-    assert circles([one, two], tmp_path) == []
+    for_types = tmp_path / "pmoe" / "three.py"
+    for_types.write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from pmoe import four\n")
+    four = tmp_path / "pmoe" / "four.py"
+    four.write_text("import pmoe.three\n")
+    assert circles([for_types, four], tmp_path) == []
 
 
 # ---- statements
@@ -316,16 +320,20 @@ def tuple_statements(tree: ast.AST) -> Iterator[ast.Expr]:
             yield node
 
 
+@functools.cache  # several tests read all files
+def trees() -> tuple[ast.Module, ...]:
+    """The syntax trees of `FILES`."""
+    return tuple(ast.parse(path.read_text(encoding="utf-8")) for path in FILES)
+
+
 def test_a_statement_binds_one_value() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
-    count = sum(isinstance(node, ast.Assign | ast.AnnAssign) for tree in trees for node in ast.walk(tree))
-    parallel = [node for tree in trees for node in parallel_assignments(tree)]
+    count = sum(isinstance(node, ast.Assign | ast.AnnAssign) for tree in trees() for node in ast.walk(tree))
+    parallel = [node for tree in trees() for node in parallel_assignments(tree)]
     assert len(parallel) <= MOST_PARALLEL * count, [ast.unparse(node) for node in parallel]
 
 
 def test_no_statement_is_a_tuple() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES]
-    assert [ast.unparse(node) for tree in trees for node in tuple_statements(tree)] == []
+    assert [ast.unparse(node) for tree in trees() for node in tuple_statements(tree)] == []
 
 
 def test_planted_statements_are_seen() -> None:
@@ -349,15 +357,15 @@ def test_no_class_or_module_is_made_from_a_string(call: str) -> None:
     """``type(name, bases, fields)``, ``importlib.import_module`` and ``locals()`` hide uses from a search."""
     uses = [
         f"{path.relative_to(ROOT)}:{line}"
-        for path in FILES
+        for path, tree in zip(FILES, trees(), strict=True)
         if call != "importlib.import_module" or str(path.relative_to(ROOT)) not in HIDDEN_USES
-        for line in hidden_uses(path.read_text(encoding="utf-8"), call)
+        for line in hidden_uses(tree, call)
     ]
     assert uses == []
 
 
-def hidden_uses(text: str, call: str) -> Iterator[int]:
-    for node in ast.walk(ast.parse(text)):
+def hidden_uses(tree: ast.AST, call: str) -> Iterator[int]:
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) == call
@@ -367,8 +375,8 @@ def hidden_uses(text: str, call: str) -> Iterator[int]:
 
 
 def test_planted_hidden_uses_are_seen() -> None:
-    text = "A = type('A', (B,), {})\nm = importlib.import_module('x')\nn = locals()\nk = type(n)\n"
-    assert [list(hidden_uses(text, call)) for call in ("type", "importlib.import_module", "locals")] == [
+    tree = ast.parse("A = type('A', (B,), {})\nm = importlib.import_module('x')\nn = locals()\nk = type(n)\n")
+    assert [list(hidden_uses(tree, call)) for call in ("type", "importlib.import_module", "locals")] == [
         [1],
         [2],
         [3],
@@ -389,8 +397,8 @@ LONGEST = 100
 """Characters of a first sentence."""
 
 
-def docstrings(text: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(text)):
+def docstrings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node)
             if docstring is not None:
@@ -415,8 +423,8 @@ def faults_of(docstring: str) -> list[str]:
 def test_docstrings_say_what_a_thing_is_or_does() -> None:
     faulty = [
         f"{path.relative_to(ROOT)}: {', '.join(faults)}: {docstring.splitlines()[0]}"
-        for path in FILES
-        for docstring in docstrings(path.read_text(encoding="utf-8"))
+        for path, tree in zip(FILES, trees(), strict=True)
+        for docstring in docstrings(tree)
         if (faults := faults_of(docstring))
     ]
     assert faulty == [], "\n".join(faulty)
@@ -434,6 +442,6 @@ def test_planted_docstrings_are_seen() -> None:
         class A:
             """As `B`."""
     ''') % ("very " * 30)
-    assert [faults_of(docstring) for docstring in docstrings(text)] == [
+    assert [faults_of(docstring) for docstring in docstrings(ast.parse(text))] == [
         [], ["opening"], ["phrase"], ["long first sentence"], ["opening"],
     ]  # fmt: skip

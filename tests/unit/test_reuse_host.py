@@ -64,6 +64,7 @@ def test_a_layer_that_offloads_is_not_built_with_no_host_memory_left(pair: Resto
     build(memory_reuse=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "expert, pair",
     spread(["ffn", mlp, dropping, changing], [pair for pair in ALL_PAIRS if pair.offloads], every=2),

@@ -73,6 +73,7 @@ def test_whatever_a_policy_saves_a_step_is_as_without_a_checkpoint(
     assert_same(step(block, run), expected)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_without_a_policy_change_no_bit(use_reentrant: bool, name: str) -> None:

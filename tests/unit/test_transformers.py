@@ -76,7 +76,7 @@ def test_they_are_equal_however_the_pipeline_runs(name: str, options: dict[str, 
     assert_same_step(name, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_model_is_one_graph(name: str) -> None:
     torch._dynamo.reset()

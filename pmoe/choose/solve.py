@@ -366,8 +366,8 @@ def layer_costs(
 
     The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
 
-    The seconds of pmoe's own experts are those of a forward pass, for both values of ``direction``. They take
-    twice as long in backward, so for a backward pass the caller doubles the seconds of the experts' stage
+    The seconds of pmoe's own experts are those of a forward pass, for both values of ``direction``. In
+    backward pmoe's experts take twice as long, so the caller doubles the seconds of their stage
     (`LayerCosts.backward`). The seconds of a user's module are not doubled: ``expert`` has those of the pass.
 
     shape: sizes of the layer.

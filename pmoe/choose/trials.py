@@ -213,8 +213,9 @@ class TrialBatch:
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
         """Returns this batch, with rows counted so that it can be cut into all given numbers of chunks.
 
-        With ``pipeline="solve"``, ``rows_for`` counts the rows again, which is collective (`degrees` has the
-        reason). If there is no ``rows_for``, the batch is returned unchanged.
+        With ``pipeline="solve"``, the present counts fit only some numbers of chunks (`degrees`), so
+        ``rows_for`` counts the rows again, which is collective. If there is no ``rows_for``, the batch is
+        returned unchanged.
 
         If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks, so that
         the memory of a step with so many chunks can be predicted. That step needs the least memory. Trials

@@ -106,8 +106,8 @@ class RankCounts:
     """Row counts of one call, as one rank knows them after the exchange. Dropped rows are not counted.
 
     All counts are int64. F is the number of bins, which are equal ranges of a rank's tokens; after `joined`
-    it is the number of chunks. P ranks are those to which this rank may send, and W are all ranks of the
-    layer. W is P unless several ranks share each expert. Each rank has E_local experts.
+    it is the number of chunks. P is the number of ranks to which this rank may send rows, and W the number of
+    all ranks of the layer. W = P unless several ranks share each expert. Each rank has E_local experts.
 
     Counts of this rank, on the host unless the name says otherwise:
 
@@ -398,8 +398,8 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
     slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
 
     Rows for copies never stay on their rank: they are always sent. So a rank that hosts copies would fill the
-    reserve in every call. Therefore slots have no reserve in a layer with copies, and a chunk with more rows
-    is cut into smaller chunks. The result is
+    reserve in every call. Therefore slots have no reserve in a layer with copies. If a chunk has more rows
+    than a slot has room for, it is cut into smaller chunks. The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -510,7 +510,7 @@ def heading(
     ranks: the ranks of the layer.
     num_tokens: number of this rank's tokens.
     dtype: dtype of the rows that will be sent.
-    num_degrees: how many numbers of chunks are checked against `Slots`.
+    num_degrees: for how many numbers of chunks ranks check whether chunks fit into ring slots (`Slots`).
     needs_grad: whether this rank wants gradients.
     training: whether the layer is in training mode.
     """
@@ -714,7 +714,8 @@ class CountsExchange:
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
         """Computes on the device all numbers that the host needs, and copies them to the host.
 
-        On several ranks it is a collective, after the messages of the other ranks have arrived.
+        With several ranks the method is a collective. The messages of the other ranks must have arrived
+        before.
 
         Returns two values:
 

@@ -83,8 +83,8 @@ def block_rows(columns: int, device_type: str) -> int | None:
 def are_packed_at_once(num_tokens: int, columns: int) -> bool:
     """Returns whether the first chunk of a pass on the CPU packs the tokens of all chunks.
 
-    It does if they are few (`BLOCKS_AT_ONCE`). In a small pass the host's work for each operator counts more
-    than memory.
+    It packs all of them if there are few tokens (`BLOCKS_AT_ONCE`). In a small pass the host's work for each
+    operator counts more than memory.
 
     num_tokens: number of tokens of the pass.
     columns: columns of a token.
@@ -211,8 +211,9 @@ def _unpack_e4m3(message_bC: Tensor, out_bM: Tensor) -> None:
 def _scale(values_NM: Tensor, scales_NB: Tensor) -> Tensor:
     """Multiplies each block of 128 columns by its scale, and returns the values.
 
-    Each number of e4m3 is also a number of bfloat16 and of float16, so the values are exact before. PyTorch
-    computes products with float32 scales in float32, and rounds them to the dtype of the values.
+    Each number of e4m3 is also a number of bfloat16 and of float16, so the values are exact before they are
+    multiplied. PyTorch multiplies by float32 scales in float32, and rounds the products to the dtype of the
+    values.
 
     values_NM: (N, M), numbers of e4m3 in the rows' dtype, which are overwritten.
     scales_NB: (N, B) float32, a scale for each block.

@@ -127,7 +127,7 @@ class BalancedCounts(ExactCounts):
         questions. The answer is yes on every rank if it is yes on any rank:
 
         - Have the rank's experts changed since the last call?
-        - Has the rank no copies from an earlier call that this call could use?
+        - Does the rank lack copies of an earlier call that this call could use again?
         - Is a gradient of tensor i of the experts needed? There is one question for each i (`trained_marks`).
 
         If the experts are a user's modules, the exchange also shows whether all ranks have the same kind of
@@ -235,7 +235,7 @@ class BalancedCounts(ExactCounts):
         copies of rank 0, then the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these
         indices.
 
-        modules: the modules that the schedule computes, without the copies.
+        modules: the layer's modules and options, in which no copies are recorded yet.
         copies: the copies of all ranks in this call.
         """
         self.copies = copies
@@ -273,8 +273,8 @@ class BalancedCounts(ExactCounts):
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted so
-    that the batch can be cut into the two numbers of chunks of the layer's last call. If the solver chooses
+    A call has one number of chunks for forward and one for backward. Rows are first counted so that the batch
+    can be cut into either of the two numbers of chunks of the layer's last call. If the solver chooses
     different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
@@ -520,7 +520,7 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies of experts that save enough time (`LEAST_GAIN`)."""
+    """Returns whether a plan has copies, and makes a pass faster by more than the fraction `LEAST_GAIN`."""
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 
@@ -567,8 +567,8 @@ class SlotsOfHosts(SortedSlots):
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
         If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
-        again, too. Otherwise each host keeps the weights until backward. Weights of modules are always kept,
-        because the autograd graphs of forward may refer to them.
+        again, too. Otherwise each host keeps the weights until backward. If experts are a user's modules,
+        hosts always keep the weights, because the autograd graphs of forward may refer to them.
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.
@@ -640,7 +640,7 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     If each expert is split over several ranks, the result has only one entry for these ranks together
     (`Grid.ep`): the node of the first of them.
 
-    modules: the modules of the layer, and its argument ``nodes``.
+    modules: the modules of the layer, and the layer's argument ``nodes``.
 
     Raises ValueError or TypeError on every rank if ``nodes`` is invalid, or differs between ranks.
     """

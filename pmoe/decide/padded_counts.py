@@ -57,10 +57,10 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, unless the persistent kernel may compute the call.
+        """Routes the call, or leaves the routing to the persistent kernel.
 
-        In that case the kernel is to compute the routing, too, and the tensors of the routing have no values
-        until the kernel is launched.
+        The kernel computes the routing if it may compute the call. The tensors of the routing then have no
+        values until the kernel is launched.
         """
         self.call = call
         modules = call.modules
@@ -214,7 +214,7 @@ class PaddedCounts:
             vars(self).pop(counts, None)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """Pads or drops this rank's rows, so that every expert gets exactly ``capacity`` rows from it.
+        """Pads or drops this rank's rows, so that it has exactly ``capacity`` rows for every expert.
 
         Returns two values, which are computed once for a call:
 

@@ -63,7 +63,7 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 
     Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
     integers. In one checksum each column has its own odd weight; in the other checksum each row has its own
-    odd weight. So the checksums also change if two values are exchanged. Parameters that all experts share
+    odd weight. So the checksums also change if two values change places. Parameters that all experts share
     are not copied, so they have no checksums.
 
     modules: the modules of the layer.

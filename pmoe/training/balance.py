@@ -162,8 +162,8 @@ class BalanceLoss:
     rank has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage
     includes this loss.
 
-    Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
-    balanced by a loss, or, on every rank, if ranks have different layers.
+    Raises ValueError or TypeError if an argument is wrong, if the model has no MoE layers, or if a gate
+    cannot be balanced by a loss. Raises on every rank if ranks have different layers.
     """
 
     def __init__(
@@ -308,10 +308,10 @@ class BalanceLoss:
 
             y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
 
-        The factor has the number of micro-batches, because torch's schedules divide gradients by it
-        (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own layers. Its ``group`` must
-        be the ranks that share the stage. Call `attach` outside of activation checkpointing
-        with use_reentrant=True.
+        In the example the factor contains the number of micro-batches, because torch's schedules divide
+        gradients by this number (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own
+        layers. Its ``group`` must be the ranks that share the stage. Call `attach` outside of activation
+        checkpointing with use_reentrant=True.
 
         Two kinds of calls attach no loss and return ``y`` itself: calls without gradients, and the run in
         which torch finds the shapes of a stage. After a whole schedule of calls without gradients, `totals`
@@ -325,7 +325,7 @@ class BalanceLoss:
             factor: the factor of the loss.
             totals: the argument of `loss`. With several micro-batches it must not be None.
 
-        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside
+        Raises the errors of `loss`, TypeError or ValueError for wrong arguments, and RuntimeError inside
         activation checkpointing with use_reentrant=True.
         """
         check_tensors(None, y=y)
@@ -349,7 +349,7 @@ class BalanceLoss:
             return self._attached.attach(y, factor * self.loss(totals))
 
     def end_step(self) -> None:
-        """Ends an optimizer step: adds its counts to the window of steps. Only with over="window".
+        """Ends an optimizer step: adds the step's counts of choices to the window. Only with over="window".
 
         Call it once in each optimizer step, after the losses. A collective: one all-reduce.
 
@@ -365,10 +365,10 @@ class BalanceLoss:
         self._of_step = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the window of steps, to be saved in a checkpoint; {} unless the loss is over a window.
+        """Returns the window, to be saved in a checkpoint; {} unless the loss is over a window.
 
-        The window has a dict for each step: {name of a layer: (E,) int64, how many choices fell on each
-        expert}.
+        The window holds the earlier steps that count in the loss. It has a dict for each step: {name of a
+        layer: (E,) int64, how many choices fell on each expert}.
         """
         return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
 
@@ -395,7 +395,7 @@ class BalanceLoss:
     # ---- the calls
 
     def _hook(self, name: str) -> Any:
-        """Returns a forward hook for a layer's gate, which adds each call to the layer's `_LayerSums`.
+        """Returns a forward hook for a layer's gate, which adds each call to the layer's sums (`_LayerSums`).
 
         name: the name of the layer.
         """
@@ -413,7 +413,7 @@ class BalanceLoss:
         return collect
 
     def _add(self, name: str, routing: Routing) -> None:
-        """Adds the scores and choices of a call to the `_LayerSums` of a layer.
+        """Adds the scores and choices of a call to the sums of a layer (`_LayerSums`).
 
         name: the name of the layer.
         routing: the result of the layer's gate.
@@ -547,7 +547,7 @@ class BalanceLoss:
         """Returns how many choices fell on each of a layer's E experts, (E,), in the step or the window.
 
         With over="window" these are the choices of earlier steps; without earlier steps the result is all
-        ones. The fractions f_e of the loss are computed from the result.
+        ones. The loss takes from it the fraction f_e of choices that fell on each expert e.
 
         name: the name of the layer.
         totals: the numbers of the whole step.

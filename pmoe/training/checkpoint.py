@@ -151,7 +151,7 @@ def load_checkpoint(
 
     Raises CheckpointError on every rank, before anything is changed, if there is no checkpoint, if files are
     missing, too short or damaged, or if names, shapes or dtypes do not fit the model and the optimizers. The
-    message names them.
+    message names the files or tensors that are wrong.
     """
     ranks = Ranks(group)
 

@@ -261,7 +261,7 @@ def _last(pointer: Path) -> str:
 
 
 def _owner(folder: Path) -> str:
-    """Returns the end of an error message: whose checkpoint the folder has, and how to load it.
+    """Returns the end of an error message: which program's checkpoint a folder has, and how to load it.
 
     The result is "" if the folder has none of the files in `OF_OTHERS`.
     """

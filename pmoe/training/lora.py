@@ -70,7 +70,7 @@ def add_lora(
 
     Args:
         model: the model, or a layer. Layers inside it must have "ffn" or "swiglu" experts.
-        rank: R, the rank of each change of a weight, at least 1.
+        rank: R, the rank of the matrix that is added to each weight, at least 1.
         alpha: the change is alpha / rank * B @ A. None means ``rank``, so that the factor is 1.
         targets: the weights that are changed: "w1", "w2" or both.
         shared: whether all experts of a layer share one adapter. By default each expert has its own.
@@ -173,8 +173,8 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
 
     W[e] is a weight of expert e; A and B are the matrices of the adapter, and scale is its factor. A layer
     without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. If
-    FSDP2 shards the experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The
-    weights stay frozen. The sums are rounded to the dtype of the weights.
+    FSDP2 shards the experts, they keep their class for experts with adapters, and FSDP2 goes on gathering the
+    removed adapter. The weights stay frozen. The sums are rounded to the dtype of the weights.
 
     The gradients of the adapter's parameters are set to None, so that an optimizer no longer changes these
     parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
@@ -243,8 +243,8 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
     """Removes an adapter from the layers of a model.
 
     The layers then use no adapter, and a layer without further adapters is a plain layer. If FSDP2 shards the
-    experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The weights stay
-    frozen. Every rank must call it.
+    experts, they keep their class for experts with adapters, and FSDP2 goes on gathering the removed adapter.
+    The weights stay frozen. Every rank must call it.
 
     name: the name of the adapter; None removes the active adapter.
 

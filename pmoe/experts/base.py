@@ -391,9 +391,9 @@ class Experts(nn.Module, abc.ABC):
 
         E_local is the number of this rank's experts. Each tensor is the present value of an attribute such as
         ``w1``. The attribute is a parameter, or a tensor that pruning, a parametrization or dequantisation
-        computes from parameters. A call reads it once. Its autograd graph leads gradients back to these
-        parameters. If `pmoe.parallelize` set the function ``reduce``, this function reduces the gradients
-        over ranks.
+        computes from parameters. A call reads each attribute once. The autograd graph of its value leads
+        gradients back to the parameters. If `pmoe.parallelize` set the function ``reduce``, this function
+        reduces the gradients over ranks.
 
         Raises ValueError if a value is missing or has another size than the experts need.
         """

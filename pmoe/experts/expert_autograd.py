@@ -65,7 +65,7 @@ class SavedTensorSlots:
     rows_changed: whether the expert changed its input rows in place.
 
     The graph refers to this object through the hooks. This object must not refer to the graph. Otherwise both
-    would be a cycle through autograd, which Python's garbage collector does not see, and neither would be
+    would form a cycle through autograd, which Python's garbage collector does not see, and neither would be
     freed.
     """
 
@@ -177,7 +177,7 @@ class SavedTensorSlots:
 def changed_in_place(tensor: Tensor) -> RuntimeError:
     """Returns the error for a parameter or buffer that was changed between forward and backward.
 
-    The text begins as autograd's own error for a saved tensor that was changed.
+    The text begins like autograd's own error for a saved tensor that was changed.
 
     tensor: the parameter or buffer, of any shape.
     """

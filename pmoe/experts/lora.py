@@ -737,9 +737,10 @@ class _OfAdapter(torch.autograd.Function):
     """Returns a matrix of an adapter, and remembers the adapter's name for the backward pass of the call.
 
     Under activation checkpointing, autograd keeps this node of the forward pass, with the name, but takes the
-    saved tensors from the recomputation. So a number computed from the name is saved, too. Backward compares
-    it with the name: they do not fit if the recomputation used another adapter. With use_reentrant=True the
-    node of the forward pass is not kept, and `pmoe.checkpointing.routing_check` makes the comparison.
+    saved tensors from the recomputation. So a tensor with a number that stands for the name is saved, too.
+    Backward compares this number with the name in the node. They do not fit if the recomputation used another
+    adapter. With use_reentrant=True the node of the forward pass is not kept, and
+    `pmoe.checkpointing.routing_check` makes the comparison.
     """
 
     @staticmethod
@@ -754,7 +755,7 @@ class _OfAdapter(torch.autograd.Function):
 
 
 def number_of_adapter(name: str) -> int:
-    """Returns a number for the name of an adapter. Different names have different numbers but by chance."""
+    """Returns a number for the name of an adapter. Different names almost always have different numbers."""
     return zlib.crc32(name.encode())
 
 

@@ -93,7 +93,7 @@ class RoundedProducts:
         )
 
     def _weight(self, weight_EOI: Tensor, form: str) -> Rounded:
-        """Returns a rounded weight. The product sums over its last dimension.
+        """Returns a rounded weight. Its last dimension is the one that the product sums over.
 
         A pass rounds each weight once. The rounded weight is stored under the address of the weight. The
         weight itself is stored, too, because otherwise another tensor could get its address.

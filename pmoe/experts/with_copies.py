@@ -154,7 +154,7 @@ class ExpertsWithCopies:
         """Computes a chunk's hidden activations again, by own experts and copies, for backward.
 
         expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
-        recipe: the result of `Experts.recipe` before forward computed the rows.
+        recipe: the state that `Experts.recipe` returned before forward computed the rows.
         """
         parts = self._parts(expert_rows)
         made = [

@@ -255,8 +255,7 @@ EFFORT = 64
 class _Search:
     """One search for copies that make the largest time of a rank as small as possible.
 
-    All other arguments are those of `plan_copies`.
-
+    loads, owners, nodes, limits, present: the arguments of `plan_copies`.
     times: (W,) time of each of W ranks without copies: the rows of all experts that the rank owns.
     """
 

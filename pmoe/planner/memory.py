@@ -550,8 +550,8 @@ def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[Wire
 def _token_messages(sizes: LayerSizes, call: CallRows, rows: PassRows, wires: Sequence[WireName]) -> int:
     """Returns the bytes of the messages of all tokens that a pass holds while its experts compute.
 
-    With ring slots the last chunks are sent after the experts have computed the first ones. Without them all
-    chunks are sent before, and the result is 0.
+    With ring slots the last chunks are sent after the experts have computed the first chunks. Without ring
+    slots all chunks are sent before the experts compute, and the result is 0.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -590,8 +590,8 @@ def _packing(
 def _unpacking(sizes: LayerSizes, rows: PassRows) -> int:
     """Returns the bytes of temporary tensors in which one chunk's messages are unpacked to rows.
 
-    This is before the products of the chunk, so these bytes and the temporary tensors of the products do not
-    exist at the same time. The result is 0 if rows are sent in their own dtype.
+    Messages are unpacked before the products of the chunk. So these bytes and the temporary tensors of the
+    products do not exist at the same time. The result is 0 if rows are sent in their own dtype.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -760,7 +760,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
     - the product's results, if they are computed in temporary memory and then copied to their buffer;
     - the product of the rows with the first matrix of an adapter;
-    - `SMALL`.
+    - `SMALL` bytes for tensors of a few numbers, such as scalars and counts.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -797,7 +797,7 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
     """Returns whether the experts' gradients are summed in float32 although their dtype is narrower.
 
-    They are if there are several gradients to add for the same parameter.
+    This is so if there are several gradients to add for the same parameter.
 
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.

@@ -181,7 +181,7 @@ class Profile(Identity):
     def identity(self) -> Identity:
         """The fields that identify the measured machine, such as device and ranks, without the costs.
 
-        A profile is used only where these fields are the same as those of the present device and group.
+        A profile is used only if these fields are equal to those of the present device and group.
         """
         return Identity(**{part.name: getattr(self, part.name) for part in fields(Identity)})
 

@@ -27,8 +27,8 @@ class Routes(NamedTuple):
     position_TK: (T, K) int32, the row of each slot.
     slot_N: (N,) int32, the slot of each row: the inverse of position.
     counts_nE: (n, E) int32, number of rows of each chunk for each of E experts.
-    ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 grouped products
-        take it as ``ends``.
+    ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 it is the
+        argument ``ends`` of grouped products.
 
     The arguments ``sorted_chunks`` and ``last`` of `route` change the order of the rows. They do not change
     counts and ends.

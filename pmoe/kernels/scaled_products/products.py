@@ -130,7 +130,7 @@ def scaled_product(
     rows: the N rows, (N, K), sorted by expert.
     matrices: the matrices of E experts, (E, O, K).
     counts: the numbers of rows of E experts, on the host.
-    ends_E: (E,) int32, their running sum, on the rows' device.
+    ends_E: (E,) int32, the running sum of ``counts``, on the rows' device.
     bias_EO: (E, O); None adds nothing.
     scale_N: (N,), a factor for each row; None is 1.
     """

@@ -109,6 +109,7 @@ def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
     - the class of the failed rank's error, if that is OSError or a subclass of it;
     - RuntimeError otherwise.
 
+    ranks: the ranks.
     stage: what the block does, in words, for error messages.
     """
     failed: Exception | None = None

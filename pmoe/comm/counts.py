@@ -723,7 +723,8 @@ class CountsExchange:
           (equal ranges of tokens). The X counts are the rows for each of this rank's experts, and perhaps one
           more number (`_split`).
         - A list of tensors on the host: the counts that this rank sent, the counts that it received, the
-          headers, the result of `_agree`, and the results of `_relay`.
+          headers, the numbers on which ranks agree (`_agree`), and the rows that this rank passes on
+          (`_relay`).
         """
         if self._messages is not None:
             return self._by_kernels(self._messages)
@@ -839,8 +840,8 @@ class CountsExchange:
         """Returns this rank's messages: the messages that the routing kernels wrote, or new messages.
 
         New messages are written by a kernel. Returns None, and launches nothing, if the kernel cannot write
-        them. It can write them if four conditions hold: experts are not sharded, each row is sent for one
-        expert, no rank passes on rows of other ranks, and the loads of experts are not asked for.
+        them. The kernel can write messages if four conditions hold: experts are not sharded, each row is sent
+        for one expert, no rank passes on rows of other ranks, and the loads of experts are not asked for.
 
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
@@ -867,9 +868,12 @@ class CountsExchange:
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
         """Computes, by kernels, the numbers that the host needs, and copies them to the host. A collective.
 
-        Returns the same two values as `_to_host`: (F, W, X) on the device, the X counts that this rank
-        received from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on
-        the host.
+        Returns the same two values as `_to_host`:
+
+        - (F, W, X) on the device, the X counts that this rank received from each of W ranks for each of F
+          bins (equal ranges of tokens).
+        - A list of tensors on the host: sent counts, received counts, headers, and the numbers on which ranks
+          agree.
 
         messages: the messages of all ranks.
         """

@@ -253,8 +253,10 @@ def _contradiction(
 
     If such a last call has a different mesh that contains this rank, that call is refused, too.
 
-    board, own, own_calls: the arguments of `_wait`.
+    board: the keys of the store.
+    own: this rank's call.
     ranks: the global ranks whose last calls are read.
+    own_calls: the record of this rank's calls.
     refused_since: for each refused call, the time when this rank first read of its refusal. New times are
         added.
     """
@@ -286,7 +288,10 @@ def _contradiction(
 def _late(board: _Board, own: MeshCall, members: Sequence[int], seconds: float) -> str:
     """Returns the error for ranks that have not come to this rank's call within some seconds.
 
-    The other arguments are those of `_wait`.
+    board: the keys of the store.
+    own: this rank's call.
+    members: the global ranks of the mesh.
+    seconds: how long this rank has waited.
     """
     for rank in members:
         last = board.last_call(rank)

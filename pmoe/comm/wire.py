@@ -132,7 +132,12 @@ def pack_copies(wire: WireName, tokens_TM: Tensor, token_N: Tensor, message_NC: 
 
 
 def _pack_e4m3(rows_bM: Tensor, message_bC: Tensor, expendable: bool) -> None:
-    """Writes the messages of a block of rows. The arguments are those of `pack_rows`, with b rows."""
+    """Writes the e4m3 messages of a block of b rows.
+
+    rows_bM: (b, M), the rows with M columns.
+    message_bC: (b, C) uint8, memory for the messages, C bytes each.
+    expendable: whether the rows' values may be overwritten, so that float32 rows need not be copied.
+    """
     d_model = rows_bM.shape[1]
     values_bM = rows_bM.float()
     if values_bM is rows_bM and not expendable:
@@ -203,7 +208,11 @@ def unpack_to_new(
 
 
 def _unpack_e4m3(message_bC: Tensor, out_bM: Tensor) -> None:
-    """Unpacks the messages of a block of rows. The arguments are those of `unpack_rows`, with b rows."""
+    """Unpacks the e4m3 messages of a block of b rows.
+
+    message_bC: (b, C) uint8, the messages, C bytes each.
+    out_bM: (b, M), memory for the rows of M columns.
+    """
     numbers, scales = _parts(message_bC, out_bM.shape[1])
     _scale(out_bM.copy_(numbers), scales)
 

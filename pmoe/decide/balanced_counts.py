@@ -559,7 +559,7 @@ class SlotsOfHosts(SortedSlots):
 
     Each (token, choice) slot has the index of the expert or copy that computes its row.
 
-    The routing kernels may have sorted the rows already. Their order is not used, because they sort by
+    The routing kernels may have sorted the rows already. This order is not used, because the kernels sort by
     experts only, without copies.
     """
 

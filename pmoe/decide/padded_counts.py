@@ -127,7 +127,7 @@ class PaddedCounts:
         modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
             ``modules`` has the copy.
         inputs: the rows and parameters of the call.
-        agreed: the result of `agree`.
+        agreed: the choice that `agree` returned: the persistent kernel, or n and the restore pair.
         """
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)

@@ -2,7 +2,7 @@
 
 Copies of busy experts can be used again in later calls while no rank's experts change: in evaluation, and
 between the micro-batches of one step. Two facts show most changes without reading values: torch counts the
-in-place changes of a tensor, and a new tensor has a new address. They do not show a change such as
+in-place changes of a tensor, and a new tensor has a new address. These two facts do not show a change such as
 ``parameter.data.copy_(...)``, which optimizers use. So checksums of the values of experts that have copies
 are also compared.
 """

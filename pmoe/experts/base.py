@@ -411,7 +411,7 @@ class Experts(nn.Module, abc.ABC):
 
         By default these are all tensors with which the experts compute, (E_local, ...) each.
 
-        operands: the result of `operands`.
+        operands: the weights and biases that the method `operands` returned.
         """
         return operands
 
@@ -420,7 +420,8 @@ class Experts(nn.Module, abc.ABC):
 
         Another tool may have replaced a weight or bias. This base class checks nothing.
 
-        values: the result of `operands`: this rank's part of each value, (E_local, ...) for E_local experts.
+        values: the weights and biases from `operands`: this rank's part of each, (E_local, ...) for E_local
+            experts.
         """
 
     def _value_of(self, name: str) -> Tensor:
@@ -584,7 +585,7 @@ class Experts(nn.Module, abc.ABC):
             `weight_gradient` has run.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
-        hidden: the result of `compute`, `recompute` or `join`.
+        hidden: the tensors that were saved for the chunk (T_M), from `compute`, `recompute` or `join`.
         """
 
     @abc.abstractmethod

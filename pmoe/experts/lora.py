@@ -598,7 +598,7 @@ class LoraExperts(StackedExperts):
         A weight with an adapter is an `AdaptedWeight`; any other is a tensor (E, O, I) for E experts with O
         output and I input features.
 
-        parameters: the result of `operands`.
+        parameters: the tensors that `operands` returned.
         """
         w1, w2, b1, b2 = super().weights(parameters[: self.num_own])
         matrices = parameters[self.num_own :]
@@ -738,8 +738,8 @@ class _OfAdapter(torch.autograd.Function):
 
     Under activation checkpointing, autograd keeps this node of the forward pass, with the name, but takes the
     saved tensors from the recomputation. So a tensor with a number that stands for the name is saved, too.
-    Backward compares this number with the name in the node. They do not fit if the recomputation used another
-    adapter. With use_reentrant=True the node of the forward pass is not kept, and
+    Backward compares this number with the name in the node. The two do not fit if the recomputation used
+    another adapter. With use_reentrant=True the node of the forward pass is not kept, and
     `pmoe.checkpointing.routing_check` makes the comparison.
     """
 

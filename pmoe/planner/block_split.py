@@ -197,9 +197,9 @@ def chunk_candidates(d_model: int) -> list[int]:
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """Returns the divisions of a kernel's thread blocks that are measured to find the fastest.
 
-    A division says how many blocks communicate (n_c). The others compute. n_c takes the values of
-    `BLOCK_COUNTS`, and above the largest of them every `BLOCK_STEP`-th number. 1 is always tried; a larger
-    n_c must be less than half of the blocks.
+    A division says how many blocks communicate (n_c); all other blocks compute. The values of n_c that are
+    tried are those in `BLOCK_COUNTS`, and every `BLOCK_STEP`-th number above the largest of them. 1 is always
+    tried; a larger n_c must be less than half of the blocks.
 
     num_blocks: thread blocks of the kernel.
     d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.

@@ -142,7 +142,7 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
     fraction OFF changes the seconds of a step at most by that factor.
 
     cluster: the described machines.
-    plans: the result of `plan_combinations` for the cluster.
+    plans: the best choice for each all-to-all and ESP degree on the cluster, from `plan_combinations`.
     options: the other arguments of `plan_combinations`.
     """
     first = plans[0]

@@ -329,7 +329,8 @@ class _Search:
         """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
 
         Suppose that no rank needs longer than ``target``. ``time`` is the time that a rank needs for its own
-        experts without copies. ``near`` is the lowest price of a copy. Its sender and its host both pay it.
+        experts without copies. ``near`` is the lowest price of a copy. The rank that sends a copy and the
+        rank that hosts it both pay the price.
 
         - A rank whose time is longer than the target must send at least one copy. So it must give away at
           least (time + near - target) rows.

@@ -45,7 +45,8 @@ class CopyNumbers:
 
     hosted: copies of other ranks' experts that this rank hosts.
     sent: experts of this rank that have copies on other ranks.
-    relays: whether an expert may have several copies. Their ranks then pass its weights on to each other.
+    relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
+        weights on to each other.
     """
 
     hosted: int = 0

@@ -605,7 +605,7 @@ def _unpacking(sizes: LayerSizes, rows: PassRows) -> int:
 def _packing_tokens(sizes: LayerSizes, call: CallRows, rows: PassRows, wire: WireName) -> int:
     """Returns the bytes of the tensors that packing one chunk's rows takes, apart from the send buffer.
 
-    They are the messages of tokens, or copies of the rows, and the temporary tensors of `pack_rows`
+    These tensors are the messages of tokens, or copies of the rows, and the temporary tensors of `pack_rows`
     (`pmoe.engine.variants.wire`).
 
     sizes: sizes of the layer.

@@ -262,7 +262,8 @@ def planned_pairs(sizes: LayerSizes, allow: AllowName | None, *, has_budget: boo
     out for rows of float64.
 
     sizes: sizes of the layer.
-    allow, has_budget: as in `pairs_to_choose`.
+    allow: "e4m3" also permits pairs that keep fewer bytes; None permits only exact pairs.
+    has_budget: whether a memory budget limits the choice. If so, pairs that keep T_DI or T_M are added.
     """
     pairs = pairs_to_choose(allow, has_budget=has_budget, has_messages=sizes.wires.rows is not None)
     return tuple(pair for pair in pairs if not pair.rounds or sizes.element_size <= 4)

@@ -302,9 +302,9 @@ class BalanceLoss:
     def attach(self, y: Tensor, factor: float, totals: StepTotals | None) -> Tensor:
         """Returns a tensor with the values of ``y``. Its backward pass also differentiates factor * `loss`.
 
-        It is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to the
-        task's loss, because another rank computes the task's loss. Call this method once, at the end of the
-        stage's ``forward``:
+        This method is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to
+        the task's loss, because another rank computes the task's loss. Call this method once, at the end of
+        the stage's ``forward``:
 
             y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
 
@@ -323,7 +323,8 @@ class BalanceLoss:
         Args:
             y: the output of the stage, of any shape.
             factor: the factor of the loss.
-            totals: the argument of `loss`. With several micro-batches it must not be None.
+            totals: the numbers of the whole step, as `loss` takes them. Not None if there are several
+                micro-batches.
 
         Raises the errors of `loss`, TypeError or ValueError for wrong arguments, and RuntimeError inside
         activation checkpointing with use_reentrant=True.

@@ -180,6 +180,7 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
     parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
     optimizer.
 
+    model: the model, with adapters of `add_lora`.
     name: the name of the adapter; None merges the active adapter.
 
     Returns the adapters, for `unmerge_lora`. Every rank must call it.
@@ -522,7 +523,12 @@ def _lay_out_adapter(layer: MoELayer, experts: LoraExperts, adapter: Adapter, na
 
     All copies get the values of the first copy.
 
-    The arguments are those of `_attach`. Collective.
+    Collective.
+
+    layer: the layer.
+    experts: the layer's experts.
+    adapter: the adapter.
+    name: the name of the adapter.
     """
     names = tuple(f"{ADAPTERS}{name}.{own}" for own, _ in adapter.named_parameters())
     take_first(experts, Ranks.single(), layer.grid.esp, names)

@@ -301,7 +301,8 @@ def route_backward(
     logits_TE: (T, E), the logits of T tokens for E experts that `route` got.
     expert_TK, weight_TK, counts_nE: fields of `Routes`: (T, K) and (T, K) for K choices of each token, and
         (n, E) for n chunks.
-    normalize, z_loss_weight: the arguments that `route` got.
+    normalize: whether `route` has divided a token's weights by their sum.
+    z_loss_weight: factor of the z-loss in the auxiliary loss of `route`.
     grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
     grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
     """

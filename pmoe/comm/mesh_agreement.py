@@ -136,8 +136,8 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     cases:
 
     - This rank has raised the error of the refusal already, maybe in a call with another mesh.
-    - The refusal was written by a rank that had made fewer calls until then than this rank has made now. So
-      at that time this rank made a call with another mesh, which was not refused.
+    - The rank that wrote the refusal had made fewer calls by then than this rank has made by now. So at that
+      time this rank made a call with another mesh, which was not refused.
 
     Any other refused call is returned: this rank comes late to it, and `_wait` raises its error.
     """
@@ -249,9 +249,9 @@ def _contradiction(
     own_calls: OwnCalls,
     refused_since: dict[MeshCall, float],
 ) -> Refusal | None:
-    """Returns a refusal of this rank's call, if the last call of one of some ranks makes it fail; else None.
+    """Returns a refusal of this rank's call, if the last call of another rank contradicts it; else None.
 
-    If such a last call has a different mesh that contains this rank, that call is refused, too.
+    If that last call has a different mesh that contains this rank, it is refused, too.
 
     board: the keys of the store.
     own: this rank's call.

@@ -296,8 +296,9 @@ def trained_marks(modules: LayerModules) -> list[int]:
     The last mark stands for all tensors from its position on: it is 1 if any of them needs a gradient. If
     experts are a user's modules, mark i is 1 if parameter i of any expert needs a gradient.
 
-    A tensor may be computed from other parameters, or a tool may have wrapped the experts. No single
-    parameter then belongs to the tensor, and its mark is 1 if any parameter of the experts needs a gradient.
+    A tensor may be computed from other parameters, or a tool may have wrapped the experts. In both cases no
+    single parameter belongs to the tensor. Its mark is then 1 if any parameter of the experts needs a
+    gradient.
 
     modules: the modules of the layer.
     """

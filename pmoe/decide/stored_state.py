@@ -126,8 +126,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     prefix: the name of the module in the model, with a dot at the end.
     local_metadata: the metadata of the module, to which the record is added.
 
-    Raises ValueError if the caller will write a single file with the state dict of one rank, in which the
-    experts of other ranks would be missing.
+    Raises ValueError if the caller will write a single file with the state dict of one rank, because the
+    experts of the other ranks would be missing in it.
     """
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:

@@ -456,7 +456,7 @@ class Experts(nn.Module, abc.ABC):
         three cases:
 
         - A hook of torch.nn.utils (pruning, weight norm, spectral norm) computes the tensor: False, because
-          it does so from parameters of the experts, and none of these requires a gradient.
+          the hook computes it from parameters of the experts, and none of these requires a gradient.
         - The experts have only other forward pre-hooks: True, because a hook may use any other tensor.
         - The experts have no forward pre-hook: whether ``value`` requires a gradient.
 

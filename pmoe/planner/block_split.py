@@ -326,7 +326,7 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
     """Returns how different two sizes are: the sum of |log2 of the ratio| over five of their numbers.
 
     The numbers are rows, d_model, d_hidden, experts and ranks. If only one of the two layers has gated
-    experts, the distance is 1 larger, because its w1 has twice as many rows.
+    experts, the distance is 1 larger, because the w1 of gated experts has twice as many rows.
 
     Example: twice the rows and a quarter of the experts -> 3.
     """

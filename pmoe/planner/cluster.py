@@ -65,8 +65,8 @@ class Cluster:
     def check_part(self, profile: Profile) -> None:
         """Raises ValueError if a profile cannot come from machines of this cluster.
 
-        A profile may be measured on a part of the cluster. So it must have the cluster's device type, at most
-        as many machines, and at most as many ranks per machine.
+        A profile may be measured on a part of the cluster. So it must have the cluster's device type, and at
+        most as many machines and ranks per machine as the cluster.
         """
         measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
         described = (self.device_type, self.machines, self.ranks_per_machine)

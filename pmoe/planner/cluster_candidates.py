@@ -138,8 +138,8 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
     A combination of all-to-all and ESP degree is not examined if it takes more than 1 / (1 - OFF) times the
-    seconds of the fastest combination. It stays slower than the fastest, because a change of one rate by the
-    fraction OFF changes the seconds of a step at most by that factor.
+    seconds of the fastest combination. It stays slower than the fastest combination, because a change of one
+    rate by the fraction OFF changes the seconds of a step at most by this factor.
 
     cluster: the described machines.
     plans: the best choice for each all-to-all and ESP degree on the cluster, from `plan_combinations`.

@@ -349,7 +349,8 @@ class Chooser:
 
         A restore pair says what is kept, offloaded or made again between the passes. The pair that is fastest
         by the equation is taken, unless trials show that another pair is clearly faster. If trials are
-        allowed, they compare all pairs whose seconds by the equation are at most `NEAR` times the fewest.
+        allowed, they compare all pairs whose seconds by the equation are at most `NEAR` times the seconds of
+        the fastest pair.
 
         Args:
             sizes: sizes of the layer.

@@ -113,9 +113,9 @@ class Operations:
         reduce-scatter.
     all_reduce: the sum of one tensor, such as gradients, over num_across ranks, by the bytes of the tensor.
     seconds: how long the measurement took.
-    exchanges: maps the name of an all-to-all that is not flat, such as a hierarchical one, to its cost, by
-        the same size as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in older
-        files.
+    exchanges: the costs of all-to-alls that are not flat, such as hierarchical ones, by name; each is a line
+        over the same size as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in
+        older files.
 
     If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes is 0.
 

@@ -317,8 +317,8 @@ class BalanceLoss:
         which torch finds the shapes of a stage. After a whole schedule of calls without gradients, `totals`
         returns the totals of these calls.
 
-        Use the result in place of ``y``. If it is dropped, the loss has no gradients, and the next call of
-        this method, `loss`, `totals` or an optimizer's step issues a warning.
+        Use the result in place of ``y``. If the result is dropped, the loss has no gradients. The next call
+        of this method, of `loss` or of `totals`, or the next step of an optimizer, then issues a warning.
 
         Args:
             y: the output of the stage, of any shape.

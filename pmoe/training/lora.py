@@ -173,8 +173,8 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
 
     W[e] is a weight of expert e; A and B are the matrices of the adapter, and scale is its factor. A layer
     without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. If
-    FSDP2 shards the experts, they keep their class for experts with adapters, and FSDP2 goes on gathering the
-    removed adapter. The weights stay frozen. The sums are rounded to the dtype of the weights.
+    FSDP2 shards the experts, they stay `LoraExperts`, the class of experts with adapters, and FSDP2 goes on
+    gathering the removed adapter. The weights stay frozen. The sums are rounded to the dtype of the weights.
 
     The gradients of the adapter's parameters are set to None, so that an optimizer no longer changes these
     parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
@@ -244,8 +244,8 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
     """Removes an adapter from the layers of a model.
 
     The layers then use no adapter, and a layer without further adapters is a plain layer. If FSDP2 shards the
-    experts, they keep their class for experts with adapters, and FSDP2 goes on gathering the removed adapter.
-    The weights stay frozen. Every rank must call it.
+    experts, they stay `LoraExperts`, the class of experts with adapters, and FSDP2 goes on gathering the
+    removed adapter. The weights stay frozen. Every rank must call it.
 
     name: the name of the adapter; None removes the active adapter.
 

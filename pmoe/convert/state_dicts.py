@@ -31,7 +31,7 @@ AXES = {
     E  experts of all ranks         M  d_model
     X  experts in a state dict      H  d_hidden
     S  shared experts: 1            h  hidden columns of the shared expert
-    f  2 if experts are gated (rows of the gate, then rows of the other factor), 1 otherwise
+    f  2 if experts are gated (rows of the gate projection, then rows of the up projection), 1 otherwise
 """
 
 

@@ -84,6 +84,7 @@ class BalancedCounts(ExactCounts):
 
     A copy is the weights of a busy expert on another rank, which computes a part of the expert's rows.
 
+    orders      sorts the (token, choice) slots of the call by chunk and expert, for any number of chunks
     copies      the copies of all ranks in this call, and which of them this rank sends and hosts; None if
                 there are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
@@ -323,7 +324,7 @@ def trained_marks(modules: LayerModules) -> list[int]:
 
 
 LARGEST_DIGEST = 2**48
-"""The number above every digest of an architecture."""
+"""A number that is larger than every digest of an architecture."""
 
 
 def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:

@@ -63,7 +63,7 @@ OF_OTHERS = {
     "config.json": ("transformers", "load it with from_pretrained (docs/weights.md)"),
     LIST: ("torch.distributed.checkpoint", "load it with torch.distributed.checkpoint.load"),
 }
-"""Files that show whose checkpoint a folder has: {name of the file: (owner, how to load the checkpoint)}.
+"""Files that show which program's checkpoint a folder has: {file: (program, how to load the checkpoint)}.
 
 The files are looked for in this order. The order matters, because the folder of one step of pmoe also has the
 last file, the list of torch.distributed.checkpoint.

@@ -487,9 +487,10 @@ def save_weights(
         model, layout, max_bytes, dtype, rename, group: the same as in `export_weights`. If the layout stacks
             all experts in one tensor, the whole tensor is written.
 
-    Every rank of the group must call the function. All errors are raised on every rank: the errors of
-    `export_weights`; ImportError without safetensors; ValueError if the folder exists, or if a tensor is
-    larger than a file may be; OSError if a file cannot be written.
+    Every rank of the group must call the function.
+
+    Raises on every rank: the errors of `export_weights`; ImportError without safetensors; ValueError if the
+    folder exists, or if a tensor is larger than a file may be; OSError if a file cannot be written.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="opening the folder of an export"):

@@ -337,12 +337,12 @@ class Loads:
         return self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
-        """Writes this rank's input of a max-reduction: the loads of its experts, and ``marks``.
+        """Writes this rank's input of a max-reduction: the loads of its experts, and the object's ``marks``.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
-        out: (size,) int64, filled with zeros. The loads are written at the indices of this rank's experts
-            among all E experts. The marks are written after index E - 1.
+        out: (`size`,) int64, memory for all numbers, filled with zeros. The loads are written at the indices
+            of this rank's experts among all E experts. The marks are written after index E - 1.
         """
         num_local = recv_FWE.shape[2]
         first = self.own_place * num_local
@@ -773,9 +773,9 @@ class CountsExchange:
         the device, one for dispatch and one for combine. Each is (F, R), the result of
         `Exchange.relay_counts`: R numbers for each bin. R is 0 if this rank passes on no rows.
 
-        device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order of
-            `Grid.by_arrival`. The X counts of a bin are rows for each expert of this rank, and one more count
-            if a token is sent only once to a rank that holds several of its experts.
+        device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order in which
+            rows arrive (`Grid.by_arrival`). The X counts of a bin are rows for each expert of this rank, and
+            one more count if a token is sent only once to a rank that holds several of its experts.
         """
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []

@@ -358,7 +358,8 @@ def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
     added after the layer was built. pmoe then warns once. Collective if experts differ between ranks.
 
     modules: the modules of the layer.
-    marks: the maxima of `architecture_marks` over all ranks.
+    marks: the maxima over all ranks of the three numbers of `architecture_marks`: whether a rank's experts
+        cannot be copied, the digest of their architecture, and a number that falls as the digest rises.
 
     Raises ValueError on every rank if experts differ between ranks in more than parameters and buffers.
     """

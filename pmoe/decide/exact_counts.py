@@ -34,7 +34,7 @@ class ExactCounts:
     """Gets a call's row counts by an exchange among all ranks.
 
     The call then runs in chunks (micro-batches) on the pipeline engine. A subclass may choose fused kernels
-    instead (`FusedCounts`). The class implements `CountsSource`.
+    instead (`FusedCounts`). The class implements `CountsSource`, the interface of all sources of row counts.
 
     call     the call
     routed   the call's tokens with their routing

@@ -33,9 +33,9 @@ from pmoe.schedule.restore import Restore
 class FusedCounts(ExactCounts):
     """Gets the row counts of a layer that asks for fused kernels, by an exchange among all ranks.
 
-    The class implements `CountsSource`. `agree` returns an `AgreedChoice`. Two optional fields of the
-    `AgreedChoice` say what computes the call: ``steps`` are the operators of the fused kernels; ``choice``
-    has the number of chunks for the pipeline engine:
+    The class implements `CountsSource`, the interface of all sources of row counts. `agree` returns an
+    `AgreedChoice`. Two optional fields of the `AgreedChoice` say what computes the call: ``steps`` are the
+    operators of the fused kernels; ``choice`` has the number of chunks for the pipeline engine:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels

@@ -47,7 +47,8 @@ from pmoe.ordering.sorted import Tokens
 class PaddedCounts:
     """The row counts of a layer with ``pad_to_capacity``: every count equals the capacity.
 
-    The call runs in chunks (micro-batches), or by the persistent kernel. The class implements `CountsSource`.
+    The call runs in chunks (micro-batches), or by the persistent kernel. The class implements `CountsSource`,
+    the interface of all sources of row counts.
 
     call     the call
     routed   the call's tokens with their routing
@@ -175,13 +176,14 @@ class PaddedCounts:
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
-        """Returns the row counts with `RankCounts.recv_device` on the device of the rows."""
+        """Returns the row counts; kernels read a copy on the rows' device (`RankCounts.recv_device`)."""
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
         """Returns the row counts: the same number for all ranks and experts, because padding is counted.
 
-        device: the device for the tensor `RankCounts.recv_device`. All other tensors are in CPU memory.
+        device: the device of the counts that kernels read (`RankCounts.recv_device`). All other tensors are
+            in CPU memory.
         """
         splits = self._splits
         # The solver's answer depends on this number of rows. So the number must not depend on the bins, which

@@ -186,7 +186,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     Nothing in a call of ``state_dict()`` says how its result will be used. So this function searches the call
     stack, from the nearest caller on, for a caller that it knows:
 
-    - A function of `ONE_FILE` writes one file, so the error is raised.
+    - A function that the table `ONE_FILE` lists writes one file, so the error is raised.
     - torch's distributed checkpoint saves the experts of all ranks. The error is raised only if a full state
       dict is asked for and the experts are plain tensors.
 

@@ -592,7 +592,7 @@ class Experts(nn.Module, abc.ABC):
     def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
         """Adds a chunk's gradients of the parameters to ``sums``.
 
-        pending: the third result of `input_gradient`.
+        pending: the tensors that weight gradients need: the third result of `input_gradient`.
         groups: where each expert's rows begin and end.
         sums: one for each parameter, of the same shape; None for a parameter that needs no gradient.
         """

@@ -760,14 +760,14 @@ def number_of_adapter(name: str) -> int:
 
 
 def _number_tensor(name: str) -> Tensor:
-    """Returns `number_of_adapter` as an int64 scalar on the host."""
+    """Returns the number that stands for an adapter's name, as an int64 scalar on the host."""
     return torch.tensor(number_of_adapter(name), device="cpu")
 
 
 def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> None:
     """Raises RuntimeError if a call was recomputed with another adapter than its forward pass used.
 
-    node: returns the node of `_OfAdapter` that the forward pass made.
+    node: returns the forward pass's node of the autograd graph that remembers the adapter (`_OfAdapter`).
     experts: the experts of the call.
     name: the name of the adapter that the forward pass used.
     """

@@ -276,7 +276,7 @@ def launch_pass(
     launcher: has the symmetric heaps of these ranks.
     direction: "forward" or "backward".
     activation: name of the experts' nonlinearity.
-    ranks: for each rank the result of `forward_tensors` or `backward_tensors`.
+    ranks: for each rank the launch's arguments, from `forward_tensors` or `backward_tensors`.
 
     One thread block of each rank schedules tasks, and waits for the thread blocks that compute. So if fewer
     than two thread blocks of a rank ran at the same time, the kernel would never end.

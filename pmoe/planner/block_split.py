@@ -124,7 +124,7 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer without a kernel's name: the keys of `DivisionTable.layers`.
+    """Returns the sizes of a layer without a kernel's name, which are keys of a layer's measured seconds.
 
     sizes: sizes of the layer, or sizes of one of its four kernels (dispatch and combine, forward and
         backward), which also have the kernel's name. The layer and its kernels all give the same result.
@@ -188,7 +188,8 @@ def all_columns(d_model: int) -> int:
 def chunk_candidates(d_model: int) -> list[int]:
     """Returns the widths of messages, in columns, that are tried for the combining kernel.
 
-    These are the numbers of `CHUNKS` that are not wider than a row, and the width of a whole row.
+    These are the width of a whole row, and those of the numbers 256, 512 and 1024 (`CHUNKS`) that are not
+    larger.
     """
     all_of_row = all_columns(d_model)
     return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})

@@ -102,7 +102,8 @@ class CopyWork:
         Numbers may be fractions: a rank may send or receive a part of an expert's weights.
 
         direction: the pass, "forward" or "backward".
-        restore: the restore pair (`in_stages`).
+        restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
+            weights are sent again, too.
         """
         stages = self.in_stages(Stages(local=True, remote=True), restore)
         messages = float(stages.sends_copies(direction)) + (direction == "backward") * self.learned

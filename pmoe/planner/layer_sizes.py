@@ -210,7 +210,8 @@ class LayerSizes:
     def buffer_sizes(self, **arguments: Any) -> BufferSizes:
         """Returns the rows and columns of every buffer of a pass, as the engine computes them.
 
-        arguments: those of `BufferSizes` that do not follow from the layer's sizes.
+        arguments: the arguments of `BufferSizes` that do not follow from the layer's sizes, such as the
+            direction and the numbers of rows by chunk.
         """
         arguments |= {"d_model": self.d_model, "columns": self.columns}
         if self.wires == AS_THEY_ARE:

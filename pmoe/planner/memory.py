@@ -436,7 +436,7 @@ def _forward_work(
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
-    buffers: bytes of forward's buffers at the moments of `PassBytes`.
+    buffers: bytes of forward's buffers at several moments (`PassBytes`).
     restore: the restore pair.
     """
     rounded = bytes_of_rounded(sizes, forward, "forward", restore)
@@ -480,7 +480,7 @@ def _backward_work(
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
-    buffers: bytes of backward's buffers at the moments of `PassBytes`.
+    buffers: bytes of backward's buffers at several moments (`PassBytes`).
     restore: the restore pair.
     """
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
@@ -1007,14 +1007,15 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
 
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
-    """Returns the bytes that buffers take at four moments (`PassBytes`) of a pass without ring slots.
+    """Returns the bytes that buffers take at four moments of a pass without ring slots.
 
+    The moments are the start of the pass, the experts' computation, the time before combine, and the end.
     Without ring slots (buffers that chunks use in turn), every buffer has memory of its own. The function
     goes through the tasks in order. It adds the buffers that a task allocates, and removes those that the
     task is the last to use.
 
     sizes: sizes of the layer.
-    rows: numbers of rows of the pass, from `in_pieces`.
+    rows: numbers of rows of the pass, with the rows that stay joined into fewer tasks (`in_pieces`).
     buffers: rows and columns of each buffer of the pass.
     """
     direction = buffers.direction

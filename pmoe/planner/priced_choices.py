@@ -256,7 +256,7 @@ def advise(
 
 
 def planned_pairs(sizes: LayerSizes, allow: AllowName | None, *, has_budget: bool) -> tuple[Restore, ...]:
-    """Returns the restore pairs of `pairs_to_choose` that a layer of these sizes can have.
+    """Returns the restore pairs among which pmoe chooses for a layer of these sizes.
 
     A pair that keeps messages is left out if no rows arrive as messages. A pair that rounds to e4m3 is left
     out for rows of float64.
@@ -448,8 +448,8 @@ class Chooser:
     ) -> Choice:
         """Returns the fastest choice within the memory budget.
 
-        If trials are allowed, they decide between the choices that `_worth_trying` selects. Otherwise
-        predicted seconds decide. Raises ValueError if no choice stays within the budget.
+        If trials are allowed, they decide between the few choices that are predicted to be the fastest.
+        Otherwise predicted seconds decide. Raises ValueError if no choice stays within the budget.
 
         sizes: sizes of the layer.
         tokens: number of tokens of the rank with most tokens.

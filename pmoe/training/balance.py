@@ -105,7 +105,14 @@ class _LayerSums:
     has_constants: bool = False
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
-        """Adds the sums of one call. Each argument means the same as the attribute of its name."""
+        """Adds the sums of one call.
+
+        share: (E,) for E experts: the expert's share in a token's scores, summed over the tokens of the call.
+        sequences: scalar, the sum of the losses of the call's sequences; None unless the loss is over
+            sequences.
+        z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
+        counts: (E,) int64, how many choices of the call fell on each expert.
+        """
         self.has_constants |= not share.requires_grad
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts

@@ -322,7 +322,7 @@ class _Export:
         return tensors
 
     def _value(self, layer: MoELayer, own: str, value: Tensor) -> Tensor:
-        """Returns the value of a tensor of `_stacked`. A collective if FSDP2 shards the experts.
+        """Returns this rank's value of w1, w2, b1 or b2. A collective if FSDP2 shards the experts.
 
         layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".

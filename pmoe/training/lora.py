@@ -85,7 +85,8 @@ def add_lora(
     them alone. Their initial values do not depend on the number of ranks. Call the function before or after
     `pmoe.parallelize`, but before the optimizer is made.
 
-    Returns `lora_adapters` of the model. Collective: every rank must call it with the same arguments.
+    Returns the new adapters as one module (`lora_adapters`). Collective: every rank must call it with the
+    same arguments.
 
     Raises ValueError or TypeError on every rank, before anything is changed, if an argument is wrong, if
     arguments differ between ranks, or if a layer cannot have adapters.
@@ -368,7 +369,7 @@ def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExpe
 
 
 def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the weights that get an adapter, in the order of `WEIGHTS`.
+    """Returns the names of the weights that get an adapter, "w1" before "w2".
 
     Raises ValueError or TypeError if there are none, or other names than "w1" and "w2".
     """

@@ -161,7 +161,7 @@ class _Form:
         return dims[1] == {"w1": "M", "w2": "H"}[weight]
 
     def stored(self, weight: str, down_ERI: Tensor, up_EOR: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the stored matrices A and B of a weight, in the order of `keys`.
+        """Returns the stored matrices A and B of a weight, in the order of their names in the file (`keys`).
 
         down_ERI, up_EOR: A and B of all experts.
         """
@@ -182,7 +182,7 @@ class _Form:
         columns of the other half's A. Otherwise r is the rank.
 
         weight: "w1" or "w2".
-        down, up: the stored matrices A and B, in the order of `keys`.
+        down, up: the stored matrices A and B, in the order of their names in the file (`keys`).
         rank: the rank of the stored adapter.
         """
         if self.is_stacked:
@@ -373,7 +373,7 @@ def load_lora(
     expert, the two halves of w1 (gate_proj, up_proj) may have different matrices A. The adapter then has
     twice the rank.
 
-    Returns `lora_adapters` of the model. Collective: every rank must call it.
+    Returns the loaded adapters as one module (`pmoe.lora_adapters`). Collective: every rank must call it.
 
     Raises ValueError or TypeError on every rank, before anything is changed, in these cases:
 

@@ -51,11 +51,12 @@ def route(
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk; it divides
         num_chunks. Rows are still counted chunk by chunk.
     last: experts whose rows come last in each chunk, after the rows of all other experts.
-    not_finite: the value of `Routes.fault` if a logit is infinite or NaN.
+    not_finite: the fault in the result (`Routes.fault`) if a logit is infinite or NaN.
     heading: asks for messages with the row counts of each chunk (`Routes.messages`). The experts of a rank
         follow each other, so the number of ranks must divide the number of experts.
 
-    Returns `Routes`. Only four tensors are saved for backward: logits, expert, weight and counts.
+    Returns the experts and weights of each token, and the order of the rows (`Routes`). Only four tensors are
+    saved for backward: logits, expert, weight and counts.
 
     Raises ValueError if
 

@@ -750,7 +750,7 @@ class CountsExchange:
         return device_FWX, [values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)]
 
     def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Separates the rows for each expert from the number of rows that are sent only once.
+        """Separates two sorts of counts: rows for each expert, and rows that are sent only once.
 
         counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
             E_local of the X counts are rows for each expert of a rank. One more count follows if a token is

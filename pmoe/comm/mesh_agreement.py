@@ -89,7 +89,7 @@ _own_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnCalls] = weakref.Wea
 
 
 def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> T:
-    """Waits until all ranks of a mesh have come with the same mesh. Returns the result of ``check``.
+    """Waits until all ranks of a mesh have passed the same mesh. Returns the result of ``check``.
 
     text: the mesh in words, by which ranks compare it.
     members: the global ranks of the mesh.

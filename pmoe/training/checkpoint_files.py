@@ -204,8 +204,8 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
 
     The checksums of all files are compared here, because torch compares none. Each file sums_*.json lists
     some files with their checksums. The ranks share the work: in the list of all sums_*.json, sorted by name,
-    rank r takes the indices r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that are
-    listed there.
+    rank r takes the entries r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that these
+    sums_*.json list.
 
     path: folder of the checkpoint.
     rank: this rank.

@@ -124,7 +124,7 @@ class Names:
 
 
 def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
-    """Returns two dicts by name in the checkpoint: a model's tensors, and its modules' extra states.
+    """Returns a model's tensors, and the extra states of its modules: two dicts by name in the checkpoint.
 
     The tensors, of any shape, share memory with the model. Extra states (`torch.nn.Module.get_extra_state`)
     are plain data.

@@ -530,8 +530,8 @@ def _targets(
 ) -> tuple[str, ...]:
     """Returns which of the weights "w1" and "w2" have matrices in the files. Raises ValueError if none has.
 
-    form: the form of an adapter of both weights.
-    layer_name: the name of the first layer.
+    form: the names and shapes of the matrices in the files, for an adapter of both weights.
+    layer_name: the name of the model's first MoE layer.
     names: the names of all matrices in the file.
     config: the content of PEFT's configuration.
     rename: changes each name of the model to the name in the file; None changes nothing.
@@ -580,7 +580,7 @@ def _check_shapes(
     keys: the names of the matrices ``down`` and ``up`` in the file.
     layer: the layer.
     weight: "w1" or "w2".
-    form: the form of the adapter in the file.
+    form: the names and shapes of the adapter's matrices in the file.
     down, up: the stored matrices A and B of the weight.
     rank: the adapter's rank, the inner dimension of the product up * down.
     """
@@ -696,8 +696,8 @@ def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> No
 def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
     """Raises ValueError if the adapters in the files cannot be loaded into an adapter.
 
-    Their rank and the weights that they change must be those of the adapter. If all experts share the
-    adapter, the files must have the same matrices for all experts.
+    The adapters in the files must have the same rank and change the same weights as the adapter. If all
+    experts share the adapter, the files must have the same matrices for all experts.
 
     layer_name: the name of the adapter's layer, for the message.
     adapter: the adapter.

@@ -246,7 +246,7 @@ def record(
 
     run: the expert, or another function of rows, such as a user's callback.
     rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
-    chunk_rows: the slice of the chunk's rows that ``rows`` are.
+    chunk_rows: where ``rows`` are among the chunk's rows, a slice.
     saved_slots: an empty `SavedTensorSlots`.
     own_rows: whether the graph must keep its input rows.
 

@@ -230,7 +230,6 @@ def _places(
     The extension computes the offsets once for each shape.
 
     ranks, experts, rows, home_rows, row_bytes: the sizes of both kinds of heaps, as in `HeapShape`.
-
     cell: the fields on which only the heap of FlashDMoE's kernels depends: d_hidden, sends_again and is_pool.
         Empty for COMET's kernels.
     """

@@ -154,7 +154,7 @@ def _checked_layers(
     reduce: whether each backward pass reduces the experts' gradients.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
-    sharding: arguments for fully_shard if it shards experts over the ranks with copies of them; else None.
+    sharding: arguments for fully_shard if FSDP2 shards experts over the ranks with copies of them; else None.
     of_copies: for each mesh dimension along which experts are copied, the ranks that hold copies of this
         rank's experts; the inner dimension first.
 

@@ -544,8 +544,8 @@ class EarlyMessages:
 class CountsExchange:
     """One exchange of row counts. It begins when the object is built and ends with `finish`.
 
-    Between the two the caller may do other work, such as sorting rows. `finish` contains the only host
-    synchronisation of a layer's forward pass.
+    Between the beginning and `finish` the caller may do other work, such as sorting rows. `finish` contains
+    the only host synchronisation of a layer's forward pass.
 
     The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
     message has X counts: the rows for each expert of the receiving rank, and one more number if a token is

@@ -271,7 +271,8 @@ def key_of_degrees(modules: LayerModules) -> dict[str, Any]:
     - the dtype of the rows, and how many copies of busy experts a rank hosts, because each combination has a
       table of its own;
     - the restore pair that ``memory_reuse=True`` chooses (how backward gets the rows and the hidden
-      activation), because all pairs share a table. `LearnedDegrees.table` says why.
+      activation), because all pairs share a table: trials for each pair would gain little
+      (`LearnedDegrees.table`).
 
     modules: the modules and options of the layer.
     """

@@ -366,8 +366,8 @@ def layer_costs(
 
     The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
 
-    The seconds of pmoe's own experts are those of a forward pass, for both values of ``direction``. They take
-    twice as long in backward, so for a backward pass the caller doubles the seconds of the experts' stage
+    The seconds of pmoe's own experts are those of a forward pass, for both values of ``direction``. In
+    backward pmoe's experts take twice as long, so the caller doubles the seconds of their stage
     (`LayerCosts.backward`). The seconds of a user's module are not doubled: ``expert`` has those of the pass.
 
     shape: sizes of the layer.
@@ -502,7 +502,7 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
     The fixed cost stands for launches of small kernels and for work of the host. FSMoE's model leaves these
     out, so on a fast link it always prefers more chunks. The fixed cost is the same for chunks of any size,
     and is added to the seconds of the experts' computation. Trials (timed runs of both passes) have measured
-    two numbers of chunks (`TRIED`). The fixed cost is chosen so that
+    two numbers of chunks, 1 and 8 (`TRIED`). The fixed cost is chosen so that
 
         predicted seconds of the larger number - predicted seconds of the smaller number = measured
 
@@ -533,8 +533,8 @@ def measure_chunk_cost(batch: TrialBatch, restore: Restore, tried: TriedBy[int])
     """Measures the fixed cost of a chunk in both passes, by trials. Collective the first time.
 
     The fixed cost of a chunk is its seconds that do not depend on its number of rows. It is computed from the
-    seconds of two trials (timed runs), one for each of the numbers of chunks in `TRIED` (`with_chunk_cost`).
-    The layer remembers the fixed cost for batches of this size, and `step_costs` includes it.
+    seconds of two trials (timed runs), one with 1 chunk and one with 8 chunks (`with_chunk_cost`). The layer
+    remembers the fixed cost for batches of this size, and `step_costs` includes it.
 
     Returns whether the layer now has a fixed cost for batches of this size:
 

@@ -189,7 +189,7 @@ class TrialBatch:
 
     @property
     def may_try(self) -> bool:
-        """Whether trials may run on this batch: `trials_allowed`, and no rank lacks host memory for them.
+        """Whether trials may run on this batch: they are allowed, and no rank lacks host memory for them.
 
         A trial is a timed run of both passes. Trials with restore pairs that offload need free host memory.
         """
@@ -213,8 +213,9 @@ class TrialBatch:
     def counted_for(self, choices: Sequence[Choice]) -> TrialBatch:
         """Returns this batch, with rows counted so that it can be cut into all given numbers of chunks.
 
-        With ``pipeline="solve"``, ``rows_for`` counts the rows again, which is collective (`degrees` has the
-        reason). If there is no ``rows_for``, the batch is returned unchanged.
+        With ``pipeline="solve"``, the present counts fit only some numbers of chunks (`degrees`), so
+        ``rows_for`` counts the rows again, which is collective. If there is no ``rows_for``, the batch is
+        returned unchanged.
 
         If all numbers of chunks divide `MAX_DEGREE`, rows are also counted for `MAX_DEGREE` chunks, so that
         the memory of a step with so many chunks can be predicted. That step needs the least memory. Trials
@@ -286,7 +287,7 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
 def _own_peak(batch: TrialBatch, choice: Choice) -> float:
     """Returns the predicted peak, in bytes on this rank, of a step with a choice.
 
-    `predicted_peaks` says what the peak includes.
+    The peak includes the gradients of the experts' parameters, but not the gate's memory.
 
     batch: the routed batch.
     choice: the numbers of chunks and the restore pair: how backward gets the rows and the hidden activation.

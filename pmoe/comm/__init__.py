@@ -70,7 +70,8 @@ def _exchange_by(
 ) -> FlatAllToAll | HierarchicalExchange:
     """Returns a new exchange (a kind of all-to-all) of the given name.
 
-    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`). Only hierarchical exchanges use it.
+    nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
+        None for the number in LOCAL_WORLD_SIZE. Only hierarchical exchanges use it.
     """
     if name == "flat":
         return FlatAllToAll()

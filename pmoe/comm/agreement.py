@@ -1,7 +1,6 @@
 """Agreement among ranks: collectives that give every rank the same numbers or values.
 
-Each call is a collective. So all ranks must make the same calls in the same order, and pass the same number
-of values to each.
+Each call is a collective. So all ranks must make the same calls in the same order, with equally many values.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
     Costs one all-reduce of ``len(values)`` float64 numbers on ``device``, and the host waits for the result.
     The call is also a barrier: no rank returns before all ranks have called.
 
-    stage: what the values are for, in words of an error message.
+    stage: what the values are for, in words, for error messages.
 
     Example: ranks with (1, 5) and (3, 4) -> [3, 5].
     """
@@ -61,7 +60,7 @@ def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: 
 
     ranks: the ranks.
     device: the device on which the numbers are reduced.
-    stage: what the values are for, in words of an error message.
+    stage: what the values are for, in words, for error messages.
 
     Example: ranks with (1, 5) and (3, 5) -> [False, True].
     """
@@ -75,7 +74,7 @@ def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
     """Returns the values of all ranks, in order of rank. A collective.
 
     value: this rank's value: anything that can be pickled. Its size may differ between ranks.
-    stage: what the values are for, in words of an error message.
+    stage: what the values are for, in words, for error messages.
     """
     if ranks.size == 1:
         return [value]
@@ -89,7 +88,7 @@ def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
     """Returns, on every rank, the value that rank 0 of the group has. A collective.
 
     value: anything that can be pickled. The values of the other ranks are ignored.
-    stage: what the value is for, in words of an error message.
+    stage: what the value is for, in words, for error messages.
     """
     values = [value]
     if ranks.size > 1:
@@ -109,7 +108,8 @@ def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
     - the class of the failed rank's error, if that is OSError or a subclass of it;
     - RuntimeError otherwise.
 
-    stage: what the block does, in words of an error message.
+    ranks: the ranks.
+    stage: what the block does, in words, for error messages.
     """
     failed: Exception | None = None
     try:

@@ -70,7 +70,8 @@ class Exchange(abc.ABC):
     """An irregular all-to-all: the number of rows from one rank to another may differ, and may be 0.
 
     Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
-    have the same methods; a layer uses a module only in the direction of its class.
+    classes have the same methods. A layer sends rows to experts only by a `Dispatch`, and results back only
+    by a `Combine`.
 
     Methods start collectives, so all ranks must call the same methods in the same order.
 

@@ -106,8 +106,8 @@ class RankCounts:
     """Row counts of one call, as one rank knows them after the exchange. Dropped rows are not counted.
 
     All counts are int64. F is the number of bins, which are equal ranges of a rank's tokens; after `joined`
-    it is the number of chunks. P ranks are those to which this rank may send, and W are all ranks of the
-    layer. W is P unless several ranks share each expert. Each rank has E_local experts.
+    it is the number of chunks. P is the number of ranks to which this rank may send rows, and W the number of
+    all ranks of the layer. W = P unless several ranks share each expert. Each rank has E_local experts.
 
     Counts of this rank, on the host unless the name says otherwise:
 
@@ -337,12 +337,12 @@ class Loads:
         return self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
-        """Writes this rank's input of a max-reduction: the loads of its experts, and ``marks``.
+        """Writes this rank's input of a max-reduction: the loads of its experts, and the object's ``marks``.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
-        out: (size,) int64, filled with zeros. The loads are written at the indices of this rank's experts
-            among all E experts. The marks are written after index E - 1.
+        out: (`size`,) int64, memory for all numbers, filled with zeros. The loads are written at the indices
+            of this rank's experts among all E experts. The marks are written after index E - 1.
         """
         num_local = recv_FWE.shape[2]
         first = self.own_place * num_local
@@ -398,8 +398,8 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
     slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
 
     Rows for copies never stay on their rank: they are always sent. So a rank that hosts copies would fill the
-    reserve in every call. Therefore slots have no reserve in a layer with copies, and a chunk with more rows
-    is cut into smaller chunks. The result is
+    reserve in every call. Therefore slots have no reserve in a layer with copies. If a chunk has more rows
+    than a slot has room for, it is cut into smaller chunks. The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -510,7 +510,7 @@ def heading(
     ranks: the ranks of the layer.
     num_tokens: number of this rank's tokens.
     dtype: dtype of the rows that will be sent.
-    num_degrees: how many numbers of chunks are checked against `Slots`.
+    num_degrees: for how many numbers of chunks ranks check whether chunks fit into ring slots (`Slots`).
     needs_grad: whether this rank wants gradients.
     training: whether the layer is in training mode.
     """
@@ -544,8 +544,8 @@ class EarlyMessages:
 class CountsExchange:
     """One exchange of row counts. It begins when the object is built and ends with `finish`.
 
-    Between the two the caller may do other work, such as sorting rows. `finish` contains the only host
-    synchronisation of a layer's forward pass.
+    Between the beginning and `finish` the caller may do other work, such as sorting rows. `finish` contains
+    the only host synchronisation of a layer's forward pass.
 
     The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
     message has X counts: the rows for each expert of the receiving rank, and one more number if a token is
@@ -714,7 +714,8 @@ class CountsExchange:
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
         """Computes on the device all numbers that the host needs, and copies them to the host.
 
-        On several ranks it is a collective, after the messages of the other ranks have arrived.
+        With several ranks the method is a collective. The messages of the other ranks must have arrived
+        before.
 
         Returns two values:
 
@@ -722,7 +723,8 @@ class CountsExchange:
           (equal ranges of tokens). The X counts are the rows for each of this rank's experts, and perhaps one
           more number (`_split`).
         - A list of tensors on the host: the counts that this rank sent, the counts that it received, the
-          headers, the result of `_agree`, and the results of `_relay`.
+          headers, the numbers on which ranks agree (`_agree`), and the rows that this rank passes on
+          (`_relay`).
         """
         if self._messages is not None:
             return self._by_kernels(self._messages)
@@ -748,7 +750,7 @@ class CountsExchange:
         return device_FWX, [values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)]
 
     def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Separates the rows for each expert from the number of rows that are sent only once.
+        """Separates two sorts of counts: rows for each expert, and rows that are sent only once.
 
         counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
             E_local of the X counts are rows for each expert of a rank. One more count follows if a token is
@@ -771,9 +773,9 @@ class CountsExchange:
         the device, one for dispatch and one for combine. Each is (F, R), the result of
         `Exchange.relay_counts`: R numbers for each bin. R is 0 if this rank passes on no rows.
 
-        device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order of
-            `Grid.by_arrival`. The X counts of a bin are rows for each expert of this rank, and one more count
-            if a token is sent only once to a rank that holds several of its experts.
+        device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order in which
+            rows arrive (`Grid.by_arrival`). The X counts of a bin are rows for each expert of this rank, and
+            one more count if a token is sent only once to a rank that holds several of its experts.
         """
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
@@ -838,8 +840,8 @@ class CountsExchange:
         """Returns this rank's messages: the messages that the routing kernels wrote, or new messages.
 
         New messages are written by a kernel. Returns None, and launches nothing, if the kernel cannot write
-        them. It can write them if four conditions hold: experts are not sharded, each row is sent for one
-        expert, no rank passes on rows of other ranks, and the loads of experts are not asked for.
+        them. The kernel can write messages if four conditions hold: experts are not sharded, each row is sent
+        for one expert, no rank passes on rows of other ranks, and the loads of experts are not asked for.
 
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
@@ -866,9 +868,12 @@ class CountsExchange:
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
         """Computes, by kernels, the numbers that the host needs, and copies them to the host. A collective.
 
-        Returns the same two values as `_to_host`: (F, W, X) on the device, the X counts that this rank
-        received from each of W ranks for each of F bins (equal ranges of tokens); and a list of tensors on
-        the host.
+        Returns the same two values as `_to_host`:
+
+        - (F, W, X) on the device, the X counts that this rank received from each of W ranks for each of F
+          bins (equal ranges of tokens).
+        - A list of tensors on the host: sent counts, received counts, headers, and the numbers on which ranks
+          agree.
 
         messages: the messages of all ranks.
         """

@@ -337,9 +337,9 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 def _order_hint(ranks: Ranks) -> str:
     """Returns a hint that ranks may call layers in different orders; "" if all messages have one size.
 
-    The messages of row counts of two layers may have different sizes. If two ranks are in different layers
-    then, gloo ends the process that gets the longer message. So only the ranks that still run can name the
-    cause.
+    Two layers may send messages of row counts of different sizes. If two ranks call different layers at the
+    same time, one of them gets a longer message than it expects, and gloo ends its process. So only the other
+    ranks, which still run, can name the cause.
 
     ranks: the ranks of the layer.
     """

@@ -18,7 +18,7 @@ from pmoe.comm.ranks import Ranks
 def sum_over_ranks(ranks: Ranks, stage: str, gradients: Sequence[Tensor]) -> None:
     """Sums gradients of any shape over ranks, in place. Collective: all ranks pass gradients of equal shapes.
 
-    stage: what the ranks do, in words of an error message.
+    stage: what the ranks do, in words, for error messages.
     """
     if not gradients:
         return

@@ -107,7 +107,9 @@ class Grid:
         return recv_FWX.index_select(1, _index(self.order, recv_FWX.device))
 
     def by_rank(self, arrival_FWX: Tensor) -> Tensor:
-        """Reorders counts of received rows from the order of `by_arrival` back to rank order.
+        """Reorders counts of received rows: from the order of rows after an all-gather to rank order.
+
+        This is the inverse of `by_arrival`.
 
         arrival_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in the order that `by_arrival` returns.

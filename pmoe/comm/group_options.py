@@ -1,4 +1,4 @@
-"""Reads the backend, the options and the timeout of a process group, to make new groups with the same."""
+"""Reads a process group's backend, options and timeout, so that new groups can be made with them."""
 
 from __future__ import annotations
 

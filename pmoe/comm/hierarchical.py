@@ -17,8 +17,8 @@ from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topolo
 class HierarchicalExchange(Dispatch, Combine):
     """An irregular all-to-all in several collectives, which sends rows through other ranks.
 
-    The result equals that of `pmoe.comm.base.FlatAllToAll`, bit by bit. If all ranks are on one node, or each
-    rank is on a node of its own, a single flat collective sends all rows.
+    The result equals that of the flat all-to-all (`pmoe.comm.base.FlatAllToAll`), bit by bit. If all ranks
+    are on one node, or each rank is on a node of its own, a single flat collective sends all rows.
 
     - The exchange has process groups of its own, so another thread may use the layer's group at the same
       time.
@@ -103,10 +103,16 @@ class HierarchicalExchange(Dispatch, Combine):
     def exchange(
         self, rows: Tensor, send_rows: RowCounts, out: Tensor, recv_rows: RowCounts, relayed: RowCounts = ()
     ) -> None:
-        """Sends rows (N,) or (N, M) to all ranks in several collectives, as `Exchange.exchange` describes.
+        """Sends each rank a block of ``rows``, in several collectives, and receives a block from each rank.
 
-        N is the number of rows, M their columns. The method returns after the last collective. On a GPU the
-        current stream waits for the collectives, and the host does not.
+        The method returns after the last collective. On a GPU the current stream waits for the collectives,
+        and the host does not.
+
+        rows: contiguous (N,) or (N, M): N rows of M columns, in blocks for the ranks, in order of rank.
+        send_rows: send_rows[r] is the number of rows for rank r.
+        out: contiguous, of the width and dtype of ``rows``. Takes the received blocks in order of rank.
+        recv_rows: recv_rows[r] is the number of rows from rank r.
+        relayed: the numbers that `relay_counts` returned for these rows; () if it returned None.
         """
         if rows.is_floating_point() and rows.element_size() == 1:
             rows = rows.view(torch.uint8)  # not every operator knows float8

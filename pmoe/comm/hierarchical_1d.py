@@ -28,7 +28,8 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
     The leader is the first rank of a node; the destination's leader is the leader of its node. Nodes may have
     different numbers of ranks.
 
-    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`).
+    nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
+        None for the number in LOCAL_WORLD_SIZE.
     """
 
     def relay(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class HierarchicalAllToAll2D(HierarchicalExchange):
     own node that has the same place as the destination. Every node must have the same number of the group's
     ranks.
 
-    nodes: which ranks share a node (`pmoe.comm.topology.Nodes`).
+    nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
+        None for the number in LOCAL_WORLD_SIZE.
     """
 
     def check_topology(self) -> None:

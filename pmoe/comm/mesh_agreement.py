@@ -8,14 +8,15 @@ comparison uses no group, only the default group's store, which every rank can r
     refused/MESH/NUMBER     the `Refusal` of this call, by the first rank that has refused it
 
 All keys begin with pmoe/mesh/LIFE/ (`GroupRecord.life`). MESH is a digest of the mesh's text, and NUMBER
-counts the calls with one mesh. A refused call counts for all ranks, also for those that come late
-(`_next_call`).
+counts the calls with one mesh. A refused call is counted, too: ranks that come late to it make this call, and
+raise its error (`_next_call`).
 
-A rank waits until all ranks of its mesh have come. Meanwhile it reads the last calls of these ranks:
+A rank waits until all ranks of its mesh have come. Meanwhile it reads the last call of each of these ranks.
+If this is a call with a different mesh or number, there are three cases:
 
-    another mesh with this rank      the meshes differ: an error for the ranks of both calls
-    a call that was refused          an error, unless another call follows within `PATIENCE_SECONDS`
-    another mesh without this rank   an earlier call of that rank with other ranks: waits
+    its mesh contains this rank   the meshes differ: an error for the ranks of both calls
+    the call was refused          an error, unless that rank makes another call within `PATIENCE_SECONDS`
+    its mesh lacks this rank      it is an earlier call of that rank with other ranks: this rank waits
 
 Ranks outside the mesh are not asked, because they may call `pmoe.parallelize` with meshes of their own.
 """
@@ -73,7 +74,7 @@ class Refusal:
 class OwnCalls:
     """A record of this rank's own calls with one default group.
 
-    turn: how many calls it has made, with any mesh. The present call is counted.
+    turn: how many calls this rank has made, with any mesh. The present call is counted.
     agreed: the number of the last call in which all ranks agreed, by mesh.
     left: the refused calls whose errors this rank has raised.
     """
@@ -88,16 +89,16 @@ _own_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, OwnCalls] = weakref.Wea
 
 
 def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> T:
-    """Waits until all ranks of a mesh have come with the same mesh. Returns the result of ``check``.
+    """Waits until all ranks of a mesh have passed the same mesh. Returns the result of ``check``.
 
     text: the mesh in words, by which ranks compare it.
     members: the global ranks of the mesh.
     check: checks this rank's mesh by itself, before other ranks can read of this rank's call.
 
-    Raises ValueError, on all ranks that wait for each other, if a rank of the mesh passes another mesh that
-    contains this rank, or if its call was refused. Raises the errors of ``check``. If a rank does not come
-    within the timeout of the default group, the first rank that notices raises RuntimeError, and ranks that
-    read of it raise ValueError.
+    Raises ValueError, on all ranks that wait for each other, if a rank of the mesh passes a different mesh
+    that contains this rank, or if that rank's call was refused. Raises the errors of ``check``. If a rank
+    does not come within the timeout of the default group, the first rank that notices raises RuntimeError,
+    and ranks that read of it raise ValueError.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -130,14 +131,15 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
 def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     """Returns the call that this rank makes now with the mesh ``text``.
 
-    It is the first call after the last one in which all ranks agreed. Calls that were refused are left out if
-    they are over for this rank. There are two ways to see this:
+    The calls with one mesh are numbered. The result is the first call after the last one in which all ranks
+    agreed. Refused calls with which this rank is finished are skipped. It is finished with a call in two
+    cases:
 
     - This rank has raised the error of the refusal already, maybe in a call with another mesh.
-    - The refusal was written in an earlier turn, by a rank that had made fewer calls than this rank. So this
-      rank made a call with another mesh at that time, in which it was not refused.
+    - The rank that wrote the refusal had made fewer calls by then than this rank has made by now. So at that
+      time this rank made a call with another mesh, which was not refused.
 
-    A call that was refused and is not over is one to which this rank comes late: `_wait` raises its error.
+    Any other refused call is returned: this rank comes late to it, and `_wait` raises its error.
     """
     number = own_calls.agreed.get(text, 0) + 1
     while refusal := board.refusal((text, number)):
@@ -149,7 +151,7 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
 
 @dataclass(frozen=True)
 class _Board:
-    """The keys of the store by which ranks compare their calls. Everyone can read all of them.
+    """The keys of the store by which ranks compare their calls. Every rank can read all keys.
 
     store: the default group's store.
     start: the beginning of all keys.
@@ -179,9 +181,9 @@ class _Board:
         return int(self.store.add(self._key("come", call), 0))
 
     def refuse(self, call: MeshCall, refusal: Refusal) -> Refusal:
-        """Publishes a refusal for all ranks that come to a call. The first refusal of a call counts.
+        """Publishes a refusal for all ranks that come to a call, unless the call has a refusal already.
 
-        Returns the refusal that counts.
+        Returns the refusal that the store then has, which is the first one.
         """
         published = json.dumps([refusal.error, refusal.turn, sorted(refusal.calls)])
         return _refusal_of(self.store.compare_set(self._key("refused", call), "", published))
@@ -247,13 +249,16 @@ def _contradiction(
     own_calls: OwnCalls,
     refused_since: dict[MeshCall, float],
 ) -> Refusal | None:
-    """Returns the refusal that the last calls of some ranks mean for this rank's call; None for none.
+    """Returns a refusal of this rank's call, if the last call of another rank contradicts it; else None.
 
-    If a rank has another mesh that contains this rank, its call is refused, too.
+    If that last call has a different mesh that contains this rank, it is refused, too.
 
-    board, own, own_calls: the arguments of `_wait`.
+    board: the keys of the store.
+    own: this rank's call.
     ranks: the global ranks whose last calls are read.
-    refused_since: when this rank has first read that other ranks' calls were refused; it is updated.
+    own_calls: the record of this rank's calls.
+    refused_since: for each refused call, the time when this rank first read of its refusal. New times are
+        added.
     """
     for rank in ranks:
         last = board.last_call(rank)
@@ -283,7 +288,10 @@ def _contradiction(
 def _late(board: _Board, own: MeshCall, members: Sequence[int], seconds: float) -> str:
     """Returns the error for ranks that have not come to this rank's call within some seconds.
 
-    The other arguments are those of `_wait`.
+    board: the keys of the store.
+    own: this rank's call.
+    members: the global ranks of the mesh.
+    seconds: how long this rank has waited.
     """
     for rank in members:
         last = board.last_call(rank)

@@ -154,8 +154,8 @@ class Ranks:
     def count_exchange(self) -> None:
         """Gives the next number to the exchange of row counts that begins now.
 
-        The exchanges of a group are numbered one after another. The layer's call that starts an exchange has
-        the number of the exchange.
+        The exchanges of a group are numbered one after another. A call of a layer has the number of the
+        exchange that it starts.
         """
         self.record.exchanges += 1
         self.record.begun_before = collectives.begun

@@ -176,7 +176,8 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
 def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
     """Returns for each rank of a group an id of its node. Ranks with equal ids share a node.
 
-    nodes: the user's argument (`Nodes`).
+    nodes: the user's argument: the number of ranks on each node, an id of its node for each rank, or None for
+        the number in LOCAL_WORLD_SIZE.
     global_ranks: the global rank of each rank of the group.
 
     Raises ValueError or TypeError if ``nodes`` is invalid.

@@ -83,8 +83,8 @@ def block_rows(columns: int, device_type: str) -> int | None:
 def are_packed_at_once(num_tokens: int, columns: int) -> bool:
     """Returns whether the first chunk of a pass on the CPU packs the tokens of all chunks.
 
-    It does if they are few (`BLOCKS_AT_ONCE`). In a small pass the host's work for each operator counts more
-    than memory.
+    It packs all of them if there are few tokens (`BLOCKS_AT_ONCE`). In a small pass the host's work for each
+    operator counts more than memory.
 
     num_tokens: number of tokens of the pass.
     columns: columns of a token.
@@ -132,7 +132,12 @@ def pack_copies(wire: WireName, tokens_TM: Tensor, token_N: Tensor, message_NC: 
 
 
 def _pack_e4m3(rows_bM: Tensor, message_bC: Tensor, expendable: bool) -> None:
-    """Writes the messages of a block of rows. The arguments are those of `pack_rows`, with b rows."""
+    """Writes the e4m3 messages of a block of b rows.
+
+    rows_bM: (b, M), the rows with M columns.
+    message_bC: (b, C) uint8, memory for the messages, C bytes each.
+    expendable: whether the rows' values may be overwritten, so that float32 rows need not be copied.
+    """
     d_model = rows_bM.shape[1]
     values_bM = rows_bM.float()
     if values_bM is rows_bM and not expendable:
@@ -203,7 +208,11 @@ def unpack_to_new(
 
 
 def _unpack_e4m3(message_bC: Tensor, out_bM: Tensor) -> None:
-    """Unpacks the messages of a block of rows. The arguments are those of `unpack_rows`, with b rows."""
+    """Unpacks the e4m3 messages of a block of b rows.
+
+    message_bC: (b, C) uint8, the messages, C bytes each.
+    out_bM: (b, M), memory for the rows of M columns.
+    """
     numbers, scales = _parts(message_bC, out_bM.shape[1])
     _scale(out_bM.copy_(numbers), scales)
 
@@ -211,8 +220,9 @@ def _unpack_e4m3(message_bC: Tensor, out_bM: Tensor) -> None:
 def _scale(values_NM: Tensor, scales_NB: Tensor) -> Tensor:
     """Multiplies each block of 128 columns by its scale, and returns the values.
 
-    Each number of e4m3 is also a number of bfloat16 and of float16, so the values are exact before. PyTorch
-    computes products with float32 scales in float32, and rounds them to the dtype of the values.
+    Each number of e4m3 is also a number of bfloat16 and of float16, so the values are exact before they are
+    multiplied. PyTorch multiplies by float32 scales in float32, and rounds the products to the dtype of the
+    values.
 
     values_NM: (N, M), numbers of e4m3 in the rows' dtype, which are overwritten.
     scales_NB: (N, B) float32, a scale for each block.

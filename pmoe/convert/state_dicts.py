@@ -31,7 +31,7 @@ AXES = {
     E  experts of all ranks         M  d_model
     X  experts in a state dict      H  d_hidden
     S  shared experts: 1            h  hidden columns of the shared expert
-    f  2 if experts are gated (rows of the gate, then rows of the other factor), 1 otherwise
+    f  2 if experts are gated (rows of the gate projection, then rows of the up projection), 1 otherwise
 """
 
 
@@ -246,8 +246,8 @@ def _place(layout: LayoutName, prefix: str, names: Mapping[str, str] | None) -> 
 def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place) -> Found:
     """Reads the tensors of a layer from a state dict, and returns them in pmoe's layout.
 
-    1. E (experts of all ranks) and d_model are read from the router's shape, the experts from the tensors'
-       names.
+    1. E (experts of all ranks) and d_model are read from the router's shape, the experts' indices from the
+       tensors' names.
     2. All tensors of the layer must be there, and no other tensors.
     3. d_hidden is read from the shape of w2. Then the shape, dtype and device of every tensor are checked.
     4. Tensors are stacked and permuted.

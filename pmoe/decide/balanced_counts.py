@@ -84,6 +84,7 @@ class BalancedCounts(ExactCounts):
 
     A copy is the weights of a busy expert on another rank, which computes a part of the expert's rows.
 
+    orders      sorts the (token, choice) slots of the call by chunk and expert, for any number of chunks
     copies      the copies of all ranks in this call, and which of them this rank sends and hosts; None if
                 there are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
@@ -127,7 +128,7 @@ class BalancedCounts(ExactCounts):
         questions. The answer is yes on every rank if it is yes on any rank:
 
         - Have the rank's experts changed since the last call?
-        - Has the rank no copies from an earlier call that this call could use?
+        - Does the rank lack copies of an earlier call that this call could use again?
         - Is a gradient of tensor i of the experts needed? There is one question for each i (`trained_marks`).
 
         If the experts are a user's modules, the exchange also shows whether all ranks have the same kind of
@@ -235,7 +236,7 @@ class BalancedCounts(ExactCounts):
         copies of rank 0, then the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these
         indices.
 
-        modules: the modules that the schedule computes, without the copies.
+        modules: the layer's modules and options, in which no copies are recorded yet.
         copies: the copies of all ranks in this call.
         """
         self.copies = copies
@@ -273,8 +274,8 @@ class BalancedCounts(ExactCounts):
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted so
-    that the batch can be cut into the two numbers of chunks of the layer's last call. If the solver chooses
+    A call has one number of chunks for forward and one for backward. Rows are first counted so that the batch
+    can be cut into either of the two numbers of chunks of the layer's last call. If the solver chooses
     different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
@@ -296,8 +297,9 @@ def trained_marks(modules: LayerModules) -> list[int]:
     The last mark stands for all tensors from its position on: it is 1 if any of them needs a gradient. If
     experts are a user's modules, mark i is 1 if parameter i of any expert needs a gradient.
 
-    A tensor may be computed from other parameters, or a tool may have wrapped the experts. No single
-    parameter then belongs to the tensor, and its mark is 1 if any parameter of the experts needs a gradient.
+    A tensor may be computed from other parameters, or a tool may have wrapped the experts. In both cases no
+    single parameter belongs to the tensor. Its mark is then 1 if any parameter of the experts needs a
+    gradient.
 
     modules: the modules of the layer.
     """
@@ -322,7 +324,7 @@ def trained_marks(modules: LayerModules) -> list[int]:
 
 
 LARGEST_DIGEST = 2**48
-"""The number above every digest of an architecture."""
+"""A number that is larger than every digest of an architecture."""
 
 
 def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
@@ -356,7 +358,8 @@ def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
     added after the layer was built. pmoe then warns once. Collective if experts differ between ranks.
 
     modules: the modules of the layer.
-    marks: the maxima of `architecture_marks` over all ranks.
+    marks: the maxima over all ranks of the three numbers of `architecture_marks`: whether a rank's experts
+        cannot be copied, the digest of their architecture, and a number that falls as the digest rises.
 
     Raises ValueError on every rank if experts differ between ranks in more than parameters and buffers.
     """
@@ -520,7 +523,7 @@ def planned_copies(
 
 
 def pays(plan: CopyPlan) -> bool:
-    """Returns whether a plan has copies of experts that save enough time (`LEAST_GAIN`)."""
+    """Returns whether a plan has copies, and makes a pass faster by more than the fraction `LEAST_GAIN`."""
     return bool(plan.hosts) and plan.before > (1 + LEAST_GAIN) * plan.after
 
 
@@ -559,7 +562,7 @@ class SlotsOfHosts(SortedSlots):
 
     Each (token, choice) slot has the index of the expert or copy that computes its row.
 
-    The routing kernels may have sorted the rows already. Their order is not used, because they sort by
+    The routing kernels may have sorted the rows already. This order is not used, because the kernels sort by
     experts only, without copies.
     """
 
@@ -567,8 +570,8 @@ class SlotsOfHosts(SortedSlots):
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
         If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
-        again, too. Otherwise each host keeps the weights until backward. Weights of modules are always kept,
-        because the autograd graphs of forward may refer to them.
+        again, too. Otherwise each host keeps the weights until backward. If experts are a user's modules,
+        hosts always keep the weights, because the autograd graphs of forward may refer to them.
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.
@@ -640,7 +643,7 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     If each expert is split over several ranks, the result has only one entry for these ranks together
     (`Grid.ep`): the node of the first of them.
 
-    modules: the modules of the layer, and its argument ``nodes``.
+    modules: the modules of the layer, and the layer's argument ``nodes``.
 
     Raises ValueError or TypeError on every rank if ``nodes`` is invalid, or differs between ranks.
     """

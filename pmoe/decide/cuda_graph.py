@@ -55,8 +55,8 @@ def _padded_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
 
     - tasks of the call are being timed;
     - backward may recompute a user's own modules, and their random state is on the host;
-    - before the capture, no call was made with the same number of tokens, the same dtype, and gradients
-      needed or not needed as in this call.
+    - no call before the capture had the same number of tokens, the same dtype, and the same need of
+      gradients.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

@@ -66,7 +66,7 @@ def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
     - tensors of callbacks, if no callback runs inside the layer, between the gate and the end of combine.
 
     modules: the modules and options of the layer.
-    part: a name of `DENSE`, such as "gate".
+    part: the name of the part: "gate", "shared_expert", "shared_gate", "latent" or "callbacks" (`DENSE`).
     """
     if part == "callbacks":
         hook_modules = () if modules.hooks is None else modules.hooks.modules

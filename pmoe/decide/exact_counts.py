@@ -34,7 +34,7 @@ class ExactCounts:
     """Gets a call's row counts by an exchange among all ranks.
 
     The call then runs in chunks (micro-batches) on the pipeline engine. A subclass may choose fused kernels
-    instead (`FusedCounts`). The class implements `CountsSource`.
+    instead (`FusedCounts`). The class implements `CountsSource`, the interface of all sources of row counts.
 
     call     the call
     routed   the call's tokens with their routing
@@ -65,8 +65,8 @@ class ExactCounts:
         nothing, because it uses the counts of the first pass.
 
         call: the call.
-        degrees: the numbers of chunks into which it must be possible to cut the batch with these row counts.
-            All ranks pass the same numbers. None stands for all numbers that the options allow.
+        degrees: the numbers of chunks that may be chosen. Rows are counted so that the batch can be cut into
+            any of these numbers. All ranks pass the same numbers. None stands for all that the options allow.
         """
         self.call = call
         self.routed = route_batch(call)

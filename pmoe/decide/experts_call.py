@@ -78,7 +78,7 @@ class ExpertsCall:
         """Decides how the call runs, and runs it. Returns the decision, and (T, M): the results of T tokens.
 
         M is d_model. If a hook or the planning of the call raises an error on this rank, the error is
-        published to the other ranks. Without this they would wait for this rank.
+        published to the other ranks, which would otherwise wait for this rank.
 
         Raises ValueError if a forward hook returns anything but a tensor of T rows, or if a wrapper of the
         experts did not call the experts.

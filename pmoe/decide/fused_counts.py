@@ -33,9 +33,9 @@ from pmoe.schedule.restore import Restore
 class FusedCounts(ExactCounts):
     """Gets the row counts of a layer that asks for fused kernels, by an exchange among all ranks.
 
-    The class implements `CountsSource`. `agree` returns an `AgreedChoice`. Two optional fields of the
-    `AgreedChoice` say what computes the call: ``steps`` are the operators of the fused kernels; ``choice``
-    has the number of chunks for the pipeline engine:
+    The class implements `CountsSource`, the interface of all sources of row counts. `agree` returns an
+    `AgreedChoice`. Two optional fields of the `AgreedChoice` say what computes the call: ``steps`` are the
+    operators of the fused kernels; ``choice`` has the number of chunks for the pipeline engine:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels
@@ -112,9 +112,10 @@ class FusedCounts(ExactCounts):
 
     @property
     def _in_chunks(self) -> LayerModules:
-        """The modules of which a plan in chunks has tasks; the same on every rank.
+        """The modules and options with which the call is planned if it runs in chunks; equal on every rank.
 
-        They lack the shared expert if the layer calls it as a module because it asks for fused kernels.
+        They do not have the shared expert if fused kernels may compute calls of the layer. The layer then
+        calls its shared expert as a module, so no task of the plan computes it.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels

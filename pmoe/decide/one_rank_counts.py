@@ -41,7 +41,7 @@ from pmoe.runners.one_rank import OneRankRunner
 class OneRankCounts:
     """Routes a call on one rank by GPU kernels, and keeps the row counts on the device.
 
-    The class implements `CountsSource`.
+    The class implements `CountsSource`, the interface of all sources of row counts.
 
     call     the call
     routed   the call's tokens with their routing

@@ -47,7 +47,8 @@ from pmoe.ordering.sorted import Tokens
 class PaddedCounts:
     """The row counts of a layer with ``pad_to_capacity``: every count equals the capacity.
 
-    The call runs in chunks (micro-batches), or by the persistent kernel. The class implements `CountsSource`.
+    The call runs in chunks (micro-batches), or by the persistent kernel. The class implements `CountsSource`,
+    the interface of all sources of row counts.
 
     call     the call
     routed   the call's tokens with their routing
@@ -57,10 +58,10 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, unless the persistent kernel may compute the call.
+        """Routes the call, or leaves the routing to the persistent kernel.
 
-        In that case the kernel is to compute the routing, too, and the tensors of the routing have no values
-        until the kernel is launched.
+        The kernel computes the routing if it may compute the call. The tensors of the routing then have no
+        values until the kernel is launched.
         """
         self.call = call
         modules = call.modules
@@ -127,7 +128,7 @@ class PaddedCounts:
         modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
             ``modules`` has the copy.
         inputs: the rows and parameters of the call.
-        agreed: the result of `agree`.
+        agreed: the choice that `agree` returned: the persistent kernel, or n and the restore pair.
         """
         if agreed.choice is None:
             return self._by_kernels(inputs, agreed)
@@ -175,13 +176,14 @@ class PaddedCounts:
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
-        """Returns the row counts with `RankCounts.recv_device` on the device of the rows."""
+        """Returns the row counts; kernels read a copy on the rows' device (`RankCounts.recv_device`)."""
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
         """Returns the row counts: the same number for all ranks and experts, because padding is counted.
 
-        device: the device for the tensor `RankCounts.recv_device`. All other tensors are in CPU memory.
+        device: the device of the counts that kernels read (`RankCounts.recv_device`). All other tensors are
+            in CPU memory.
         """
         splits = self._splits
         # The solver's answer depends on this number of rows. So the number must not depend on the bins, which
@@ -214,7 +216,7 @@ class PaddedCounts:
             vars(self).pop(counts, None)
 
     def _padded(self, modules: LayerModules) -> tuple[SortedSlots, Tensor]:
-        """Pads or drops this rank's rows, so that every expert gets exactly ``capacity`` rows from it.
+        """Pads or drops this rank's rows, so that it has exactly ``capacity`` rows for every expert.
 
         Returns two values, which are computed once for a call:
 

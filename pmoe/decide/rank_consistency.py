@@ -65,9 +65,10 @@ def compare_options(modules: LayerModules) -> bool:
         options                       must be the same; else ValueError with the option, values and ranks
         kind of GPU                   must be the same; else ValueError with the kind of each rank's GPU
         values of replicated parts    must be the same; else a warning
-        experts                       may differ, and may be equal if they were built equal. ValueError if
-                                      they were built different, and are equal now although only some ranks'
-                                      experts have changed: one rank's experts have overwritten the others
+        experts                       may differ or be equal, with one exception: ValueError if they differed
+                                      when they were built, and are equal now although only some ranks'
+                                      experts have changed. One rank's experts have then overwritten the
+                                      others
 
     If experts of any rank were loaded from a state dict, experts are compared by `check_loaded` instead. This
     check is stricter: ValueError if any two ranks hold equal experts, unless the user permits it by
@@ -194,7 +195,8 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """Returns a text that lists the options of a layer that were set since its last call; "" for none.
 
-    If another rank begins the same call without having set these options, it raises an error with this text.
+    Another rank may begin the same call without having set these options. That rank then raises an error with
+    this text.
 
     words_before: the options as texts, by name, when the ranks last compared them.
     now: the layer's modules and options now.

@@ -115,8 +115,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
     Three checks run on the device, so that the host does not wait. If a check fails, the result has the
-    number of a `Fault`, which the ranks exchange later. If several checks fail, the result has the fault of
-    the last one. A check fails if
+    number of a `Fault`, which the ranks exchange later. If several checks of this list fail, the result has
+    the fault of the last of them. A check fails if
 
     - values that a user's gate returned are outside their range (`clamped_with_fault`);
     - logits are not finite, unless ``check_finite`` is False;

@@ -31,8 +31,8 @@ from pmoe.engine.plan.make_plan import SortedSlots
 class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted so
-    that the batch can be cut into the two numbers of chunks of the layer's last call. If the solver chooses
+    A call has one number of chunks for forward and one for backward. Rows are first counted so that the batch
+    can be cut into either of the two numbers of chunks of the layer's last call. If the solver chooses
     different numbers for this call, the rows are counted again and the counts are exchanged again.
     """
 
@@ -56,7 +56,7 @@ class SolverCounts(ExactCounts):
 
         If the batch cannot be cut into these numbers of chunks with the present counts, the rows are counted
         again, which is collective. The layer remembers both numbers. In the next call, rows are counted so
-        that the batch can be cut into them.
+        that the batch can be cut into either number of chunks.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """

@@ -126,8 +126,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     prefix: the name of the module in the model, with a dot at the end.
     local_metadata: the metadata of the module, to which the record is added.
 
-    Raises ValueError if the caller will write a single file with the state dict of one rank, in which the
-    experts of other ranks would be missing.
+    Raises ValueError if the caller will write a single file with the state dict of one rank, because the
+    experts of the other ranks would be missing in it.
     """
     place: ExpertPlace = experts.place
     if place.num_ranks > 1:
@@ -186,7 +186,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     Nothing in a call of ``state_dict()`` says how its result will be used. So this function searches the call
     stack, from the nearest caller on, for a caller that it knows:
 
-    - A function of `ONE_FILE` writes one file, so the error is raised.
+    - A function that the table `ONE_FILE` lists writes one file, so the error is raised.
     - torch's distributed checkpoint saves the experts of all ranks. The error is raised only if a full state
       dict is asked for and the experts are plain tensors.
 

@@ -2,7 +2,7 @@
 
 Copies of busy experts can be used again in later calls while no rank's experts change: in evaluation, and
 between the micro-batches of one step. Two facts show most changes without reading values: torch counts the
-in-place changes of a tensor, and a new tensor has a new address. They do not show a change such as
+in-place changes of a tensor, and a new tensor has a new address. These two facts do not show a change such as
 ``parameter.data.copy_(...)``, which optimizers use. So checksums of the values of experts that have copies
 are also compared.
 """
@@ -63,7 +63,7 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 
     Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
     integers. In one checksum each column has its own odd weight; in the other checksum each row has its own
-    odd weight. So the checksums also change if two values are exchanged. Parameters that all experts share
+    odd weight. So the checksums also change if two values change places. Parameters that all experts share
     are not copied, so they have no checksums.
 
     modules: the modules of the layer.

@@ -391,9 +391,9 @@ class Experts(nn.Module, abc.ABC):
 
         E_local is the number of this rank's experts. Each tensor is the present value of an attribute such as
         ``w1``. The attribute is a parameter, or a tensor that pruning, a parametrization or dequantisation
-        computes from parameters. A call reads it once. Its autograd graph leads gradients back to these
-        parameters. If `pmoe.parallelize` set the function ``reduce``, this function reduces the gradients
-        over ranks.
+        computes from parameters. A call reads each attribute once. The autograd graph of its value leads
+        gradients back to the parameters. If `pmoe.parallelize` set the function ``reduce``, this function
+        reduces the gradients over ranks.
 
         Raises ValueError if a value is missing or has another size than the experts need.
         """
@@ -411,7 +411,7 @@ class Experts(nn.Module, abc.ABC):
 
         By default these are all tensors with which the experts compute, (E_local, ...) each.
 
-        operands: the result of `operands`.
+        operands: the weights and biases that the method `operands` returned.
         """
         return operands
 
@@ -420,7 +420,8 @@ class Experts(nn.Module, abc.ABC):
 
         Another tool may have replaced a weight or bias. This base class checks nothing.
 
-        values: the result of `operands`: this rank's part of each value, (E_local, ...) for E_local experts.
+        values: the weights and biases from `operands`: this rank's part of each, (E_local, ...) for E_local
+            experts.
         """
 
     def _value_of(self, name: str) -> Tensor:
@@ -455,7 +456,7 @@ class Experts(nn.Module, abc.ABC):
         three cases:
 
         - A hook of torch.nn.utils (pruning, weight norm, spectral norm) computes the tensor: False, because
-          it does so from parameters of the experts, and none of these requires a gradient.
+          the hook computes it from parameters of the experts, and none of these requires a gradient.
         - The experts have only other forward pre-hooks: True, because a hook may use any other tensor.
         - The experts have no forward pre-hook: whether ``value`` requires a gradient.
 
@@ -584,14 +585,14 @@ class Experts(nn.Module, abc.ABC):
             `weight_gradient` has run.
         expert_rows: the chunk's rows, with the parameters and memory to compute with.
         weight_N: (N,), the routing weight of each row.
-        hidden: the result of `compute`, `recompute` or `join`.
+        hidden: the tensors that were saved for the chunk (T_M), from `compute`, `recompute` or `join`.
         """
 
     @abc.abstractmethod
     def weight_gradient(self, pending: Any, groups: RowGroups, sums: Sequence[GradientSum | None]) -> None:
         """Adds a chunk's gradients of the parameters to ``sums``.
 
-        pending: the third result of `input_gradient`.
+        pending: the tensors that weight gradients need: the third result of `input_gradient`.
         groups: where each expert's rows begin and end.
         sums: one for each parameter, of the same shape; None for a parameter that needs no gradient.
         """

@@ -91,8 +91,8 @@ class Stacks:
 class BorrowedExperts(StackedExperts):
     """Base class of two-layer experts that compute with the parameters of another module.
 
-    ``parameters()`` yields these parameters. They stay registered in the other module only, so `.to()`
-    on the experts does not move them.
+    ``parameters()`` yields these parameters. They stay registered in the other module only, so `.to()` on
+    these experts does not move them.
 
     stacks: the parameters and the activation of that module.
     """

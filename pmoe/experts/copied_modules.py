@@ -142,9 +142,9 @@ class CopiedModules(ModuleExperts):
     def _places(self) -> dict[str, int]:
         """The index of each parameter and buffer among the values of a copy, by its name.
 
-        A parameter that two modules share has two names, and both are listed. A module may also have two
-        names. Its parameters are listed with only one of them: with both, `functional_call` would leave a
-        copy's values in the module (pytorch issue 164759).
+        A parameter that two modules share has two names, and both are listed. If a module has two names, its
+        parameters are listed under only one of them: with both names, `functional_call` would leave a copy's
+        values in the module (pytorch issue 164759).
         """
         template = self._template[0]
         place_of = {id(value): place for place, value in enumerate(values_of(template))}

@@ -65,7 +65,7 @@ class SavedTensorSlots:
     rows_changed: whether the expert changed its input rows in place.
 
     The graph refers to this object through the hooks. This object must not refer to the graph. Otherwise both
-    would be a cycle through autograd, which Python's garbage collector does not see, and neither would be
+    would form a cycle through autograd, which Python's garbage collector does not see, and neither would be
     freed.
     """
 
@@ -177,7 +177,7 @@ class SavedTensorSlots:
 def changed_in_place(tensor: Tensor) -> RuntimeError:
     """Returns the error for a parameter or buffer that was changed between forward and backward.
 
-    The text begins as autograd's own error for a saved tensor that was changed.
+    The text begins like autograd's own error for a saved tensor that was changed.
 
     tensor: the parameter or buffer, of any shape.
     """
@@ -246,7 +246,7 @@ def record(
 
     run: the expert, or another function of rows, such as a user's callback.
     rows: (rows, columns), the rows of the chunk (micro-batch) that ``run`` gets.
-    chunk_rows: the slice of the chunk's rows that ``rows`` are.
+    chunk_rows: where ``rows`` are among the chunk's rows, a slice.
     saved_slots: an empty `SavedTensorSlots`.
     own_rows: whether the graph must keep its input rows.
 

@@ -598,7 +598,7 @@ class LoraExperts(StackedExperts):
         A weight with an adapter is an `AdaptedWeight`; any other is a tensor (E, O, I) for E experts with O
         output and I input features.
 
-        parameters: the result of `operands`.
+        parameters: the tensors that `operands` returned.
         """
         w1, w2, b1, b2 = super().weights(parameters[: self.num_own])
         matrices = parameters[self.num_own :]
@@ -737,9 +737,10 @@ class _OfAdapter(torch.autograd.Function):
     """Returns a matrix of an adapter, and remembers the adapter's name for the backward pass of the call.
 
     Under activation checkpointing, autograd keeps this node of the forward pass, with the name, but takes the
-    saved tensors from the recomputation. So a number computed from the name is saved, too. Backward compares
-    it with the name: they do not fit if the recomputation used another adapter. With use_reentrant=True the
-    node of the forward pass is not kept, and `pmoe.checkpointing.routing_check` makes the comparison.
+    saved tensors from the recomputation. So a tensor with a number that stands for the name is saved, too.
+    Backward compares this number with the name in the node. The two do not fit if the recomputation used
+    another adapter. With use_reentrant=True the node of the forward pass is not kept, and
+    `pmoe.checkpointing.routing_check` makes the comparison.
     """
 
     @staticmethod
@@ -754,19 +755,19 @@ class _OfAdapter(torch.autograd.Function):
 
 
 def number_of_adapter(name: str) -> int:
-    """Returns a number for the name of an adapter. Different names have different numbers but by chance."""
+    """Returns a number for the name of an adapter. Different names almost always have different numbers."""
     return zlib.crc32(name.encode())
 
 
 def _number_tensor(name: str) -> Tensor:
-    """Returns `number_of_adapter` as an int64 scalar on the host."""
+    """Returns the number that stands for an adapter's name, as an int64 scalar on the host."""
     return torch.tensor(number_of_adapter(name), device="cpu")
 
 
 def _check_adapter(node: Callable[[], Any], experts: LoraExperts, name: str) -> None:
     """Raises RuntimeError if a call was recomputed with another adapter than its forward pass used.
 
-    node: returns the node of `_OfAdapter` that the forward pass made.
+    node: returns the forward pass's node of the autograd graph that remembers the adapter (`_OfAdapter`).
     experts: the experts of the call.
     name: the name of the adapter that the forward pass used.
     """

@@ -301,7 +301,11 @@ class ModuleExperts(Experts):
         return self.local[expert]
 
     def _call(self, expert: int, rows_NM: Tensor) -> Any:
-        """Calls an expert's module with its rows; arguments and result are the same as in `_run`."""
+        """Calls an expert's module with its rows, and returns its unchecked output.
+
+        expert: the expert's number on this rank.
+        rows_NM: (N, M), its N rows, with M = d_model columns.
+        """
         return self._module(expert)(rows_NM)
 
     def _gradients(self, graph: Graph, grad_output: Tensor) -> Sequence[Tensor | None]:

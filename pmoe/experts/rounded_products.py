@@ -41,8 +41,14 @@ class RoundedProducts:
     ) -> Tensor:
         """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e.
 
-        Rows and weights are rounded. The arguments and the result, (N, O), are the same as in
-        `pmoe.experts.products.expert_product`.
+        Rows and weights are rounded. The result is (N, O).
+
+        rows_NI: (N, I), N rows of I input features, sorted by expert.
+        weight_EOI: (E, O, I), a matrix for each of E experts, with O output features.
+        groups: where each expert's rows begin and end.
+        bias_EO: (E, O); None adds nothing.
+        out: (N, O), memory for the result; None allocates it.
+        scale_N: (N,), a factor for each row; None is 1.
         """
         return self._multiply(rows_NI, weight_EOI, "forward", groups, bias_EO, out, scale_N)
 
@@ -51,8 +57,12 @@ class RoundedProducts:
     ) -> Tensor:
         """Returns grad @ weight[e] for the rows of each expert e: (N, I).
 
-        Gradients and weights are rounded. The arguments are the same as in
-        `pmoe.experts.products.expert_input_gradient`.
+        Gradients and weights are rounded.
+
+        grad_NO: (N, O), the gradient of N results of O output features, sorted by expert.
+        weight_EOI: (E, O, I), a matrix for each of E experts, with I input features.
+        groups: where each expert's rows begin and end.
+        out: (N, I), memory for the result; None allocates it.
         """
         return self._multiply(grad_NO, weight_EOI, "input", groups, None, out, None)
 
@@ -93,7 +103,7 @@ class RoundedProducts:
         )
 
     def _weight(self, weight_EOI: Tensor, form: str) -> Rounded:
-        """Returns a rounded weight. The product sums over its last dimension.
+        """Returns a rounded weight. Its last dimension is the one that the product sums over.
 
         A pass rounds each weight once. The rounded weight is stored under the address of the weight. The
         weight itself is stored, too, because otherwise another tensor could get its address.
@@ -111,7 +121,7 @@ class RoundedProducts:
 def with_rounded_products(experts: StackedExperts, products: ProductsName) -> StackedExperts:
     """Returns experts that round the operands of their products, to be used in one pass.
 
-    They have the same parameters as ``experts``.
+    The returned experts have the same parameters as ``experts``.
 
     experts: the layer's experts.
     products: the number format of the operands.

@@ -487,7 +487,7 @@ class StackedExperts(Experts):
         A weight is (E, O, I): E experts, O output features, I input features. A subclass that stores the
         weights in another way overrides this method.
 
-        parameters: the result of `operands`.
+        parameters: the tensors that `operands` returned.
         """
         return split_parameters(parameters)
 

@@ -39,8 +39,8 @@ class _Part(NamedTuple):
 class ExpertsWithCopies:
     """A rank's own experts and its copies of other ranks' experts, behind the interface of `Experts`.
 
-    It has the methods of `Experts` that a forward or backward pass calls. They compute the rows of both own
-    experts and copies.
+    It has the methods of `Experts` that a forward or backward pass calls. These methods compute the rows of
+    both own experts and copies.
 
     experts: the rank's own experts.
     copies: the copies' parameters, in the order of `Experts.operands`; each is (C, ...) for the C copies of
@@ -154,7 +154,7 @@ class ExpertsWithCopies:
         """Computes a chunk's hidden activations again, by own experts and copies, for backward.
 
         expert_rows: the chunk's rows, with the parameters of own experts, and memory for all rows.
-        recipe: the result of `Experts.recipe` before forward computed the rows.
+        recipe: the state that `Experts.recipe` returned before forward computed the rows.
         """
         parts = self._parts(expert_rows)
         made = [
@@ -354,7 +354,7 @@ def _separated(hidden: Hidden) -> list[Hidden | None]:
 
     A record is None if own experts, or copies, had no rows.
 
-    hidden: the result of `_joined`.
+    hidden: the record that `_joined` made.
     """
     parts: list[Hidden | None] = []
     first = 0

@@ -148,7 +148,7 @@ def forward_tensors(
     """Returns the arguments of a forward launch: ``arguments`` and new tensors that the launch fills.
 
     heap: this rank's symmetric heap.
-    arguments: the result of `pass_tensors`.
+    arguments: the arguments that both passes have in common, from `pass_tensors`.
     chosen: the experts of each token.
     keeps_input, keeps_hidden: whether the launch stores, for backward, the dispatched input (T_DI) and the
         hidden activation before the nonlinearity (T_M).
@@ -228,7 +228,7 @@ def backward_tensors(
 ) -> RankTensors:
     """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
-    arguments: the result of `pass_tensors`.
+    arguments: the arguments that both passes have in common, from `pass_tensors`.
     places: the tensors of the forward launch that say where rows are stored, by their names in `PLACES`.
     kept: two tensors of forward: the dispatched input (T_DI), and the hidden activation before the
         nonlinearity (T_M). If T_DI is None, the launch sends the layer's input again. If T_M is None, the
@@ -276,7 +276,7 @@ def launch_pass(
     launcher: has the symmetric heaps of these ranks.
     direction: "forward" or "backward".
     activation: name of the experts' nonlinearity.
-    ranks: for each rank the result of `forward_tensors` or `backward_tensors`.
+    ranks: for each rank the launch's arguments, from `forward_tensors` or `backward_tensors`.
 
     One thread block of each rank schedules tasks, and waits for the thread blocks that compute. So if fewer
     than two thread blocks of a rank ran at the same time, the kernel would never end.
@@ -308,11 +308,11 @@ def launch_pass(
 def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """Returns an uninitialised tensor with ``columns`` numbers for each row that this rank can receive.
 
-    The shape is (P, C, columns), with P and C of ``arguments["active"]``: P cells of C rows each, one cell
-    for each sending rank and local expert; without a capacity P is 1, and the C rows of all cells are in one
-    pool.
+    The shape is (P, C, columns), with P and C of ``arguments["active"]``. With a capacity there are P cells
+    of C rows each, one cell for each sending rank and local expert. Without a capacity P is 1, and the C rows
+    of all cells are in one pool.
 
-    arguments: the result of `pass_tensors`.
+    arguments: the arguments that both passes have in common, from `pass_tensors`.
     dtype: dtype of the result; None means the dtype of the rows.
     """
     active_PCH: Tensor = arguments["active"]

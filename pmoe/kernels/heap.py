@@ -227,8 +227,9 @@ def _places(
 ) -> dict[str, int]:
     """Returns the byte offsets of a heap's regions, by name.
 
-    The extension computes the offsets once for each shape. All arguments are fields of `HeapShape`.
+    The extension computes the offsets once for each shape.
 
+    ranks, experts, rows, home_rows, row_bytes: the sizes of both kinds of heaps, as in `HeapShape`.
     cell: the fields on which only the heap of FlashDMoE's kernels depends: d_hidden, sends_again and is_pool.
         Empty for COMET's kernels.
     """
@@ -272,7 +273,7 @@ def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
     """Returns a text that says for which event a kernel waited until its time limit.
 
     report: the numbers of the kernel's report, in the order of `Report` in cuda/peers/watch.h.
-    waits: `WAITS` or `PERSISTENT_WAITS`.
+    waits: the texts of all events: `WAITS` for COMET's kernels, `PERSISTENT_WAITS` for FlashDMoE's.
 
     Example: "rank 1: the arrival of piece 2 of its rows for expert 3 of rank 0, in round 7". A piece is 16
     rows that are sent together. A round is one launch that dispatches rows, and the later launches that use

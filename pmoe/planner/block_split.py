@@ -124,7 +124,7 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer without a kernel's name: the keys of `DivisionTable.layers`.
+    """Returns the sizes of a layer without a kernel's name, which are keys of a layer's measured seconds.
 
     sizes: sizes of the layer, or sizes of one of its four kernels (dispatch and combine, forward and
         backward), which also have the kernel's name. The layer and its kernels all give the same result.
@@ -188,7 +188,8 @@ def all_columns(d_model: int) -> int:
 def chunk_candidates(d_model: int) -> list[int]:
     """Returns the widths of messages, in columns, that are tried for the combining kernel.
 
-    These are the numbers of `CHUNKS` that are not wider than a row, and the width of a whole row.
+    These are the width of a whole row, and those of the numbers 256, 512 and 1024 (`CHUNKS`) that are not
+    larger.
     """
     all_of_row = all_columns(d_model)
     return sorted({min(columns, all_of_row) for columns in CHUNKS} | {all_of_row})
@@ -197,9 +198,9 @@ def chunk_candidates(d_model: int) -> list[int]:
 def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """Returns the divisions of a kernel's thread blocks that are measured to find the fastest.
 
-    A division says how many blocks communicate (n_c). The others compute. n_c takes the values of
-    `BLOCK_COUNTS`, and above the largest of them every `BLOCK_STEP`-th number. 1 is always tried; a larger
-    n_c must be less than half of the blocks.
+    A division says how many blocks communicate (n_c); all other blocks compute. The values of n_c that are
+    tried are those in `BLOCK_COUNTS`, and every `BLOCK_STEP`-th number above the largest of them. 1 is always
+    tried; a larger n_c must be less than half of the blocks.
 
     num_blocks: thread blocks of the kernel.
     d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.
@@ -326,7 +327,7 @@ def distance(one: FusedLayerSizes, other: FusedLayerSizes) -> float:
     """Returns how different two sizes are: the sum of |log2 of the ratio| over five of their numbers.
 
     The numbers are rows, d_model, d_hidden, experts and ranks. If only one of the two layers has gated
-    experts, the distance is 1 larger, because its w1 has twice as many rows.
+    experts, the distance is 1 larger, because the w1 of gated experts has twice as many rows.
 
     Example: twice the rows and a quarter of the experts -> 3.
     """

@@ -65,8 +65,8 @@ class Cluster:
     def check_part(self, profile: Profile) -> None:
         """Raises ValueError if a profile cannot come from machines of this cluster.
 
-        A profile may be measured on a part of the cluster. So it must have the cluster's device type, at most
-        as many machines, and at most as many ranks per machine.
+        A profile may be measured on a part of the cluster. So it must have the cluster's device type, and at
+        most as many machines and ranks per machine as the cluster.
         """
         measured = (profile.device_type, profile.num_nodes, -(-profile.num_ranks // profile.num_nodes))
         described = (self.device_type, self.machines, self.ranks_per_machine)
@@ -130,9 +130,9 @@ class Cluster:
 def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tuple[int, float]]]:
     """Returns the collectives that an all-to-all consists of, in the order in which they run.
 
-    Each collective is a dict. The dict maps each link that the collective uses ("inside" a machine, "outside"
-    between machines) to two numbers of the busiest rank: how many messages the rank sends or receives on the
-    link, and how many bytes these messages have together, as a fraction of R.
+    Each collective is a dict. Its keys are the links that the collective uses: "inside" a machine, "outside"
+    between machines. A value is two numbers of the busiest rank: how many messages the rank sends or receives
+    on the link, and how many bytes these messages have together, as a fraction of R.
 
     Letters: A machines of L ranks each, W = A L ranks; R bytes of all rows that a rank sends, split evenly
     over the W ranks, so that R / W bytes go to each rank.

@@ -34,7 +34,7 @@ def candidate_combinations(
 
     rates: a measured profile, or a described cluster. A profile has only the cost of the flat all-to-all
         without ESP. So for a profile the result is [("flat", 1)].
-    layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
+    layer: sizes of the layer, such as d_model and num_experts: keyword arguments of `sizes_from_options`.
 
     Raises ValueError if no ESP degree suits these experts on a cluster.
     """
@@ -77,7 +77,7 @@ def plan_combinations(
 
     Args:
         rates: a measured profile, or a described cluster.
-        layer: keyword arguments of `sizes_from_options`, such as d_model and num_experts.
+        layer: sizes of the layer, such as d_model and num_experts: keyword arguments of `sizes_from_options`.
         num_tokens: tokens of each rank.
         among: combinations (all-to-all, ESP degree) to compare; by default all that
             `candidate_combinations` returns.
@@ -138,12 +138,13 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
     A combination of all-to-all and ESP degree is not examined if it takes more than 1 / (1 - OFF) times the
-    seconds of the fastest combination. It stays slower than the fastest, because a change of one rate by the
-    fraction OFF changes the seconds of a step at most by that factor.
+    seconds of the fastest combination. It stays slower than the fastest combination, because a change of one
+    rate by the fraction OFF changes the seconds of a step at most by this factor.
 
     cluster: the described machines.
-    plans: the result of `plan_combinations` for the cluster.
-    options: the other arguments of `plan_combinations`.
+    plans: the best choice for each all-to-all and ESP degree on the cluster, from `plan_combinations`.
+    options: the arguments with which `plan_combinations` made the plans, such as layer, num_tokens and
+        budget.
     """
     first = plans[0]
     chosen = plans[0].decision

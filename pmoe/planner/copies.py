@@ -169,8 +169,8 @@ def plan_copies(
     """Returns a plan of copies that makes the largest predicted time of a rank small.
 
     The time of a rank is the number of rows that it computes, plus the prices of copies (`CopyLimits`). A
-    search tries target times. For each target, a rank that needs longer gives rows away to ranks that have
-    time left, first the rows of its busiest experts. A rank takes as many rows as it has time for. The last
+    search tries target times. A rank that needs longer than the target gives rows away to ranks that have
+    time left, the rows of its busiest experts first. A rank takes as many rows as it has time for. The last
     rows of an expert go to the rank that has just enough time left. Ranks of the owner's node come first, so
     that weights are sent to other nodes only if no rank of the node has time left.
 
@@ -227,7 +227,8 @@ class _Way:
     own_node_first: whether a rank first gives rows to ranks of its own node, and to ranks of other nodes only
         if its own node has no time left. If False, the nodes of the ranks only matter for the price.
     passes_on: whether a busy rank may give its last rows to the next busy rank, which then gives away more of
-        its own rows. If False, a rank that may host only one more copy may have to spend it on a few rows.
+        its own rows. If False, a rank that may host only one more copy may have to spend this copy on a few
+        rows.
     least_first: the order in which busy ranks give rows away. True: ranks that exceed the target time least
         come first. False: ranks that exceed it most come first.
     """
@@ -255,8 +256,7 @@ EFFORT = 64
 class _Search:
     """One search for copies that make the largest time of a rank as small as possible.
 
-    All other arguments are those of `plan_copies`.
-
+    loads, owners, nodes, limits, present: the arguments of `plan_copies`.
     times: (W,) time of each of W ranks without copies: the rows of all experts that the rank owns.
     """
 
@@ -330,7 +330,8 @@ class _Search:
         """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
 
         Suppose that no rank needs longer than ``target``. ``time`` is the time that a rank needs for its own
-        experts without copies. ``near`` is the lowest price of a copy. Its sender and its host both pay it.
+        experts without copies. ``near`` is the lowest price of a copy. The rank that sends a copy and the
+        rank that hosts it both pay the price.
 
         - A rank whose time is longer than the target must send at least one copy. So it must give away at
           least (time + near - target) rows.
@@ -456,9 +457,9 @@ class _Attempt:
         """Moves rows of a busy rank's experts to ranks with time left, until the rank meets the target time.
 
         The expert with most rows left gets the next copy. If some ranks have enough time left for all rows
-        that must be moved, the copy goes to the rank of these that has the least time left. If no rank has
-        enough time, the copy goes to the rank with the most time left, and takes as many rows as that rank
-        has time for.
+        that must be moved, the copy goes to the one of these ranks that has the least time left. If no rank
+        has enough time, the copy goes to the rank with the most time left, and takes as many rows as that
+        rank has time for.
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.

@@ -53,6 +53,13 @@ class FewRanks:
     per_rank: the most copies that a rank hosts.
     near, far: price of a copy on the node of its owner, and on another node, in rows.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). Their price is 0.
+
+    Attributes:
+        num_ranks: number of ranks.
+        prices: prices[a][b] is the price of a copy on rank b of an expert of rank a.
+        sets_with: for each rank, the set of only this rank, and a list of all sets that contain the rank.
+        own_rows: for each rank, the rows of all experts that it owns.
+        options: for each rank, the copies that it may host, as pairs (expert, rank).
     """
 
     num_ranks: int

@@ -19,7 +19,8 @@ def prices_of_copy(profile: Profile, links: Mapping[str, LineCost], **layer: Any
     profile: measured rates.
     links: the costs of a message inside a node ("inside") and between nodes ("outside"). If one of them is
         missing, both prices use the profile's cost of messages.
-    layer: the other arguments of `copy_price`.
+    layer: sizes of the layer, and whether it is trained: all keyword arguments of `copy_price` except
+        ``link``.
     """
     has_both = {"inside", "outside"} <= set(links)
     near, far = (

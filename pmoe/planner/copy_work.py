@@ -30,9 +30,10 @@ class CopyWork:
     The numbers are equal on all ranks. `of` rounds them up, so that calls with similar loads have equal
     numbers.
 
-    scattered: how many experts' weights the busiest rank sends or receives in task V, and how many experts'
-        gradients in task VG; 0 without copies.
-    relayed: the same for tasks VR and VGR; 0 if no expert has several copies.
+    scattered: how many experts' weights the busiest rank sends or receives when owners send weights to hosts
+        (task V), and how many experts' gradients when hosts send gradients to owners (VG); 0 without copies.
+    relayed: how many experts' weights (task VR) and gradients (VGR) the busiest rank sends or receives when
+        the hosts of an expert send parts to each other; 0 if no expert has several copies.
     computed: the largest fraction of a rank's rows that its copies compute.
     is_sent: whether the weights are sent. False if the ranks have them from an earlier call.
     stays: whether the copies stay for later calls. Backward then sends no weights again.
@@ -101,7 +102,8 @@ class CopyWork:
         Numbers may be fractions: a rank may send or receive a part of an expert's weights.
 
         direction: the pass, "forward" or "backward".
-        restore: the restore pair (`in_stages`).
+        restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
+            weights are sent again, too.
         """
         stages = self.in_stages(Stages(local=True, remote=True), restore)
         messages = float(stages.sends_copies(direction)) + (direction == "backward") * self.learned

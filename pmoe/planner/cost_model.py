@@ -126,8 +126,8 @@ def workload(
         q2, all-to-alls   2 in each pass; 1 more in backward if it sends T_DI again
         q3, copies        in each pass: 1 if T_DI is offloaded, and C / M more if T_M (C columns) is offloaded
 
-    T_DI in messages and T_M in e4m3 add nothing, as if they were kept: packing and unpacking move rows within
-    the device, and the table counts no such work.
+    A T_DI that is kept in the messages in which it arrived, and a T_M that is kept in e4m3, add nothing. They
+    are packed and unpacked within the device, and the table counts no work of this sort.
 
     restore: whether T_DI (rows that experts received, M columns) and T_M (hidden activations) are kept,
         offloaded or made again.

@@ -45,7 +45,7 @@ class LineCost:
 class Fit:
     """A line fitted to measurements, and how well the line describes them.
 
-    line: the line that `fit` or `from_zero` found.
+    line: the fitted line.
     r_squared: coefficient of determination, from 0 to 1. 1 means that all measurements lie on the line.
     num_sizes: number of distinct sizes that were measured.
     """

@@ -58,8 +58,8 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     pipeline_backward: the number of chunks; None if the backward pass has as many as the forward pass.
 
     Rows are counted in equal ranges of tokens (bins), and the chunks of both passes consist of whole bins. So
-    if neither number of chunks divides the other, the number of bins is their least common multiple. It may
-    be at most `MAX_COMMON`.
+    if neither number of chunks divides the other, the number of bins is their least common multiple. There
+    may be at most `MAX_COMMON` bins.
 
     Raises TypeError unless ``pipeline_backward`` is None or an int. Raises ValueError if the numbers of
     chunks need too many bins, or if ``pipeline`` is True or "solve": the layer then chooses both numbers.

@@ -282,7 +282,7 @@ class StepCosts:
 
     forward, backward: costs of each pass.
     forward_options, backward_options: the schedule of each pass.
-    copy_of_block: fixed seconds to copy one block of rows for every kept tensor and every expert of a rank. A
+    copy_of_block: fixed seconds to copy one block of every expert of a rank, in all kept tensors together. A
         block has the rows of one expert that are in the same chunk of forward and in the same chunk of
         backward.
     copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.

@@ -79,7 +79,9 @@ def is_contradicted(predicted: Mapping[int, float], times: Mapping[PassDegrees, 
 def degrees_to_try(
     table: GranularityTable, B: int, numbers: Sequence[int], predicted: Mapping[int, float] | None = None
 ) -> list[PassDegrees]:
-    """Returns the numbers of chunks of both passes that may be the fastest for a batch of B tokens.
+    """Returns the degrees that may be the fastest for a batch of B tokens.
+
+    Degrees are the numbers of chunks of both passes.
 
     table: results of earlier measurements: ranges of B with the fastest degrees of each.
     B: number of tokens.

@@ -45,11 +45,12 @@ class Partition:
     shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
         backward.
     end_bytes: bytes that are all-reduced after the backward pass.
-    plain_seconds: for comparison, seconds that backward takes longer if all gradients are reduced at the end.
-    filled_seconds: for comparison, seconds that backward takes longer with step 1 only: gradients are reduced
-        wherever their all-reduce costs no time, and all other gradients at the end.
-    exposed_seconds: seconds that backward takes longer with this partition; never more than plain_seconds or
-        filled_seconds.
+    plain_seconds: for comparison, seconds that all-reduces add to backward if all gradients are reduced at
+        the end.
+    filled_seconds: for comparison, seconds that all-reduces add to backward with step 1 only: gradients are
+        reduced wherever their all-reduce costs no time, and all other gradients at the end.
+    exposed_seconds: seconds that all-reduces add to backward with this partition; never more than
+        plain_seconds or filled_seconds.
     """
 
     shares: tuple[Share, ...]

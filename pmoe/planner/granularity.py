@@ -331,9 +331,9 @@ class GranularityTable:
 
     @classmethod
     def from_points(cls, points: Mapping[int, set[PassDegrees]]) -> GranularityTable:
-        """Returns a table made from the fastest degrees at measured B, which older files have.
+        """Returns a table made from an older file, which has only the fastest degrees at each measured B.
 
-        These files have no seconds. Degrees are the numbers of chunks of both passes.
+        Degrees are the numbers of chunks of both passes. Older files have no seconds.
 
         points: maps a rounded number of tokens B to its fastest degrees. If there are several, they count as
             equally fast.

@@ -45,7 +45,8 @@ class CopyNumbers:
 
     hosted: copies of other ranks' experts that this rank hosts.
     sent: experts of this rank that have copies on other ranks.
-    relays: whether an expert may have several copies. Their ranks then pass its weights on to each other.
+    relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
+        weights on to each other.
     """
 
     hosted: int = 0
@@ -83,8 +84,8 @@ class LayerSizes:
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
     frozen_parameters: how many elements of this rank's experts need no gradient.
-    shared_over: number of ranks over which FSDP2 shards these elements. Each call then gathers them before
-        use. 0 if FSDP2 does not shard them.
+    shared_over: number of ranks over which FSDP2 shards the elements of this rank's experts. Each call then
+        gathers them before use. 0 if FSDP2 does not shard them.
     keeps_gathered: whether gathered elements stay from forward to backward (reshard_after_forward=False).
     scaled_parameters: number of elements of the adapters' second matrices (B), which a call copies and
         multiplies by the adapter's scale.
@@ -102,8 +103,8 @@ class LayerSizes:
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
     wires: the number formats in which rows and results are sent, such as bfloat16 for float32 rows.
-    packs_tokens: whether a wire packs tokens before they are copied to rows: on the CPU, unless the order is
-        a user's.
+    packs_tokens: whether tokens are packed into messages before they are copied to rows. True on the CPU,
+        unless a user's own module copies them. Only matters if ``wires`` names a format.
     device_type: "cpu" or "cuda".
     products: the number format to which the operands of the experts' matrix products are rounded, "e4m3" or
         "mxfp8"; None if they are not rounded.
@@ -209,7 +210,8 @@ class LayerSizes:
     def buffer_sizes(self, **arguments: Any) -> BufferSizes:
         """Returns the rows and columns of every buffer of a pass, as the engine computes them.
 
-        arguments: those of `BufferSizes` that do not follow from the layer's sizes.
+        arguments: the arguments of `BufferSizes` that do not follow from the layer's sizes, such as the
+            direction and the numbers of rows by chunk.
         """
         arguments |= {"d_model": self.d_model, "columns": self.columns}
         if self.wires == AS_THEY_ARE:

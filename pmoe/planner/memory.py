@@ -436,7 +436,7 @@ def _forward_work(
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     forward, backward: numbers of rows of each pass.
-    buffers: bytes of forward's buffers at the moments of `PassBytes`.
+    buffers: bytes of forward's buffers at several moments (`PassBytes`).
     restore: the restore pair.
     """
     rounded = bytes_of_rounded(sizes, forward, "forward", restore)
@@ -480,7 +480,7 @@ def _backward_work(
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
-    buffers: bytes of backward's buffers at the moments of `PassBytes`.
+    buffers: bytes of backward's buffers at several moments (`PassBytes`).
     restore: the restore pair.
     """
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
@@ -550,8 +550,8 @@ def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[Wire
 def _token_messages(sizes: LayerSizes, call: CallRows, rows: PassRows, wires: Sequence[WireName]) -> int:
     """Returns the bytes of the messages of all tokens that a pass holds while its experts compute.
 
-    With ring slots the last chunks are sent after the experts have computed the first ones. Without them all
-    chunks are sent before, and the result is 0.
+    With ring slots the last chunks are sent after the experts have computed the first chunks. Without ring
+    slots all chunks are sent before the experts compute, and the result is 0.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -590,8 +590,8 @@ def _packing(
 def _unpacking(sizes: LayerSizes, rows: PassRows) -> int:
     """Returns the bytes of temporary tensors in which one chunk's messages are unpacked to rows.
 
-    This is before the products of the chunk, so these bytes and the temporary tensors of the products do not
-    exist at the same time. The result is 0 if rows are sent in their own dtype.
+    Messages are unpacked before the products of the chunk. So these bytes and the temporary tensors of the
+    products do not exist at the same time. The result is 0 if rows are sent in their own dtype.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -605,7 +605,7 @@ def _unpacking(sizes: LayerSizes, rows: PassRows) -> int:
 def _packing_tokens(sizes: LayerSizes, call: CallRows, rows: PassRows, wire: WireName) -> int:
     """Returns the bytes of the tensors that packing one chunk's rows takes, apart from the send buffer.
 
-    They are the messages of tokens, or copies of the rows, and the temporary tensors of `pack_rows`
+    These tensors are the messages of tokens, or copies of the rows, and the temporary tensors of `pack_rows`
     (`pmoe.engine.variants.wire`).
 
     sizes: sizes of the layer.
@@ -760,7 +760,7 @@ def _unit_bytes(sizes: LayerSizes, rows: PassRows) -> int:
     - the routing weights of the product's rows, the gradients of these weights, and the rows' indices;
     - the product's results, if they are computed in temporary memory and then copied to their buffer;
     - the product of the rows with the first matrix of an adapter;
-    - `SMALL`.
+    - `SMALL` bytes for tensors of a few numbers, such as scalars and counts.
 
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
@@ -797,7 +797,7 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
     """Returns whether the experts' gradients are summed in float32 although their dtype is narrower.
 
-    They are if there are several gradients to add for the same parameter.
+    This is so if there are several gradients to add for the same parameter.
 
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
@@ -1007,14 +1007,15 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
 
 def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> PassBytes:
-    """Returns the bytes that buffers take at four moments (`PassBytes`) of a pass without ring slots.
+    """Returns the bytes that buffers take at four moments of a pass without ring slots.
 
+    The moments are the start of the pass, the experts' computation, the time before combine, and the end.
     Without ring slots (buffers that chunks use in turn), every buffer has memory of its own. The function
     goes through the tasks in order. It adds the buffers that a task allocates, and removes those that the
     task is the last to use.
 
     sizes: sizes of the layer.
-    rows: numbers of rows of the pass, from `in_pieces`.
+    rows: numbers of rows of the pass, with the rows that stay joined into fewer tasks (`in_pieces`).
     buffers: rows and columns of each buffer of the pass.
     """
     direction = buffers.direction

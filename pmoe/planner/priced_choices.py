@@ -256,13 +256,14 @@ def advise(
 
 
 def planned_pairs(sizes: LayerSizes, allow: AllowName | None, *, has_budget: bool) -> tuple[Restore, ...]:
-    """Returns the restore pairs of `pairs_to_choose` that a layer of these sizes can have.
+    """Returns the restore pairs among which pmoe chooses for a layer of these sizes.
 
     A pair that keeps messages is left out if no rows arrive as messages. A pair that rounds to e4m3 is left
     out for rows of float64.
 
     sizes: sizes of the layer.
-    allow, has_budget: as in `pairs_to_choose`.
+    allow: "e4m3" also permits pairs that keep fewer bytes; None permits only exact pairs.
+    has_budget: whether a memory budget limits the choice. If so, pairs that keep T_DI or T_M are added.
     """
     pairs = pairs_to_choose(allow, has_budget=has_budget, has_messages=sizes.wires.rows is not None)
     return tuple(pair for pair in pairs if not pair.rounds or sizes.element_size <= 4)
@@ -348,7 +349,8 @@ class Chooser:
 
         A restore pair says what is kept, offloaded or made again between the passes. The pair that is fastest
         by the equation is taken, unless trials show that another pair is clearly faster. If trials are
-        allowed, they compare all pairs whose seconds by the equation are at most `NEAR` times the fewest.
+        allowed, they compare all pairs whose seconds by the equation are at most `NEAR` times the seconds of
+        the fastest pair.
 
         Args:
             sizes: sizes of the layer.
@@ -446,8 +448,8 @@ class Chooser:
     ) -> Choice:
         """Returns the fastest choice within the memory budget.
 
-        If trials are allowed, they decide between the choices that `_worth_trying` selects. Otherwise
-        predicted seconds decide. Raises ValueError if no choice stays within the budget.
+        If trials are allowed, they decide between the few choices that are predicted to be the fastest.
+        Otherwise predicted seconds decide. Raises ValueError if no choice stays within the budget.
 
         sizes: sizes of the layer.
         tokens: number of tokens of the rank with most tokens.

@@ -113,9 +113,9 @@ class Operations:
         reduce-scatter.
     all_reduce: the sum of one tensor, such as gradients, over num_across ranks, by the bytes of the tensor.
     seconds: how long the measurement took.
-    exchanges: maps the name of an all-to-all that is not flat, such as a hierarchical one, to its cost, by
-        the same size as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in older
-        files.
+    exchanges: the costs of all-to-alls that are not flat, such as hierarchical ones, by name; each is a line
+        over the same size as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in
+        older files.
 
     If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes is 0.
 
@@ -181,7 +181,7 @@ class Profile(Identity):
     def identity(self) -> Identity:
         """The fields that identify the measured machine, such as device and ranks, without the costs.
 
-        A profile is used only where these fields are the same as those of the present device and group.
+        A profile is used only if these fields are equal to those of the present device and group.
         """
         return Identity(**{part.name: getattr(self, part.name) for part in fields(Identity)})
 

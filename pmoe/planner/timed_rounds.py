@@ -98,7 +98,7 @@ class PassTimes:
         return CLEAR * self.standard_error(other)
 
     def is_slower_than(self, other: PassTimes) -> bool:
-        """Whether a step with this choice takes longer than with ``other`` by more than `resolution`."""
+        """Whether a step with this choice takes longer than with ``other`` by more than noise explains."""
         return self.step > other.step * (1 + self.resolution(other))
 
 

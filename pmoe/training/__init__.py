@@ -5,7 +5,7 @@ gradient_mean           the mean of experts' gradients over ranks
 sharded_experts         experts that FSDP2 shards over the ranks with copies of them
 parallel                device meshes for DP x MP x EP x ESP, and reduction of gradients after backward
 reducer                 GradientReducer: all-reduce of dense gradients during backward
-gradient_partitioning   which gradients the reducer sends when
+gradient_partitioning   when the reducer sends which gradients
 balance                 load-balance losses over sequences, batches, or several steps
 attached_loss           losses whose gradients are computed in the backward pass of another tensor
 clipping                gradient norm, clipping and loss scaling

@@ -105,7 +105,14 @@ class _LayerSums:
     has_constants: bool = False
 
     def add(self, share: Tensor, sequences: Tensor | None, z: Tensor | None, counts: Tensor) -> None:
-        """Adds the sums of one call. Each argument means the same as the attribute of its name."""
+        """Adds the sums of one call.
+
+        share: (E,) for E experts: the expert's share in a token's scores, summed over the tokens of the call.
+        sequences: scalar, the sum of the losses of the call's sequences; None unless the loss is over
+            sequences.
+        z: scalar, the sum over tokens of logsumexp(logits)^2; None without a router z-loss.
+        counts: (E,) int64, how many choices of the call fell on each expert.
+        """
         self.has_constants |= not share.requires_grad
         self.share = share if self.share is None else self.share + share
         self.counts = counts if self.counts is None else self.counts + counts
@@ -162,8 +169,8 @@ class BalanceLoss:
     rank has the loss of its stage's layers only. Use `attach`, so that the backward pass of the stage
     includes this loss.
 
-    Raises ValueError or TypeError for wrong arguments, a model without MoE layers, a gate that cannot be
-    balanced by a loss, or, on every rank, if ranks have different layers.
+    Raises ValueError or TypeError if an argument is wrong, if the model has no MoE layers, or if a gate
+    cannot be balanced by a loss. Raises on every rank if ranks have different layers.
     """
 
     def __init__(
@@ -302,30 +309,31 @@ class BalanceLoss:
     def attach(self, y: Tensor, factor: float, totals: StepTotals | None) -> Tensor:
         """Returns a tensor with the values of ``y``. Its backward pass also differentiates factor * `loss`.
 
-        It is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to the
-        task's loss, because another rank computes the task's loss. Call this method once, at the end of the
-        stage's ``forward``:
+        This method is for a stage of torch.distributed.pipelining. There the balance loss cannot be added to
+        the task's loss, because another rank computes the task's loss. Call this method once, at the end of
+        the stage's ``forward``:
 
             y = balance.attach(self.layers(x), 0.01 * num_micro_batches, self.step)
 
-        The factor has the number of micro-batches, because torch's schedules divide gradients by it
-        (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own layers. Its ``group`` must
-        be the ranks that share the stage. Call `attach` outside of activation checkpointing
-        with use_reentrant=True.
+        In the example the factor contains the number of micro-batches, because torch's schedules divide
+        gradients by this number (``scale_grads=True``). Give each stage a `BalanceLoss` of the stage's own
+        layers. Its ``group`` must be the ranks that share the stage. Call `attach` outside of activation
+        checkpointing with use_reentrant=True.
 
         Two kinds of calls attach no loss and return ``y`` itself: calls without gradients, and the run in
         which torch finds the shapes of a stage. After a whole schedule of calls without gradients, `totals`
         returns the totals of these calls.
 
-        Use the result in place of ``y``. If it is dropped, the loss has no gradients, and the next call of
-        this method, `loss`, `totals` or an optimizer's step issues a warning.
+        Use the result in place of ``y``. If the result is dropped, the loss has no gradients. The next call
+        of this method, of `loss` or of `totals`, or the next step of an optimizer, then issues a warning.
 
         Args:
             y: the output of the stage, of any shape.
             factor: the factor of the loss.
-            totals: the argument of `loss`. With several micro-batches it must not be None.
+            totals: the numbers of the whole step, as `loss` takes them. Not None if there are several
+                micro-batches.
 
-        Raises what `loss` raises, TypeError or ValueError for other arguments, and RuntimeError inside
+        Raises the errors of `loss`, TypeError or ValueError for wrong arguments, and RuntimeError inside
         activation checkpointing with use_reentrant=True.
         """
         check_tensors(None, y=y)
@@ -349,7 +357,7 @@ class BalanceLoss:
             return self._attached.attach(y, factor * self.loss(totals))
 
     def end_step(self) -> None:
-        """Ends an optimizer step: adds its counts to the window of steps. Only with over="window".
+        """Ends an optimizer step: adds the step's counts of choices to the window. Only with over="window".
 
         Call it once in each optimizer step, after the losses. A collective: one all-reduce.
 
@@ -365,10 +373,10 @@ class BalanceLoss:
         self._of_step = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the window of steps, to be saved in a checkpoint; {} unless the loss is over a window.
+        """Returns the window, to be saved in a checkpoint; {} unless the loss is over a window.
 
-        The window has a dict for each step: {name of a layer: (E,) int64, how many choices fell on each
-        expert}.
+        The window holds the earlier steps that count in the loss. It has a dict for each step: {name of a
+        layer: (E,) int64, how many choices fell on each expert}.
         """
         return {"window": [dict(step) for step in self._window]} if self.over == "window" else {}
 
@@ -395,7 +403,7 @@ class BalanceLoss:
     # ---- the calls
 
     def _hook(self, name: str) -> Any:
-        """Returns a forward hook for a layer's gate, which adds each call to the layer's `_LayerSums`.
+        """Returns a forward hook for a layer's gate, which adds each call to the layer's sums (`_LayerSums`).
 
         name: the name of the layer.
         """
@@ -413,7 +421,7 @@ class BalanceLoss:
         return collect
 
     def _add(self, name: str, routing: Routing) -> None:
-        """Adds the scores and choices of a call to the `_LayerSums` of a layer.
+        """Adds the scores and choices of a call to the sums of a layer (`_LayerSums`).
 
         name: the name of the layer.
         routing: the result of the layer's gate.
@@ -547,7 +555,7 @@ class BalanceLoss:
         """Returns how many choices fell on each of a layer's E experts, (E,), in the step or the window.
 
         With over="window" these are the choices of earlier steps; without earlier steps the result is all
-        ones. The fractions f_e of the loss are computed from the result.
+        ones. The loss takes from it the fraction f_e of choices that fell on each expert e.
 
         name: the name of the layer.
         totals: the numbers of the whole step.

@@ -87,8 +87,8 @@ def save_checkpoint(
         group: the ranks that hold the model together. None is the default group, or this process.
 
     Collective: every rank must call it. When it returns, the checkpoint is on the disk and is the one that
-    `load_checkpoint` loads. If a kill or a full disk interrupts it, the previous checkpoint is unchanged and
-    is still the one that is loaded.
+    `load_checkpoint` loads. If a kill or a full disk interrupts the writing, the previous checkpoint is
+    unchanged and is still the one that is loaded.
 
     Raises CheckpointError on every rank if any rank fails. For example, the model was not parallelized, so
     that ranks hold different experts under one name. Raises RuntimeError if another rank died.
@@ -151,7 +151,7 @@ def load_checkpoint(
 
     Raises CheckpointError on every rank, before anything is changed, if there is no checkpoint, if files are
     missing, too short or damaged, or if names, shapes or dtypes do not fit the model and the optimizers. The
-    message names them.
+    message names the files or tensors that are wrong.
     """
     ranks = Ranks(group)
 

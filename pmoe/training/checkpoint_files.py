@@ -63,7 +63,7 @@ OF_OTHERS = {
     "config.json": ("transformers", "load it with from_pretrained (docs/weights.md)"),
     LIST: ("torch.distributed.checkpoint", "load it with torch.distributed.checkpoint.load"),
 }
-"""Files that show whose checkpoint a folder has: {name of the file: (owner, how to load the checkpoint)}.
+"""Files that show which program's checkpoint a folder has: {file: (program, how to load the checkpoint)}.
 
 The files are looked for in this order. The order matters, because the folder of one step of pmoe also has the
 last file, the list of torch.distributed.checkpoint.
@@ -204,8 +204,8 @@ def read(path: Path, rank: int, num_ranks: int) -> tuple[dict[str, Any], Metadat
 
     The checksums of all files are compared here, because torch compares none. Each file sums_*.json lists
     some files with their checksums. The ranks share the work: in the list of all sums_*.json, sorted by name,
-    rank r takes the indices r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that are
-    listed there.
+    rank r takes the entries r, r + num_ranks, r + 2 * num_ranks, and so on. It checks the files that these
+    sums_*.json list.
 
     path: folder of the checkpoint.
     rank: this rank.
@@ -261,7 +261,7 @@ def _last(pointer: Path) -> str:
 
 
 def _owner(folder: Path) -> str:
-    """Returns the end of an error message: whose checkpoint the folder has, and how to load it.
+    """Returns the end of an error message: which program's checkpoint a folder has, and how to load it.
 
     The result is "" if the folder has none of the files in `OF_OTHERS`.
     """

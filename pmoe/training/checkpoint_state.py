@@ -124,7 +124,7 @@ class Names:
 
 
 def model_state(model: nn.Module, names: Names) -> tuple[dict[str, Tensor], Plain]:
-    """Returns two dicts by name in the checkpoint: a model's tensors, and its modules' extra states.
+    """Returns a model's tensors, and the extra states of its modules: two dicts by name in the checkpoint.
 
     The tensors, of any shape, share memory with the model. Extra states (`torch.nn.Module.get_extra_state`)
     are plain data.
@@ -321,7 +321,8 @@ def in_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         rank 1 of 2            gate 1,         up 1
 
     torch.distributed.checkpoint assumes that a rank's part of a DTensor is one block. Without the boxes it
-    would refuse to save these parts, because as single blocks they overlap, and it would load wrong rows.
+    would refuse to save these parts, because they overlap if each is taken for a single block. It would also
+    load wrong rows.
     """
     return {name: _in_boxes(tensor) for name, tensor in tensors.items()}
 

@@ -95,9 +95,13 @@ def parallelize(
 
     Raises RuntimeError if a rank of the mesh does not call it with this mesh within the group's timeout.
 
-    Raises ValueError or TypeError, with the layer's name, before any weight is changed: if the model has no
-    layer, a layer has other ranks, cannot be spread or is in a data-parallel wrapper, the mesh has other
-    dimensions, or experts cannot be sharded.
+    Raises ValueError or TypeError, before any weight is changed, in the following cases. If a layer is the
+    cause, the message names it.
+
+    - The model has no layer.
+    - A layer was built for other ranks, cannot be spread, or is in a data-parallel wrapper.
+    - The mesh has other dimensions.
+    - Experts cannot be sharded.
     """
     inner = _agreed_experts_mesh(mesh, may_replicate=shard_experts is not False)
     grid = grid_of_mesh(inner)
@@ -146,10 +150,11 @@ def _checked_layers(
 ) -> list[tuple[str, MoELayer]]:
     """Returns the (name, layer) pairs of the model's MoE layers, after all checks of `parallelize`.
 
-    model, reduce: the arguments of `parallelize`.
+    model: the model.
+    reduce: whether each backward pass reduces the experts' gradients.
     inner: the part of the mesh with the dimensions "ep" and "esp".
     grid: this rank's groups of ranks along "ep" and along "esp".
-    sharding: arguments for fully_shard if it shards experts over the ranks with copies of them; else None.
+    sharding: arguments for fully_shard if FSDP2 shards experts over the ranks with copies of them; else None.
     of_copies: for each mesh dimension along which experts are copied, the ranks that hold copies of this
         rank's experts; the inner dimension first.
 
@@ -270,9 +275,13 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
 
 
 def _agreed_experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
-    """Checks that all ranks have passed the same mesh. Then returns the result of `_experts_mesh`.
+    """Checks that all ranks have passed the same mesh, and returns its part with "ep" and "esp".
 
-    The arguments are those of `_experts_mesh`. Collective over the ranks of the mesh.
+    mesh: the mesh that the user passed to `parallelize`.
+    may_replicate: whether the mesh may have two further dimensions beside "ep" and "esp". If False, it may
+        have one.
+
+    Collective over the ranks of the mesh.
 
     Raises ValueError on all these ranks if their meshes differ.
     """
@@ -286,7 +295,7 @@ def _agreed_experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh
 def _experts_mesh(mesh: DeviceMesh, *, may_replicate: bool) -> DeviceMesh:
     """Returns the part of ``mesh`` over which one copy of the experts is spread: "ep" and "esp".
 
-    mesh: the argument of `parallelize`.
+    mesh: the mesh that the user passed to `parallelize`.
     may_replicate: whether the mesh may have two further dimensions beside "ep" and "esp". If False, it may
         have one. Ranks that differ only in further dimensions hold the same experts.
 

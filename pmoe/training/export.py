@@ -87,9 +87,12 @@ def export_weights(
     after a ``break``. In code that may raise, use ``contextlib.closing``. If a rank dies, the others raise an
     error within the group's timeout.
 
-    Raises ValueError or TypeError on every rank, before anything is sent, for wrong arguments: a layout that
-    has no place for a tensor, two tensors of one name, experts that are modules or parametrized, a max_bytes
-    below the largest tensor of an expert, or another model on another rank.
+    Raises ValueError or TypeError on every rank, before anything is sent, if
+
+    - an argument is wrong, or the model differs between ranks;
+    - the layout has no place for a tensor, or two tensors would have one name;
+    - experts are modules or parametrized;
+    - ``max_bytes`` is smaller than the largest tensor of an expert.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="planning an export"):
@@ -157,7 +160,9 @@ class ExportedItems(Iterator[Item]):
 class _Export:
     """One export: the arguments of `export_weights`, their checks, and the sending of the tensors.
 
-    model, dtype, rename: the arguments of `export_weights`.
+    model: the model.
+    dtype: dtype to which floating-point tensors are cast; None casts nothing.
+    rename: a function from a name in the model to the name that is exported; None keeps the names.
     layout, layout_name: the layout of the exported tensors, and its name for messages.
     limit: the most bytes of experts that are sent at a time.
     ranks: the ranks that export together.
@@ -317,7 +322,7 @@ class _Export:
         return tensors
 
     def _value(self, layer: MoELayer, own: str, value: Tensor) -> Tensor:
-        """Returns the value of a tensor of `_stacked`. A collective if FSDP2 shards the experts.
+        """Returns this rank's value of w1, w2, b1 or b2. A collective if FSDP2 shards the experts.
 
         layer: the layer.
         own: the name of the tensor: "w1", "w2", "b1" or "b2".
@@ -482,9 +487,10 @@ def save_weights(
         model, layout, max_bytes, dtype, rename, group: the same as in `export_weights`. If the layout stacks
             all experts in one tensor, the whole tensor is written.
 
-    Every rank of the group must call the function. Raises what `export_weights` raises, ImportError without
-    safetensors, ValueError if the folder exists or a tensor is larger than a file, OSError if a file cannot
-    be written; each on every rank.
+    Every rank of the group must call the function.
+
+    Raises on every rank: the errors of `export_weights`; ImportError without safetensors; ValueError if the
+    folder exists, or if a tensor is larger than a file may be; OSError if a file cannot be written.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="opening the folder of an export"):

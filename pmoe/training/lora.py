@@ -70,7 +70,7 @@ def add_lora(
 
     Args:
         model: the model, or a layer. Layers inside it must have "ffn" or "swiglu" experts.
-        rank: R, the rank of each change of a weight, at least 1.
+        rank: R, the rank of the matrix that is added to each weight, at least 1.
         alpha: the change is alpha / rank * B @ A. None means ``rank``, so that the factor is 1.
         targets: the weights that are changed: "w1", "w2" or both.
         shared: whether all experts of a layer share one adapter. By default each expert has its own.
@@ -85,7 +85,8 @@ def add_lora(
     them alone. Their initial values do not depend on the number of ranks. Call the function before or after
     `pmoe.parallelize`, but before the optimizer is made.
 
-    Returns `lora_adapters` of the model. Collective: every rank must call it with the same arguments.
+    Returns the new adapters as one module (`lora_adapters`). Collective: every rank must call it with the
+    same arguments.
 
     Raises ValueError or TypeError on every rank, before anything is changed, if an argument is wrong, if
     arguments differ between ranks, or if a layer cannot have adapters.
@@ -173,13 +174,14 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
 
     W[e] is a weight of expert e; A and B are the matrices of the adapter, and scale is its factor. A layer
     without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. If
-    FSDP2 shards the experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The
-    weights stay frozen. The sums are rounded to the dtype of the weights.
+    FSDP2 shards the experts, they stay `LoraExperts`, the class of experts with adapters, and FSDP2 goes on
+    gathering the removed adapter. The weights stay frozen. The sums are rounded to the dtype of the weights.
 
     The gradients of the adapter's parameters are set to None, so that an optimizer no longer changes these
     parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
     optimizer.
 
+    model: the model, with adapters of `add_lora`.
     name: the name of the adapter; None merges the active adapter.
 
     Returns the adapters, for `unmerge_lora`. Every rank must call it.
@@ -243,8 +245,8 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
     """Removes an adapter from the layers of a model.
 
     The layers then use no adapter, and a layer without further adapters is a plain layer. If FSDP2 shards the
-    experts, the layer keeps its class, and FSDP2 goes on gathering the removed adapter. The weights stay
-    frozen. Every rank must call it.
+    experts, they stay `LoraExperts`, the class of experts with adapters, and FSDP2 goes on gathering the
+    removed adapter. The weights stay frozen. Every rank must call it.
 
     name: the name of the adapter; None removes the active adapter.
 
@@ -367,7 +369,7 @@ def _named(layer_name: str, layer: MoELayer, name: str | None) -> tuple[LoraExpe
 
 
 def _checked_targets(targets: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the weights that get an adapter, in the order of `WEIGHTS`.
+    """Returns the names of the weights that get an adapter, "w1" before "w2".
 
     Raises ValueError or TypeError if there are none, or other names than "w1" and "w2".
     """
@@ -522,7 +524,12 @@ def _lay_out_adapter(layer: MoELayer, experts: LoraExperts, adapter: Adapter, na
 
     All copies get the values of the first copy.
 
-    The arguments are those of `_attach`. Collective.
+    Collective.
+
+    layer: the layer.
+    experts: the layer's experts.
+    adapter: the adapter.
+    name: the name of the adapter.
     """
     names = tuple(f"{ADAPTERS}{name}.{own}" for own, _ in adapter.named_parameters())
     take_first(experts, Ranks.single(), layer.grid.esp, names)

@@ -161,7 +161,7 @@ class _Form:
         return dims[1] == {"w1": "M", "w2": "H"}[weight]
 
     def stored(self, weight: str, down_ERI: Tensor, up_EOR: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the stored matrices A and B of a weight, in the order of `keys`.
+        """Returns the stored matrices A and B of a weight, in the order of their names in the file (`keys`).
 
         down_ERI, up_EOR: A and B of all experts.
         """
@@ -181,7 +181,8 @@ class _Form:
         two matrices differ, r is twice the rank: the result has both, and each half of B has zeros in the
         columns of the other half's A. Otherwise r is the rank.
 
-        down, up: the stored matrices, in the order of `keys`.
+        weight: "w1" or "w2".
+        down, up: the stored matrices A and B, in the order of their names in the file (`keys`).
         rank: the rank of the stored adapter.
         """
         if self.is_stacked:
@@ -279,7 +280,12 @@ def save_lora(
 
 
 def _config(form: _Form, adapter: Adapter, base_model: str | None) -> dict[str, Any]:
-    """Returns the content of PEFT's configuration file for an adapter."""
+    """Returns the content of PEFT's configuration file for an adapter.
+
+    form: the names and shapes of the adapter's matrices in the files.
+    adapter: the adapter.
+    base_model: the name or path of the model without adapters; None if it is not known.
+    """
     names = [form.layout.names[f"experts.{weight}"] for weight in adapter.targets]
     if form.is_stacked:
         target_modules: str | list[str] = []
@@ -303,7 +309,10 @@ def _config(form: _Form, adapter: Adapter, base_model: str | None) -> dict[str, 
 def _of_all_experts(layer: MoELayer, adapter: Adapter, matrix: str, ranks: Ranks) -> Tensor:
     """Returns a matrix of an adapter for all E experts, (E, ...). A collective.
 
-    matrix: its name, such as "w1_A".
+    layer: the layer, over whose ranks the adapter is spread.
+    adapter: the adapter.
+    matrix: the name of the matrix, such as "w1_A".
+    ranks: the ranks of the model, for errors.
     """
     value = whole_value(adapter.get_parameter(matrix), adapter.copy_parts.get(matrix, UNCUT))
     dim = adapter.hidden_dims()[matrix]
@@ -330,7 +339,8 @@ def _of_all_ranks(value: Tensor, ranks: Ranks) -> list[Tensor]:
 def _halves(layer: MoELayer, matrix: str) -> int:
     """Returns how many blocks of hidden columns an adapter's matrix has: 2 in B of a gated w1, else 1.
 
-    matrix: its name, such as "w1_B".
+    layer: the layer.
+    matrix: the name of the matrix, such as "w1_B".
     """
     experts = layer.layer_modules.experts
     assert isinstance(experts, StackedExperts)
@@ -356,13 +366,14 @@ def load_lora(
         folder: the folder with the two files, which every rank reads.
         layout: how the experts are stored in the model of the files.
         name: the name of the adapter. The layers may already have an adapter of this name.
-        rename: as in `save_lora`.
+        rename: a function from the name of a matrix in the model to its name in the files; None keeps the
+            names.
 
     Matrices of modules outside of experts are ignored: PEFT loads those. In a layout with a tensor for each
     expert, the two halves of w1 (gate_proj, up_proj) may have different matrices A. The adapter then has
     twice the rank.
 
-    Returns `lora_adapters` of the model. Collective: every rank must call it.
+    Returns the loaded adapters as one module (`pmoe.lora_adapters`). Collective: every rank must call it.
 
     Raises ValueError or TypeError on every rank, before anything is changed, in these cases:
 
@@ -519,8 +530,8 @@ def _targets(
 ) -> tuple[str, ...]:
     """Returns which of the weights "w1" and "w2" have matrices in the files. Raises ValueError if none has.
 
-    form: the form of an adapter of both weights.
-    layer_name: the name of the first layer.
+    form: the names and shapes of the matrices in the files, for an adapter of both weights.
+    layer_name: the name of the model's first MoE layer.
     names: the names of all matrices in the file.
     config: the content of PEFT's configuration.
     rename: changes each name of the model to the name in the file; None changes nothing.
@@ -543,6 +554,7 @@ def _targets(
 def _check_names(path: Path, keys: Sequence[str], names: Container[str], owner: str) -> None:
     """Raises ValueError if the file lacks a matrix.
 
+    path: the file, for the message.
     keys: the names of the matrices of a weight.
     names: the names of all matrices in the file.
     owner: the layer and the layout, in words.
@@ -564,7 +576,12 @@ def _check_shapes(
 ) -> None:
     """Raises ValueError if the shape of a stored matrix does not fit the layer and the adapter's rank.
 
+    path: the file, for the message.
     keys: the names of the matrices ``down`` and ``up`` in the file.
+    layer: the layer.
+    weight: "w1" or "w2".
+    form: the names and shapes of the adapter's matrices in the file.
+    down, up: the stored matrices A and B of the weight.
     rank: the adapter's rank, the inner dimension of the product up * down.
     """
     _, out_features, in_features = _shapes(layer)[weight]
@@ -679,8 +696,8 @@ def _check_gated(layer_name: str, layer: MoELayer, layout: LoraLayoutName) -> No
 def _check_fits(layer_name: str, adapter: Adapter, stored: _Stored) -> None:
     """Raises ValueError if the adapters in the files cannot be loaded into an adapter.
 
-    Their rank and the weights that they change must be those of the adapter. If all experts share the
-    adapter, the files must have the same matrices for all experts.
+    The adapters in the files must have the same rank and change the same weights as the adapter. If all
+    experts share the adapter, the files must have the same matrices for all experts.
 
     layer_name: the name of the adapter's layer, for the message.
     adapter: the adapter.

@@ -146,7 +146,7 @@ class GradientReducer:
         """Sends the gradients that were not sent during backward, and waits for all all-reduces. Collective.
 
         Call it after each backward pass; when gradients are accumulated, after the last one. The first call
-        also chooses the partition (which bytes are sent when), and raises ValueError if the caller's
+        also chooses the partition (when which bytes are sent), and raises ValueError if the caller's
         partition belongs to another model.
         """
         step = self._step

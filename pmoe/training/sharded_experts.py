@@ -9,7 +9,7 @@ FSDP2 (`torch.distributed.fsdp.fully_shard`) shards the experts. For each layer 
     after backward      a reduce-scatter over "dp" gives each rank its part of the gradient's mean over "dp"
 
 So pmoe's call always reads whole weights. Gradients must be means over all ranks of the mesh. FSDP2 computes
-the mean over "dp"; `DividedByOwnRanks` divides by the number of the other ranks.
+the mean over "dp"; `DividedByOwnRanks` divides by the number of ranks along the other dimensions.
 
 Two dimensions of a mesh may have ranks that hold copies of the same experts, such as "nodes" and "dp" of
 ("nodes", "dp", "ep"). Experts are then sharded over the inner one ("dp") and replicated over the outer one

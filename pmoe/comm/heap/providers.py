@@ -296,7 +296,7 @@ def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
 
 
 def _quietly(work: Callable[..., object], *args: object) -> None:
-    """Calls a function that frees memory. If it raises an error, only a warning is issued.
+    """Calls work(*args), which frees memory. If it raises an error, only a warning is issued.
 
     So this error does not replace an error that was raised before.
     """

@@ -58,7 +58,7 @@ class Steps:
     def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
         """Sends tokens as rows, with their routing weights, to the ranks of their experts.
 
-        The receiving ranks get the rows and weights from `rows` and `row_weight`.
+        On the receiving ranks, the methods `rows` and `row_weight` return the rows and the weights.
 
         fused_routing: where the rows of this rank's tokens go, and which rows arrive.
         x_TM: (T, M), T tokens of d_model columns.

@@ -1,4 +1,4 @@
-"""Permute and unpermute as PyTorch operations, for any device. They do not make the host wait."""
+"""Permute and unpermute as PyTorch operations, for any device. The operations do not make the host wait."""
 
 from __future__ import annotations
 

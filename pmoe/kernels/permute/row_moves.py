@@ -17,7 +17,13 @@ from pmoe.kernels.permute import operators
 
 
 class RowCopy(NamedTuple):
-    """A copy of tokens into rows: the arguments of `RowMoves.place`."""
+    """A copy of tokens into rows (`RowMoves.place`): rows[position[t, k] - first_row] = tokens[t].
+
+    tokens_TM: (T, M), T tokens with M columns.
+    position_TK: (T, K) int32, a position for each of the K choices of a token.
+    first_row: the position of the first of the N rows.
+    rows_NM: (N, M), memory for N rows.
+    """
 
     tokens_TM: Tensor
     position_TK: Tensor

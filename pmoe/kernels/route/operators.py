@@ -51,15 +51,19 @@ def route(
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk; it divides
         num_chunks. Rows are still counted chunk by chunk.
     last: experts whose rows come last in each chunk, after the rows of all other experts.
-    not_finite: the value of `Routes.fault` if a logit is infinite or NaN.
+    not_finite: the fault in the result (`Routes.fault`) if a logit is infinite or NaN.
     heading: asks for messages with the row counts of each chunk (`Routes.messages`). The experts of a rank
         follow each other, so the number of ranks must divide the number of experts.
 
-    Returns `Routes`. Only four tensors are saved for backward: logits, expert, weight and counts.
+    Returns the experts and weights of each token, and the order of the rows (`Routes`). Only four tensors are
+    saved for backward: logits, expert, weight and counts.
 
-    Raises ValueError for logits that are not a contiguous (T, E) of float32 or float64 on a CPU or CUDA
-    device, top_k outside 1..E, num_chunks below 1, a negative z_loss_weight, more than 2**31 - 1 (token,
-    choice) pairs, or a heading for a number of ranks that does not divide the number of experts.
+    Raises ValueError if
+
+    - logits are not contiguous (T, E), not float32 or float64, or not on a CPU or CUDA device;
+    - top_k is not in 1 .. E, num_chunks is below 1, or z_loss_weight is negative;
+    - there are more than 2**31 - 1 (token, choice) pairs;
+    - the heading's number of ranks does not divide the number of experts.
 
     Example: logits [[0, 2, 1], [3, 0, 0]], top_k=2 -> expert [[1, 2], [0, 1]], position [[1, 3], [0, 2]],
     slot [2, 0, 3, 1], counts [[1, 2, 1]], ends [[1, 3, 4]].
@@ -243,7 +247,8 @@ def route_backward(
     logits_TE: (T, E), the logits of T tokens for E experts that `route` got.
     expert_TK, weight_TK, counts_nE: results of `route`: (T, K) and (T, K) for K choices of each token, and
         (n, E) for n chunks.
-    normalize, z_loss_weight: the arguments that `route` got.
+    normalize: whether `route` has divided a token's weights by their sum.
+    z_loss_weight: factor of the z-loss in the auxiliary loss of `route`.
     grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
     grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
 
@@ -333,13 +338,13 @@ def launch_route(
     """Launches the routing kernels on the current stream. They write all tensors of ``out``.
 
     logits_TE: (T, E), the gate's logits of T tokens for E experts, which must have been checked.
-    out: the result of `empty_routes`.
+    out: the tensors to write, from `empty_routes`.
     normalize: whether a token's weights are divided by their sum.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     sorted_chunks: number of neighbouring chunks whose rows are sorted as if they were one chunk.
     last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the fault if a logit is infinite or NaN.
-    heading: the argument that `empty_routes` got.
+    heading: the header of messages of row counts, which `empty_routes` got, too; None without messages.
     """
     num_chunks, num_experts = out.counts_nE.shape
     module = extension.module()

@@ -27,8 +27,8 @@ class Routes(NamedTuple):
     position_TK: (T, K) int32, the row of each slot.
     slot_N: (N,) int32, the slot of each row: the inverse of position.
     counts_nE: (n, E) int32, number of rows of each chunk for each of E experts.
-    ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 grouped products
-        take it as ``ends``.
+    ends_nE: (n, E) int32, running sum of the counts over all chunks and experts. With n = 1 it is the
+        argument ``ends`` of grouped products.
 
     The arguments ``sorted_chunks`` and ``last`` of `route` change the order of the rows. They do not change
     counts and ends.
@@ -301,7 +301,8 @@ def route_backward(
     logits_TE: (T, E), the logits of T tokens for E experts that `route` got.
     expert_TK, weight_TK, counts_nE: fields of `Routes`: (T, K) and (T, K) for K choices of each token, and
         (n, E) for n chunks.
-    normalize, z_loss_weight: the arguments that `route` got.
+    normalize: whether `route` has divided a token's weights by their sum.
+    z_loss_weight: factor of the z-loss in the auxiliary loss of `route`.
     grad_weight_TK: (T, K), gradient of the weights; None stands for zeros.
     grad_l_aux: scalar, gradient of the auxiliary loss; None stands for zero.
     """

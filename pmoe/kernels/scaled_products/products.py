@@ -130,7 +130,7 @@ def scaled_product(
     rows: the N rows, (N, K), sorted by expert.
     matrices: the matrices of E experts, (E, O, K).
     counts: the numbers of rows of E experts, on the host.
-    ends_E: (E,) int32, their running sum, on the rows' device.
+    ends_E: (E,) int32, the running sum of ``counts``, on the rows' device.
     bias_EO: (E, O); None adds nothing.
     scale_N: (N,), a factor for each row; None is 1.
     """
@@ -203,9 +203,15 @@ def launch_scaled(
 ) -> Tensor:
     """Computes rows matrix[e]^T for the rows of each expert e by one launch of torch's kernel.
 
-    Returns (N, O) bfloat16. The arguments are the same as in `scaled_product`. The kernel needs every
-    expert's first row at a multiple of 16 bytes. Every row begins at a multiple of 16 bytes, so no rows are
-    padded. For "mxfp8", the scales of each expert are padded to a multiple of 128 rows.
+    Returns (N, O) bfloat16. The kernel needs every expert's first row at a multiple of 16 bytes. Every row
+    begins at a multiple of 16 bytes, so no rows are padded. For "mxfp8", the scales of each expert are padded
+    to a multiple of 128 rows.
+
+    products: number format of the operands.
+    rows: the N rows, (N, K), sorted by expert.
+    matrices: the matrices of E experts, (E, O, K).
+    counts: the numbers of rows of E experts, on the host.
+    ends_E: (E,) int32, the running sum of ``counts``, on the rows' device.
     """
     recipe = {"e4m3": F.ScalingType.RowWise, "mxfp8": F.ScalingType.BlockWise1x32}[products]
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if products == "mxfp8" else F.SwizzleType.NO_SWIZZLE

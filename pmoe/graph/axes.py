@@ -194,9 +194,9 @@ class _Inference:
     def _behind(self, node: fx.Node) -> Any:
         """Returns the axis along which later operators may cut the result of an operator that is not cut.
 
-        An axis is the dimension along which a tensor is cut into parts of the batch. The axis is that of the
-        first input that is cut along a dimension. A result with the same shape as this input gets this axis.
-        A result with another shape gets None. For an operator with several results, a tuple with one axis for
+        An axis is the dimension along which a tensor is cut into parts of the batch. The first input that is
+        cut along a dimension decides: a result with the same shape as this input gets this input's axis. A
+        result with another shape gets None. For an operator with several results, a tuple with one axis for
         each result is returned.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)

@@ -106,7 +106,7 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 def prepare() -> None:
     """Sets options of torch._dynamo, and makes MoELayers traceable. Runs once, when this module is imported.
 
-    capture_dynamic_output_shape_ops   on: a number of rows that only a run shows does not break the graph
+    capture_dynamic_output_shape_ops   on: sizes that are known only when the graph runs do not break it
     optimize_ddp                       off: DDP must not cut graphs between layers that communicate
     recompile_limit                    raised to accumulated_recompile_limit, because every block of a model
                                        may be compiled by itself

@@ -226,10 +226,12 @@ def link_of(
 
     On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
     beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`, or less if
-    ``most_bytes`` does not allow a message of that length. The profile's beta is not used: its messages take
-    only milliseconds, so one interruption changes its beta much, and with it the predicted seconds of every
-    long message.
+    ``most_bytes`` does not allow a message of that length. The profile's beta is not used. The profile
+    measured messages of a few milliseconds, so a single interruption may have changed its beta much. The
+    predicted seconds of every long message would then be wrong.
 
+    ranks: the ranks of the all-to-alls.
+    device, dtype: device and dtype of the measured message.
     most_bytes: how many bytes a measurement may allocate. The ranks take the largest of their numbers. An
         earlier result is measured again if its limit was lower than this number / `WIDER`.
 

@@ -92,7 +92,8 @@ class GraphTrial(Profiled):
     def _measure(self, gradient: fx.Node, block: Sequence[fx.Node]) -> None:
         """Computes the weight gradient of one block of rows, and adds its seconds to those of the layer.
 
-        The seconds include a gradient in memory for each block, where a step makes one for all blocks.
+        The sum is a little too high: here each block writes a gradient of its own into memory, while a step
+        writes one gradient for all blocks.
 
         gradient: the call that sums the weight gradients of all blocks of the layer.
         block: the tensors of the block.

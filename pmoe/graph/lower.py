@@ -65,9 +65,9 @@ def label(node: fx.Node) -> str:
 
     Ranks use this name when they share decisions. Graphs with the same operators get the same names from
     `name_all`, although torch's own names of their nodes may differ. Calls that compute a size get no name
-    from `name_all`. For them the result is torch's name, marked as "unnamed". Torch names an input that
-    forward saved after the call that computed it, so the name of an input is marked, too. Otherwise another
-    call could have the same name.
+    from `name_all`. For them the result is torch's name, marked as "unnamed". An input of a backward graph
+    may be a tensor that forward saved. Torch gives this input the name of the call that computed the tensor.
+    So the result for an input is marked, too; otherwise it could be equal to another call's name.
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else f"{node.name}, input"
     name: str = node.meta.get("label", unnamed)
@@ -160,7 +160,10 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
 
 def boxed(tensor: Tensor) -> list[Tensor]:
-    """Returns a list that holds a tensor, so that its reader can take the only reference to the tensor."""
+    """Returns a list that holds a tensor. The generated code keeps only the list, not the tensor.
+
+    So code that pops the tensor from the list has the only reference to the tensor.
+    """
     return [tensor]
 
 

@@ -110,9 +110,9 @@ def run_and_keep(
     needs_grad: for each of ``inputs``, whether it needs a gradient.
     autocast: the dtype of autocast; None if autocast is off.
 
-    The kept autograd graph reads the copies, and not the inputs: the compiler may compute an input again for
-    the backward pass, and overwrite it before. There are no copies if no gradient is wanted. The ticket is an
-    int64 scalar on the host. It is 0 if no autograd graph was kept.
+    The kept autograd graph reads the copies, not the inputs, because the compiler may overwrite an input
+    before backward runs, and compute the input again if it needs it. There are no copies if no gradient is
+    wanted. The ticket is an int64 scalar on the host. It is 0 if no autograd graph was kept.
     """
     module = LAYERS[number]
     wants_grad = any(needs_grad) or bool(parameters)
@@ -292,6 +292,8 @@ class LastCallInGraph(LastCall):
     """The record of a call that ran in a compiled graph. Only the auxiliary loss is a value of that graph.
 
     Row counts and the report are not known when the graph is traced, so they are looked up in `LAST`.
+
+    number: the number that stands for the layer in the graph.
     """
 
     number: int

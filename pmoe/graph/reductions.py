@@ -67,8 +67,9 @@ def plan_hand_overs(
 ) -> list[Instruction]:
     """Returns the fastest pass that hands over gradients: its instructions, in order.
 
-    A gradient is handed over to autograd at a place: the number of all-to-alls that begin before. Predictions
-    are not exact, so passes of up to `TIE` times the seconds of the fastest pass count as equally fast.
+    The place of a gradient is the number of all-to-alls that begin before it is handed over to autograd.
+    Predictions are not exact, so passes of up to `TIE` times the seconds of the fastest pass count as equally
+    fast.
 
     - For each order of the instructions, several ways to place the gradients are compared. Of the equally
       fast ways, the one that delays all-to-alls least is taken.

@@ -333,7 +333,7 @@ class _Cutter:
         for part in range(k):
 
             def call(what: str, target: Any, *args: Any, part: int = part) -> fx.Node:
-                """Adds a call to the new graph. Its label names the layer, ``what`` and the part."""
+                """Adds a call to the new graph. The call's label has the layer, ``what`` and the part."""
                 return self._call(target, *args, name=f"{label(route.pack)}, {what} of part {part}")
 
             order = call("order", order_of_part, slot, send, own, route.layer, size, part, k)

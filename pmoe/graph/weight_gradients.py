@@ -171,9 +171,9 @@ def listed(
 
     A lane is a queue of instructions: all-to-alls run on one, all others on the compute lane. All-to-alls
     keep their order, because it must be the same on every rank. A weight gradient is an instruction that no
-    all-to-all waits for. The compute lane runs the first other instruction that is ready. If none is ready,
-    because all of them wait for an all-to-all, the lane has a gap. It then runs a weight gradient: the one
-    whose seconds are closest to those of the gap.
+    all-to-all waits for. The compute lane runs the first ready instruction that is not a weight gradient. If
+    all these instructions wait for an all-to-all, the lane has a gap. It then runs the weight gradient whose
+    seconds are closest to those of the gap.
 
     instructions: the pass, in order.
     limit: a number of bytes. While results take more bytes, weight gradients that free memory run first.

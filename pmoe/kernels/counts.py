@@ -161,14 +161,23 @@ class Messages:
 
     @property
     def agreed(self) -> Tensor:
-        """The agreed numbers, which are equal on all ranks, (HEADER + 3 + number of degrees,) int64."""
+        """The numbers that all ranks have after the max-reduction, (HEADER + 3 + number of degrees,) int64.
+
+        Each is the largest number of any rank:
+
+            HEADER numbers         the header in front of a message, which describes the sender
+            1                      1 if a rank lacks host memory for the rows that it receives, else 0
+            1                      rows that a rank receives; 0 if this was not asked
+            1                      1 if some choices of a rank's tokens have no row, or several, else 0
+            one for each degree    how often chunks must be cut to fit into buffers (degree: number of chunks)
+        """
         return self.memory[: self.num_agreed]
 
     @property
     def both(self) -> tuple[Tensor, Tensor]:
         """The messages that are sent and the messages that arrive, (W, L) int32 each.
 
-        Each of the W messages has L numbers.
+        W is the number of ranks. A message has L numbers.
         """
         halves = self.memory[self.num_agreed :].view(torch.int32).view(2, self.sizes[0], -1)
         return halves[0], halves[1]
@@ -245,7 +254,7 @@ class Messages:
 
         n: number of chunks.
         num_bins: the number of bins (equal ranges of tokens) by which an expert's rows of a chunk are sorted.
-            It divides the number of bins in which rows were counted, and n divides it.
+            This number is a multiple of n, and divides the number of bins in which rows were counted.
         own_rank: this rank, if rows that it sends to itself do not arrive by a message; else None.
         num_pieces: the number of blocks of rows that stay on this rank, at most n.
         num_rows: N, the number of rows that arrive; None if their order is not wanted.

@@ -75,7 +75,8 @@ class MessageKernels:
 
         tokens_TM: (T, M), T tokens of M columns. Its address and row stride are multiples of 16 bytes.
         position_TK: (T, K) int32, contiguous; None if N = T and message t holds token t.
-        message_NC: (N, C) uint8, contiguous memory for N messages.
+        first_message: the position of the first of the N messages.
+        message_NC: (N, C) uint8, contiguous memory for N messages of C bytes.
         """
         num_tokens = tokens_TM.shape[0]
         if not num_tokens or not message_NC.shape[0]:
@@ -95,9 +96,9 @@ class MessageKernels:
     def unpack(self, message_NC: Tensor, index: Tensor | None, out_NM: Tensor) -> None:
         """Unpacks messages to rows: row i comes from message index[i].
 
-        message_NC: (at least N, C) uint8, contiguous.
+        message_NC: (at least N, C) uint8, contiguous: messages of C bytes.
         index: int32 or int64, contiguous, an element for each row; None for N messages in the order of rows.
-        out_NM: (N, M), contiguous memory for the rows.
+        out_NM: (N, M), contiguous memory for N rows of M columns.
         """
         if not out_NM.shape[0]:
             return

@@ -206,10 +206,10 @@ def check_expert_weight(
     """Raises ValueError unless kernels can read an expert weight and its bias. Returns the weight's shape.
 
     name: the weight's name, for the error.
-    weight, bias: a matrix and a vector for each of this rank's E experts: (E, rows, columns) and (E, rows);
-        the bias may be None.
+    weight: (E, rows, columns), a matrix for each of this rank's E experts.
+    bias: (E, rows), or None.
     heap: this rank's symmetric heap, whose dtype, d_model and number of experts the weight must have.
-    columns: index of the weight's dimension that must be d_model, 1 or 2.
+    columns: which dimension of ``weight`` must have size d_model: 1 (the rows) or 2 (the columns).
     """
     check_memory(dense={name: weight, "bias": bias})
     shape = heap.shape

@@ -46,7 +46,7 @@ def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
 
     kernels: name of the kernel code, "sm_90a" or "sm_80". The code for sm_80 always gathers, because it loads
         all rows by the same instructions, gathered or not.
-    columns: number of rows of each expert's first weight: H = d_hidden, or 2H for SwiGLU.
+    columns: number of columns of the product's result: H = d_hidden, or 2H for SwiGLU.
     top_k: K, number of choices of a token.
 
     The code for sm_90a gathers if columns <= `PERMUTED_COLUMNS` * (1 + 1 / K): then gathering costs less time

@@ -186,7 +186,7 @@ def hidden_gradient(
 
         gradient of T_M                     (N, G)        times the routing weights
         activation after the nonlinearity   (N, H)        times the routing weights if ``weighs_active``
-        <this activation, grad weight[e]>   (N,) float32  without a bias, the gradient of the routing weights
+        <activation, grad @ weight[e]>      (N,) float32  without a bias, the gradient of the routing weights
     """
     code = activation_code(activation)
     num_rows = checks.check_operands(grad_NM, weight_EMH, ends_E, 1, scale=scale_N)

@@ -87,8 +87,9 @@ def hidden_gradient(
     out: (N, G), is filled with the gradient of hidden_NG.
     active: (N, H), is filled with the activation after the nonlinearity.
 
-    Returns, for each row, the inner product of the activation after the nonlinearity with grad weight[e],
-    (N,). Without a bias this is the gradient of the row's routing weight.
+    Returns (N,): for each row of expert e the inner product of two vectors, its activation after the
+    nonlinearity and the product grad @ weight[e]. Without a bias this is the gradient of the row's routing
+    weight.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     grad_active = active.new_empty(active.shape, dtype=wide)

@@ -368,7 +368,15 @@ def launch_route(
 def _problem(
     logits_TE: Tensor, top_k: int, num_chunks: int, normalize: bool, z_loss_weight: float, *order: int
 ) -> Any:
-    """Returns the arguments that launches of forward and backward have in common, with the current stream."""
+    """Returns the arguments that launches of forward and backward have in common, with the current stream.
+
+    logits_TE: (T, E), the logits of T tokens for E experts. Only sizes and device are used.
+    top_k: number of experts of a token.
+    num_chunks: number of chunks of consecutive tokens.
+    normalize: whether a token's weights are divided by their sum.
+    z_loss_weight: factor of the z-loss in the auxiliary loss.
+    order: the arguments of forward that decide the order of rows; none in backward.
+    """
     num_tokens, num_experts = logits_TE.shape
     device = cuda_index(logits_TE.device)
     stream = torch.cuda.current_stream(device).cuda_stream

@@ -45,10 +45,10 @@ class ScaledRequest:
     capability: compute capability of a CUDA device, such as (9, 0); (0, 0) for other devices.
     device_name: name of the device, for logs.
     dtype: dtype of the result.
-    experts: E.
-    rows: N, rounded up to a power of two.
-    columns: K.
-    out_columns: O.
+    experts: number of experts.
+    rows: number of rows of all experts together, rounded up to a power of two.
+    columns: number of columns of a row, over which the product sums.
+    out_columns: number of columns of the result.
     """
 
     products: ProductsName
@@ -127,8 +127,8 @@ def scaled_product(
     Returns ``out``.
 
     products: number format of the operands.
-    rows: the N rows, (N, K), sorted by expert.
-    matrices: the matrices of E experts, (E, O, K).
+    rows: the N rows, (N, K), sorted by expert. The product sums over the K columns.
+    matrices: the matrices of E experts, (E, O, K). O is the number of columns of the result.
     counts: the numbers of rows of E experts, on the host.
     ends_E: (E,) int32, the running sum of ``counts``, on the rows' device.
     bias_EO: (E, O); None adds nothing.
@@ -170,7 +170,7 @@ def _product_of_restored(
 
     products: number format of the operands.
     rows: (N, K), the expert's N rows.
-    matrix: (O, K).
+    matrix: (O, K), the expert's matrix: O columns of the result, K columns to sum over.
     bias_O: (O,); None adds nothing.
     scale_N: (N,), a factor for each row; None is 1.
     """
@@ -188,8 +188,8 @@ def restored_product_bytes(products: ProductsName, num_rows: int, columns: int, 
 
     products: number format of the operands.
     num_rows: rows of the expert with the most rows.
-    columns: K.
-    out_columns: O.
+    columns: number of columns of a row, over which the product sums.
+    out_columns: number of columns of the result.
     """
     matrix = restoring_bytes(products, out_columns, columns)
     rows = restoring_bytes(products, num_rows, columns)
@@ -208,8 +208,8 @@ def launch_scaled(
     to a multiple of 128 rows.
 
     products: number format of the operands.
-    rows: the N rows, (N, K), sorted by expert.
-    matrices: the matrices of E experts, (E, O, K).
+    rows: the N rows, (N, K), sorted by expert. The product sums over the K columns.
+    matrices: the matrices of E experts, (E, O, K). O is the number of columns of the result.
     counts: the numbers of rows of E experts, on the host.
     ends_E: (E,) int32, the running sum of ``counts``, on the rows' device.
     """

@@ -35,8 +35,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 class Rounded:
     """A matrix, or several of the same shape, rounded to e4m3 numbers with scales.
 
-    numbers: (..., R, K) e4m3, contiguous.
-    scales: (..., R) float32 for "e4m3"; (..., R, B) e8m0 for "mxfp8"; contiguous.
+    numbers: (..., R, K) e4m3, contiguous, for R rows of K columns.
+    scales: contiguous. (..., R) float32 for "e4m3"; (..., R, B) e8m0 for "mxfp8", with B blocks in a row.
     """
 
     numbers: Tensor
@@ -54,7 +54,7 @@ def round_operand(products: ProductsName, values: Tensor) -> Rounded:
     """Rounds a matrix to a number format.
 
     products: the format.
-    values: (..., R, K), of any strides, float32 or narrower.
+    values: (..., R, K) of any strides, R rows of K columns, float32 or narrower.
     """
     columns = values.shape[-1]
     if products == "e4m3":
@@ -91,9 +91,10 @@ def _quotients(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def restored(products: ProductsName, matrix: Rounded) -> Tensor:
-    """Returns the values of a rounded matrix, (..., R, K) float32.
+    """Returns the values of a rounded matrix as float32, in the matrix's shape.
 
     products: the number format of the matrix.
+    matrix: the rounded matrix, or several of the same shape.
     """
     values = matrix.numbers.float()
     if products == "e4m3":
@@ -127,8 +128,8 @@ def rounded_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
     """Returns the bytes of a rounded matrix: its numbers and its scales.
 
     products: the number format of the matrix.
-    num_rows: R, over all matrices if there are several.
-    columns: K.
+    num_rows: number of rows, over all matrices if there are several.
+    columns: number of columns.
     """
     row_scales = 4 if products == "e4m3" else -(-columns // MX_COLUMNS)
     return num_rows * (columns + row_scales)
@@ -142,8 +143,8 @@ def rounding_bytes(products: ProductsName, num_rows: int, columns: int, element_
     first copied to whole blocks.
 
     products: the format to which the matrix is rounded.
-    num_rows: R, over all matrices if there are several.
-    columns: K.
+    num_rows: number of rows, over all matrices if there are several.
+    columns: number of columns.
     element_size: bytes of an element of the matrix.
     """
     if products == "e4m3":
@@ -160,8 +161,8 @@ def restoring_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
     """Returns the peak memory of `restored` in bytes, including its float32 result.
 
     products: the number format of the matrix.
-    num_rows: R.
-    columns: K.
+    num_rows: number of rows.
+    columns: number of columns.
     """
     if products == "e4m3":
         return num_rows * 4 * columns

@@ -3,9 +3,9 @@
 See section 3.1 of the paper. Its layer 0 is dispatch and the first product. Its layer 1 is the second
 product, the sum of each token's rows, and combine.
 
-All ranks are assumed to do the same at the same time. The level of a row says how many ranks away its source
-rank is. So when rows from rank + level arrive at this rank, this rank's rows arrive at rank - level.
-Therefore only one rank is simulated, and one lane stands for both directions of its link.
+The level of a row says how many ranks away its source rank is. All ranks are assumed to do the same at the
+same time, so only one rank is simulated. While it receives rows from rank + level, it sends the same number
+of rows to rank - level. So one lane stands for both directions of its link.
 
 A lane is a queue that runs its tasks one after another. Each thread block is a lane, and so is the link. A
 task computes a tile of a product or sends a piece (16 rows, which are sent together). A rank has B persistent
@@ -308,7 +308,7 @@ class Launch:
 class Tile:
     """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: the tile can start when the rows from rank + level have arrived. They are the last of its rows to
+    level: the tile can start when the rows from rank + level have arrived, the last of the tile's rows to
         arrive.
     expert: number of the expert on this rank.
     row, column: place of the tile in the grid of the expert's tiles.
@@ -323,7 +323,7 @@ class Tile:
 def tile_order(layer: Arriving) -> list[Tile]:
     """Returns layer 0's tiles in the order in which computing blocks take them (section 3.1.2 and Fig. 5).
 
-    An expert's result is a grid of tiles. Tiles are sorted by 1.; those with the same level by 2., and so on:
+    An expert's result is a grid of tiles. Tiles are sorted by four keys, the first key first:
 
     1. the level. Rows of level l come from rank + l; a tile has the highest level among its rows. So tiles
        with rows of this rank only are first;
@@ -331,8 +331,8 @@ def tile_order(layer: Arriving) -> list[Tile]:
     3. the band: 16 neighbouring rows of the grid;
     4. the column of the grid, then the row of the grid.
 
-    The last tiles of an expert may have fewer rows than a tile can hold. They then have the last level of
-    all, as in cuda/comet/order.h.
+    The last row of an expert's grid may have fewer rows than a tile can hold. Its tiles then count as tiles
+    of the highest level, W - 1, whatever their rows are (as in cuda/comet/order.h). W is the number of ranks.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)

@@ -19,10 +19,10 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
     P is the number of ranks, R = 2 rounds (dispatch and combine), B = 2 buffers (outgoing and incoming), E
     the number of experts of one rank, C the number of rows for one expert, H the number of elements of a row.
 
-    ranks: P.
-    experts: E, experts of one rank.
-    capacity: EC, the rows that one rank may send to one expert. C is EC rounded up to whole tiles of 128
-        rows.
+    ranks: P, the number of ranks.
+    experts: E, the number of experts of one rank.
+    capacity: the rows that one rank may send to one expert; the thesis calls this number EC. C is this number
+        rounded up to whole tiles of 128 rows.
     row_bytes: bytes of a row of H elements.
 
     Example: 8 ranks, 2 experts, capacity 256, 4096 bytes -> 64 MiB.

@@ -128,7 +128,7 @@ class WholeModel(NamedTuple):
 
     layers: number of blocks.
     M, H: d_model and d_hidden.
-    ffn: "simple" or "Mixtral".
+    ffn: the kind of experts: "simple" with two matrix products, or "Mixtral" with three.
     """
 
     layers: int

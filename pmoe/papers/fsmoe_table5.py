@@ -88,7 +88,7 @@ class LayerConfiguration:
     L: tokens of a sample.
     M, H: d_model and d_hidden.
     f: capacity factor; None for the paper's '*', which drops no token.
-    ffn: "simple" or "Mixtral".
+    ffn: the kind of experts: "simple" with two matrix products, or "Mixtral" with three.
     """
 
     B: int
@@ -181,9 +181,12 @@ def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerC
 
 
 def attention(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> Attention:
-    """Returns the seconds of attention's forward pass, by the lines of a testbed.
+    """Returns the seconds of attention's forward pass on a testbed.
 
     Backward computes twice as long, and sends the same bytes.
+
+    layer: sizes of the layer.
+    testbed: the cluster. It has a line alpha + beta * size for the seconds of each operation.
     """
     share = layer.M // testbed.gpus
     products = (

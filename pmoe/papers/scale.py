@@ -62,7 +62,7 @@ Each is set to 0 in turn (`ScaledStep.free`), to see how much it adds to a step.
 class ScaledModel:
     """Sizes of a language model with MoE layers.
 
-    layer: arguments of `sizes_from_options`, for each MoE layer.
+    layer: sizes and options of each MoE layer, by name: arguments of `sizes_from_options`.
     layers: number of MoE layers.
     dense: number of parameters outside of routed experts.
     dense_products: multiply-adds of one token outside of routed experts.

@@ -97,8 +97,8 @@ def initialize(
     Without ZeRO and in float32, DeepSpeed would clip gradients by the mean of the ranks' norms, as if all
     ranks had the same experts. In this case the engine clips by `pmoe.clip_grad_norm_` instead.
 
-    Raises ValueError if the model has no MoE layer, if a layer's experts are spread in another way, or for
-    ZeRO's stage 3.
+    Raises ValueError if the model has no MoE layer, for ZeRO's stage 3, or if DeepSpeed cannot reduce the
+    gradients of a layer's experts, for example because the layer was built with another group.
     """
     stage = _stage(config)
     if stage == 3:
@@ -120,7 +120,8 @@ def mark(model: nn.Module) -> None:
     model: a model whose MoE layers were built with ``group=group(ep_size)``, and which `pmoe.parallelize` has
         not changed.
 
-    Raises ValueError if the model has no MoE layer, or if a layer's experts are spread in another way.
+    Raises ValueError if the model has no MoE layer, or if DeepSpeed cannot reduce the gradients of a layer's
+    experts, for example because the layer was built with another group.
     """
     check_module(model=model)
     _warn_of_release()

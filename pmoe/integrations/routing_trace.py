@@ -2,8 +2,7 @@
 
 In memory, a trace is a dict from the name of a layer to the list of the layer's calls, each (T, K) int64. On
 disk it is a folder with a file for each rank, so ranks write without waiting for each other. A file begins
-with a line of
-JSON:
+with a line of JSON:
 
     {"format": 1, "layers": {"layers.0.moe": 64, ...}}     number of experts by layer name
 
@@ -131,8 +130,8 @@ def traced_layers(model: nn.Module) -> dict[str, MoELayer]:
 class GateHook:
     """A forward hook of one gate. ``copy.deepcopy`` of the model copies its hooks, too, but not this object.
 
-    So a copy of the gate, which was made while the hook was registered, calls the same object. Its calls are
-    not those of the model.
+    So if the gate is copied while the hook is registered, the copy calls this object, too. The hook ignores
+    calls of a copy, because they are not calls of the model.
 
     gate: the gate.
     """

@@ -304,7 +304,7 @@ def _of_layer(name: str, layer: MoELayer, journal: Journal | None) -> LayerStats
     name: name of the layer in the model.
     journal: the recorded times of tasks; None if nothing was recorded.
 
-    On CUDA it waits for row counts that are still on the device.
+    On CUDA the function waits for row counts that are still on the device.
     """
     spans = [
         None if journal is None else journal.last(layer.experts, direction)

@@ -68,8 +68,8 @@ class PmoeRoutedExperts(RoutedExperts):  # type: ignore[misc]
     def forward(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Returns each token's weighted sum of its experts' outputs, (..., D) as x.
 
-        x: (..., D), this rank's tokens.
-        scores: (..., K), the routing weights.
+        x: (..., D), this rank's tokens of width D.
+        scores: (..., K), the routing weights of the K choices of each token.
         expert_ids: (..., K), the experts of each token, numbered over all ranks.
         num_tokens_per_expert: not used, because pmoe counts rows itself.
 
@@ -82,7 +82,12 @@ class PmoeRoutedExperts(RoutedExperts):  # type: ignore[misc]
         return run_routed(self, *last).view(x.shape)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Parallelizes the experts as torchtitan does, without the buffers of its own dispatcher."""
+        """Parallelizes the experts as torchtitan does, but makes no buffers for torchtitan's dispatcher.
+
+        pmoe does not use that dispatcher.
+
+        parallel_dims: torchtitan's meshes. The mesh "ep" has the ranks over which the experts are spread.
+        """
         super(RoutedExperts, self).parallelize(parallel_dims)
         self.ep_mesh = parallel_dims.get_optional_mesh("ep")
 
@@ -124,7 +129,8 @@ def run_routed(module: PmoeRoutedExperts, x_TD: Tensor, scores_TK: Tensor, ids_T
     """Returns the output (T, D) of a module's experts, computed by `pmoe.run_experts`. Collective.
 
     module: the experts, whose weights may be DTensors.
-    x_TD, scores_TK, ids_TK: T tokens, their routing weights, and the numbers of their experts.
+    x_TD: (T, D), T tokens of width D.
+    scores_TK, ids_TK: (T, K), the routing weights and the experts of the K choices of each token.
     """
     experts: Any = module.inner_experts
     w1_EFD, w2_EDF, w3_EFD = (

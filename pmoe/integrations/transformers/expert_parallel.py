@@ -82,6 +82,7 @@ def _whole(part: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
     """Concatenates the rows of all ranks of ``mesh``, in order. Every rank gets the whole tensor, (T, M).
 
     part: this rank's rows.
+    mesh: the ranks.
     shape: shape of the result, (T, M): T rows of all ranks, M model width.
     """
     strides: Any = (shape[1], 1)

@@ -220,9 +220,10 @@ class TokenRows:
 
 
 class CallPadding:
-    """The forward hooks of one model, which store the rows of tokens for the experts inside the model.
+    """The forward hooks of one model, which tell the experts inside it which rows are tokens, not padding.
 
-    The rows are stored separately for each thread, with this object as key. The object itself has no state,
+    The hooks store a mask of the rows in each call of the model, and the experts compute only the tokens. The
+    masks are stored separately for each thread, with this object as key. The object itself has no state,
     because several threads may call the model, and recomputations of checkpoints run in autograd's threads.
     """
 

@@ -149,12 +149,12 @@ class ExpertsCall:
 
         The restore pair says how backward gets the experts' input and hidden activation. The runner is the
         object that computes both passes. All ranks agree on everything that changes the order of collectives.
-        Activation checkpointing runs a call twice. The second pass uses what the ranks agreed on in the first
-        pass.
+        Activation checkpointing runs a call twice. The second run uses what the ranks agreed on in the first
+        run.
 
-        Checkpointing raises an error if the two passes save different tensors. Time measurements and
-        comparisons between ranks happen in one pass only. So checkpointing's hooks are switched off while
-        this method runs.
+        Checkpointing raises an error if the two runs save different tensors. Time measurements and
+        comparisons between ranks happen in the first run only, and may save tensors. So checkpointing's hooks
+        are switched off while this method runs.
 
         experts: the experts to compute. A tool such as PEFT may wrap the layer's own experts and call a copy
             that it trains; then this is the copy.

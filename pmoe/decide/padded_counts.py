@@ -171,12 +171,15 @@ class PaddedCounts:
 
     @functools.cached_property
     def _host_counts(self) -> RankCounts:
-        """Returns the row counts with all tensors on the host."""
+        """Returns the row counts with all tensors on the host, the field ``recv_device`` included."""
         return self._counts_on(torch.device("cpu"))
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
-        """Returns the row counts; kernels read a copy on the rows' device (`RankCounts.recv_device`)."""
+        """Returns the row counts on the host, and in the field ``recv_device`` a copy on the rows' device.
+
+        Kernels read the copy.
+        """
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:

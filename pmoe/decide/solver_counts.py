@@ -54,9 +54,9 @@ class SolverCounts(ExactCounts):
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
         """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
-        If the batch cannot be cut into these numbers of chunks with the present counts, the rows are counted
-        again, which is collective. The layer remembers both numbers. In the next call, rows are counted so
-        that the batch can be cut into either number of chunks.
+        Rows are counted in bins, equal parts of the batch, and a chunk consists of whole bins. If the rows
+        were counted for other numbers of chunks, they are counted again in other bins, which is collective.
+        The layer remembers the two numbers of chunks. In its next call it counts rows in bins that suit both.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """

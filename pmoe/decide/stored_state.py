@@ -85,10 +85,11 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """Returns the fields that say which values a rank holds.
+        """Returns the fields that say which values of the experts a rank holds.
 
-        A saved record fits this rank only if these fields are equal in both. The rank and the number of ranks
-        are not among these fields: a rank of a group with a different size may hold the same experts.
+        A saved record fits this rank only if these fields are the same as in this rank's own record. The rank
+        and the number of ranks are not among these fields, because a rank of a group with a different size
+        may hold the same experts.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 

@@ -82,7 +82,7 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 
 
 def _values_of(experts: Experts, place: int) -> list[Tensor]:
-    """Returns the tensors of one expert that a copy of this expert on another rank also has.
+    """Returns those tensors of one expert that are copied if the expert gets a copy on another rank.
 
     The tensors may have any shape. Parameters that all experts share are left out: they are not copied.
 

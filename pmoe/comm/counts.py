@@ -316,12 +316,12 @@ class Loads:
     of its own experts when the row counts have arrived. In a max-reduction each rank passes these loads, and
     0 for the experts of other ranks. So all ranks get all loads.
 
-    own_place: where this rank's experts stand among the E experts: its expert i has the number own_place *
-        E_local + i, if each rank has E_local experts. own_place is this rank's number in `Grid.ep`. If each
-        expert is split over several ranks, these ranks have the same own_place and pass the same loads.
+    own_place: this rank's number in `Grid.ep`, the ranks over which experts are spread. If each rank has
+        E_local experts, expert i of this rank has the number own_place * E_local + i among the E experts. If
+        each expert is split over several ranks, these ranks have the same own_place and pass the same loads.
     num_experts: E, the experts of all ranks.
-    marks: non-negative numbers. All ranks have the same number of marks, and get the maximum of each mark
-        over all ranks.
+    marks: non-negative numbers with which this rank answers questions, such as 1 if its experts have changed.
+        All ranks have the same number of marks, and get the maximum of each mark over all ranks.
 
     Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7). One rank passes (5, 3, 0, 0), the other (0,
     0, 0, 7). Both get the maximum: (5, 3, 0, 7).
@@ -333,7 +333,7 @@ class Loads:
 
     @property
     def size(self) -> int:
-        """The number of values that this request adds to the max-reduction of the exchange."""
+        """The number of values that the loads and marks add to the max-reduction of the exchange."""
         return self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
@@ -351,11 +351,11 @@ class Loads:
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns the row counts, with the load of each expert and the largest marks of any rank added.
+        """Returns a copy of the row counts that also has the load of each expert and the largest marks.
 
         Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
-        over ranks is the load of each expert. The marks are the numbers in this object's field ``marks``. The
-        result has the maximum of each mark over all ranks.
+        over ranks is the load of each expert. A mark is one of the numbers in this object's field ``marks``.
+        The result has the maximum of each mark over all ranks.
 
         counts: the row counts.
         agreed: the result of the max-reduction. Its last `size` numbers are the maxima of what `write` wrote.

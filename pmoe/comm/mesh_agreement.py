@@ -61,7 +61,7 @@ class Refusal:
     """The reason for which ranks leave a call with an error.
 
     error: the text of the error.
-    turn: how many calls the rank that wrote the refusal had made until then, with any mesh.
+    turn: a number of calls, with any mesh: those that a rank had made when it wrote this refusal.
     calls: the calls that ranks left for this reason: one, or two if the meshes of two calls differ.
     """
 
@@ -136,8 +136,8 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     cases:
 
     - This rank has raised the error of the refusal already, maybe in a call with another mesh.
-    - The rank that wrote the refusal had made fewer calls by then than this rank has made by now. So at that
-      time this rank made a call with another mesh, which was not refused.
+    - The rank that wrote the refusal had made T calls then, and this rank has made more than T calls by now.
+      So this rank's T-th call was a call with another mesh, which was not refused.
 
     Any other refused call is returned: this rank comes late to it, and `_wait` raises its error.
     """

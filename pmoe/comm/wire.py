@@ -238,7 +238,7 @@ def _parts(message_NC: Tensor, d_model: int) -> tuple[Tensor, Tensor]:
     There are N messages. Each has M numbers and one scale for each of B blocks of 128 numbers.
 
     message_NC: (N, C) uint8, the messages of C bytes.
-    d_model: M.
+    d_model: M, the number of columns of a row.
     """
     first = number_bytes(d_model)
     last = message_bytes("e4m3", d_model, 1)

@@ -235,7 +235,7 @@ class TrialBatch:
 
     @functools.cached_property
     def _orders(self) -> SortedSlots:
-        """The routing `orders`, changed for trials: backward all-reduces no gradients of other modules.
+        """The rows' order for a trial, in which backward all-reduces no gradients of other modules.
 
         A trial is a timed run of both passes. In a training step, a `pmoe.GradientReducer` all-reduces
         gradients of other modules during this layer's backward pass. A trial is not a training step, so its

@@ -49,8 +49,9 @@ class Layout:
         word is one letter, or several if the dimension holds several axes: in "Hf", f changes fastest. A
         tensor with the same axes as in `AXES` has no entry. Normally the values lie in memory in the order of
         these letters. Otherwise the text ends with "|" and the letters in the order of memory. For example,
-        "M XfH|XMfH" is a matrix with M rows and X * f * H columns, whose memory has one (M, fH) matrix
-        after another, one for each expert.
+        "M XfH|XMfH" has two halves. The text before "|" gives the shape: a matrix with M rows and X * f * H
+        columns. The letters after "|" give the order in memory. X is first, so memory has one (M, fH) matrix
+        for each expert, one after another.
     gated: whether the system's experts are gated; None if it has both gated and other experts.
     local: whether each rank numbers its experts from 0.
     count: name of a tensor that holds the number of experts of all ranks; "" if there is none.

@@ -297,8 +297,9 @@ class Experts(nn.Module, abc.ABC):
         the parameter along this dimension. None stands for a parameter that every rank holds whole. Dimension
         0 of every parameter must count the experts.
 
-        This base class returns None instead of a mapping, for experts with other parameters.
-        `pmoe.parallelize` then does not change the parameters, and the hidden columns cannot be split.
+        The base class returns None instead of a mapping. A subclass keeps this result if its parameters
+        cannot be split in this way. `pmoe.parallelize` then does not change the parameters, and the hidden
+        columns cannot be split.
         """
         return None
 

@@ -187,7 +187,10 @@ class Profile(Identity):
 
     @property
     def doubt(self) -> str:
-        """A warning that choices may be wrong, if a line describes its measurements badly; otherwise ""."""
+        """A warning that choices may be wrong, if a fitted line is far from its measurements; otherwise "".
+
+        A line gives the seconds of an operation: alpha + beta * size.
+        """
         operations = [] if self.operations is None else self.operations.fits
         worst_fit = min([self.r_squared, *(operation.r_squared for operation in operations)])
         warning = (

@@ -199,9 +199,11 @@ def _tokens(request: Request) -> int:
 def _room(request: Request) -> int:
     """Returns the number of rows that a rank's heap must hold. A heap is memory to which all ranks can write.
 
-    Without a capacity the result is T * K * slack, but at most the number of rows that all ranks can send to
-    one rank. T is the largest number of tokens of any rank. With a capacity the result is always that second
-    number, because the capacity limits rows anyway.
+    Let R be the most rows that all ranks together can send to one rank, and T the largest number of tokens of
+    any rank. Without a capacity the result is T * K * slack, but at most R. With a capacity the result is
+    always R.
+
+    request: the call, from which the sizes are taken.
     """
     tokens = _tokens(request)
     all_rows = tokens * min(request.top_k, request.experts) * request.ranks.size

@@ -594,8 +594,10 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
 def _reshard(experts: LoraExperts) -> None:
     """Makes FSDP2 free gathered parameters, so that each rank has only its own part of them.
 
-    Values and requires_grad of gathered parameters would be lost when FSDP2 frees them. Experts that FSDP2
-    does not shard are not changed.
+    Callers then change values or requires_grad of this part. If they changed gathered parameters, the change
+    would be lost when FSDP2 frees these. Experts that FSDP2 does not shard are not changed.
+
+    experts: the experts of this rank.
     """
     reshard: Callable[[], None] | None = getattr(experts, "reshard", None)
     if experts.is_sharded and reshard is not None:

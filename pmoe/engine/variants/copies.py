@@ -79,10 +79,7 @@ class _WithCopies(Pass):
 
     @functools.cached_property
     def stacked(self) -> list[int]:
-        """The indices in ``parameters`` of the parameters that have a value for each expert.
-
-        The other parameters are shared by all experts.
-        """
+        """Which of ``parameters`` have a value for each expert, as indices. All experts share the rest."""
         experts = self.plan.modules.experts
         shared = {at for at, name in enumerate(experts.call_names) if name in experts.replicated_dims}
         return [at for at in range(len(self.parameters)) if at not in shared]
@@ -103,7 +100,8 @@ class _WithCopies(Pass):
     def buffer_for(self, parts: Sequence[ExpertPart], num_elements: int) -> Tensor:
         """Allocates the buffer of a message that consists of parts of experts' weights, or of gradients.
 
-        num_elements: the number of elements of a whole expert: P, or G for gradients.
+        num_elements: how many elements are sent for a whole expert: those of its weights, or, if gradients
+            are sent, those of its gradients.
         """
         sizes = self.hosted.elements_by_peer(parts, num_elements)
         return self.pool.new(self.parameters[0], sum(sizes))
@@ -150,7 +148,8 @@ class _WithCopies(Pass):
         send_parts: the parts that this rank sends.
         arrived: memory for the message that arrives, in which ``recv_parts`` lie one after another.
         recv_parts: the parts that this rank receives.
-        num_elements: the number of elements of a whole expert: P, or G for gradients.
+        num_elements: how many elements are sent for a whole expert: those of its weights, or, if gradients
+            are sent, those of its gradients.
         """
         hosted = self.hosted
         modules = self.plan.modules
@@ -173,7 +172,8 @@ class _WithCopies(Pass):
         parts: the parts, in the order of the message.
         of_expert: function from an expert's index to its weights or gradients, in one or several tensors.
         out: the buffer of the message.
-        num_elements: the number of elements of a whole expert: P, or G for gradients.
+        num_elements: how many elements are sent for a whole expert: those of its weights, or, if gradients
+            are sent, those of its gradients.
         """
         pieces: list[Tensor] = []
         for part in parts:

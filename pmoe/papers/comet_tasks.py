@@ -331,8 +331,8 @@ def tile_order(layer: Arriving) -> list[Tile]:
     3. the band: 16 neighbouring rows of the grid;
     4. the column of the grid, then the row of the grid.
 
-    The last row of an expert's grid may have fewer rows than a tile can hold. Its tiles then count as tiles
-    of the highest level, W - 1, whatever their rows are (as in cuda/comet/order.h). W is the number of ranks.
+    The last row of an expert's grid may have fewer rows than a tile can hold. Its tiles then have the highest
+    level, W - 1, even if their rows have lower levels (as in cuda/comet/order.h). W is the number of ranks.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)

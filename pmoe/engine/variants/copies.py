@@ -79,7 +79,7 @@ class _WithCopies(Pass):
 
     @functools.cached_property
     def stacked(self) -> list[int]:
-        """Which of ``parameters`` have a value for each expert, as indices. All experts share the rest."""
+        """The indices in ``parameters`` of tensors with a value for each expert. Experts share the rest."""
         experts = self.plan.modules.experts
         shared = {at for at, name in enumerate(experts.call_names) if name in experts.replicated_dims}
         return [at for at in range(len(self.parameters)) if at not in shared]

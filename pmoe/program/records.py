@@ -62,7 +62,7 @@ class Base(enum.IntEnum):
     """
 
     NOWHERE = 0  # address 0: a bias that the experts do not have
-    ENDS_HOST = 1  # host memory, in which the interpreter writes the ends of the experts' rows
+    ENDS_HOST = 1  # host memory that no earlier pass still reads: the interpreter writes the experts' ends
     ENDS = 2  # (units, E_local) int32: the same on the device
     ARENA = 3  # the ring slots of the pass
     T_I = 4  # (T, M), the layer's input

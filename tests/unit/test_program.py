@@ -53,6 +53,7 @@ from tests.programs import (
     order_problem,
     own_counts,
 )
+from tests.reference import relative_error
 
 __all__ = ["one_thread"]
 
@@ -544,9 +545,9 @@ def test_layers_without_a_program_are_refused_by_name(options: dict[str, Any], m
 
 
 def program_call(
-    restore: Restore, n: int, expert: str, seed: int = 0, num_tokens: int = TOKENS
+    restore: Restore, n: int, expert: str, seed: int = 0, num_tokens: int = TOKENS, bias: bool = True
 ) -> ProgramCall:
-    layer = build(pipeline=n, memory_reuse=restore, expert=expert)
+    layer = build(pipeline=n, memory_reuse=restore, expert=expert, bias=bias)
     x = tokens(num_tokens).requires_grad_()
     call = engine_call(lambda: loss_of(layer, layer(x)).backward())
     send = own_counts(call, layer.gate(x.detach()).expert, 4, 1)
@@ -563,6 +564,21 @@ def program_call(
 @pytest.mark.parametrize("restore", ALL_PAIRS, ids=str)
 def test_calls_compute_what_the_engine_does_on_one_rank(restore: Restore, n: int, expert: str) -> None:
     check_against_engine(program_call(restore, n, expert, seed=n), (str(restore), n, expert))
+
+
+def test_calls_as_on_a_gpu_compute_the_same_gradients() -> None:
+    """The activated hidden has a buffer of its own, and is multiplied by the routing weights."""
+    for restore in ALL_PAIRS:
+        program = program_call(restore, 2, "swiglu", bias=False)
+        columns = replace(program.shape.columns, active=program.shape.columns.scratch)
+        program.shape = replace(program.shape, columns=columns, weighs_active=True)
+        assert torch.equal(program.forward(), program.call.y_TM)
+        got = program.backward()
+        kernels = {call.kernel for call in program.calls if isinstance(call, Issue)}
+        assert Kernel.SCALE not in kernels
+        expected = [gradient for gradient in program.call.gradients if gradient is not None]
+        for gradient, wanted in zip(got, expected, strict=True):
+            assert relative_error(gradient, wanted) <= 1e-12, str(restore)
 
 
 def test_a_rank_without_tokens_gets_zeros_as_gradients_of_parameters() -> None:

@@ -375,7 +375,7 @@ def test_copies_to_the_host_wait_for_copies_of_earlier_passes() -> None:
 
 def test_all_ranks_exchange_the_same_number_of_times_whatever_their_rows() -> None:
     """Rows that are sorted on one rank and not on another, or no rows at all, change no collective."""
-    for restore in ALL_PAIRS:
+    for restore in (STRATEGIES["S1"], STRATEGIES["S4"], KEEP):
         for direction in ("forward", "backward"):
             stages = Stages(local=True, remote=True)
             schedule = rotating(direction, 4, stages, restore=restore)

@@ -8,6 +8,7 @@ from tests.plants import (
     of_gates,
     of_kernels,
     of_planner,
+    of_program,
     of_ranks,
     of_references,
     of_schedule,
@@ -18,6 +19,7 @@ from tests.plants.plant import Plant
 LEVEL_OF: dict[Plant, str] = {
     **dict.fromkeys(of_schedule.SCHEDULE, of_schedule.LEVEL),
     **dict.fromkeys(of_engine.ENGINE, of_engine.LEVEL),
+    **dict.fromkeys(of_program.PROGRAM, of_program.LEVEL),
     **dict.fromkeys(of_ranks.RANKS, of_ranks.LEVEL),
     **dict.fromkeys(of_gates.GATES, of_gates.LEVEL),
     **dict.fromkeys(of_experts.EXPERTS, of_experts.LEVEL),

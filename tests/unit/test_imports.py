@@ -28,6 +28,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.call"},
     {"pmoe.runners"},
     {"pmoe.checkpointing"},
+    {"pmoe.program"},
     {"pmoe.engine"},
     {"pmoe.measure"},
     {"pmoe.planner"},

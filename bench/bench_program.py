@@ -1,0 +1,129 @@
+"""How long does the interpreter of pass programs take to issue a pass, without what its calls take?
+
+    python bench/bench_program.py [--rounds 12] [--calls 2000] [--json FILE]
+
+The backend only counts its calls, so launches, events and collectives cost nothing. A run computes the
+numbers of the call from its row counts, resolves the addresses of all operands, and issues all calls:
+launches, copies, all-to-alls, waits for events and signals of events. The
+layer has 8 experts, top-2, SwiGLU without biases, bfloat16, d_model 1024, d_hidden 4096, 4096 tokens a rank
+and the restore pair S4. Rows are spread evenly over experts.
+
+The time of a run is the CPU time of the thread for all calls of a round, divided by their number; of the
+rounds the median and the smallest. No GPU is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
+from bench.recorded_program import RecordedProgram, compile_library, load_library
+from bench.timing import counted
+from pmoe.program.compiler import compile_pass
+from pmoe.program.layer_shape import LayerShape
+from pmoe.program.records import Base, PassProgram
+from pmoe.schedule.buffer_sizes import HiddenColumns
+from pmoe.schedule.restore import STRATEGIES
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.tasks import Stages
+from pmoe.text import table
+
+EXPERTS, TOP_K, TOKENS, D_MODEL, D_HIDDEN = 8, 2, 4096, 1024, 4096
+CASES = [(ranks, n) for ranks in (1, 2, 8) for n in (1, 4, 8)]
+DIRECTIONS = ("forward", "backward")
+GOAL_MICROSECONDS = 20
+"""The goal for two ranks and n = 4, a pass."""
+
+
+def compiled(ranks: int, n: int, direction: str) -> PassProgram:
+    """Returns the program of one pass of the benchmark's layer."""
+    restore = STRATEGIES["S4"]
+    stages = Stages(local=True, remote=ranks > 1)
+    shape = LayerShape(
+        ranks=ranks,
+        local_experts=EXPERTS // ranks,
+        top_k=TOP_K,
+        d_model=D_MODEL,
+        columns=HiddenColumns(hidden=2 * D_HIDDEN, active=D_HIDDEN, scratch=D_HIDDEN, scratch_rows=8192),
+        bias=False,
+        keeps_own=stages.local,
+        sends=stages.remote,
+        weighs_active=True,
+        element_bytes=2,
+        weight_bytes=4,
+        sum_bytes=4,
+    )
+    return compile_pass(rotating(direction, n, stages, restore=restore), shape, restore)
+
+
+def timed(library: Any, ranks: int, n: int, direction: str, rounds: int, calls: int) -> dict[str, Any]:
+    """Measures one pass. Returns its records, its calls, and the microseconds of a run."""
+    program = compiled(ranks, n, direction)
+    recorded = RecordedProgram(library, program)
+    rows = TOKENS * TOP_K // n // EXPERTS
+    counts = [rows] * (n * EXPERTS)
+    ends = array("i", [0] * (2 * n * EXPERTS))
+    bases = {base: base << 32 for base in Base} | {Base.NOWHERE: 0, Base.ENDS_HOST: ends.buffer_info()[0]}
+    issued = recorded.repeat(TOKENS, 0, counts, counts, bases, 10)
+    samples = []
+    for _ in counted(range(rounds), "round"):
+        start = time.thread_time()
+        recorded.repeat(TOKENS, 0, counts, counts, bases, calls)
+        samples.append((time.thread_time() - start) / calls * 1e6)
+    return {
+        "ranks": ranks,
+        "n": n,
+        "pass": direction,
+        "records": len(program.records),
+        "calls": issued,
+        "median_microseconds": median(samples),
+        "smallest_microseconds": min(samples),
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        description=summary, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=12, help="rounds of a pass (default: 12)")
+    parser.add_argument("--calls", type=int, default=2000, help="runs in a round (default: 2000)")
+    parser.add_argument("--json", type=Path, default=None, help="file for the numbers")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.so")
+        compile_library(path)
+        library = load_library(path)
+        found = [
+            timed(library, ranks, n, direction, given.rounds, given.calls)
+            for ranks, n in CASES
+            for direction in DIRECTIONS
+        ]
+    headings = ("ranks", "n", "pass", "records", "calls", "us, median", "us, smallest")
+    rows = [
+        (*(f"{one[name]}" for name in ("ranks", "n", "pass", "records", "calls")),
+         f"{one['median_microseconds']:.2f}", f"{one['smallest_microseconds']:.2f}")
+        for one in found
+    ]  # fmt: skip
+    print(table([headings, *rows], left=(2,)))
+    print(f"Goal: at most {GOAL_MICROSECONDS} us for 2 ranks, n = 4.")
+    if given.json is not None:
+        command = "python bench/bench_program.py"
+        given.json.write_text(
+            json.dumps({"command": command, "machine": platform.platform(), "passes": found}, indent=1) + "\n"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

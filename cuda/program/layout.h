@@ -1,0 +1,129 @@
+// The words of a compiled pass: what pmoe/program/records.py writes, and cut.h and interpreter.h read.
+//
+// A program is one array of int64 words: a Header, then five arrays whose lengths are in the header.
+//
+//   Header | Turn ... | Operand ... | Record ... | waits ... |
+//
+// A record is one call of a kernel, of a copy, or of an all-to-all, on one lane:
+//
+//   Record   kernel 7 (hidden)   lane 0   waits for events 3, 5   then signals event 6
+//            operands            T_DI.1   w1   b1   T_M.1   active.1   ends
+//   Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[arena] + numbers[90]
+//
+// What depends on the layer alone is in the words. What depends on a call is passed with the call: addresses
+// (bases), streams, and row counts, from which cut.h computes `numbers`.
+#pragma once
+
+#include <cstdint>
+
+namespace pmoe::program {
+
+constexpr int64_t kVersion = 1;
+constexpr int kMaxOperands = 8;
+
+// The lanes of a schedule, in the order of pmoe.schedule.tasks.Lane. A call has a stream for each.
+constexpr int kNumLanes = 5;
+
+// Bytes at whose multiples ring slots begin: pmoe.schedule.buffer_sizes.ALIGNMENT.
+constexpr int64_t kAlignment = 256;
+
+// The kernels that the interpreter itself knows. A backend knows the others (pmoe.program.records.Kernel).
+enum Kernel : int64_t {
+  kNothing = 0,   // only waits and signals
+  kUpload = 1,    // copies the ends of the experts' rows to the device
+  kCopy = 2,      // copies rows between device and host
+  kExchange = 3,  // all-to-all
+};
+
+// Memory whose address the interpreter itself uses. The others are in pmoe.program.records.Base.
+enum Base : int64_t {
+  kNowhere = 0,   // address 0: a bias that the experts do not have
+  kEndsHost = 1,  // host memory in which the interpreter writes the ends of the experts' rows
+};
+
+// Numbers of a call as a whole: the beginning of `numbers`. "Sorted rows" are all rows of this rank's tokens,
+// in the order of the pass.
+enum Whole : int {
+  kZero,               // 0
+  kOne,                // 1
+  kRows,               // sorted rows
+  kSentRows,           // rows that all chunks send
+  kReceivedRows,       // rows that all chunks receive
+  kUnits,              // lines of the table of ends
+  kMessageIsSorted,    // 1 if routing weights come from several ranks and must be sorted, else 0
+  kMessageIsStraight,  // 1 - kMessageIsSorted
+  kNumWhole,
+};
+
+// Numbers of a chunk, which follow. Rows that arrive from several ranks must be sorted by expert.
+enum OfChunk : int {
+  kTokensBegin,    // first token
+  kTokens,         // tokens
+  kRowBegin,       // first sorted row of the chunk: the rows that it sends, then those that stay
+  kSent,           // rows that it sends
+  kLocal,          // rows that stay on this rank
+  kHome,           // kSent + kLocal
+  kLocalRowBegin,  // first sorted row of those that stay
+  kLocalBegin,     // number of the first row that stays, among rows that stay
+  kLocalWeight,    // number of its routing weight: those of all sent rows come first
+  kReceivedBegin,  // first received row of the chunk, among all received rows
+  kReceived,       // rows that it receives
+  kSorted,         // kReceived if the rows must be sorted, else 0
+  kStraight,       // kReceived - kSorted
+  kIsSorted,       // 1 if the rows must be sorted, else 0
+  kIsStraight,     // 1 - kIsSorted
+  kNumOfChunk,
+};
+
+struct Header {
+  int64_t version;
+  int64_t chunks;         // n
+  int64_t ranks;          // W
+  int64_t local_experts;  // E_local
+  int64_t keeps_own;      // 1 if rows for this rank's own experts stay on it, else 0
+  int64_t sends;          // 1 if rows are sent, else 0
+  int64_t slots;          // ring slots
+  int64_t turns;
+  int64_t operands;
+  int64_t records;
+  int64_t waits;
+  int64_t events;
+  int64_t bases;
+};
+
+// A buffer that takes its turn in a ring slot. The slot is as large as the largest of its buffers.
+struct Turn {
+  int64_t slot;
+  int64_t rows;       // index into numbers
+  int64_t most_rows;  // the buffer has at most so many rows; -1 for no limit
+  int64_t row_bytes;
+};
+
+// address = bases[base] + constant + numbers[begin] + numbers[row] * row_bytes
+struct Operand {
+  int64_t base;
+  int64_t constant;  // bytes
+  int64_t begin;     // index into numbers: bytes, where a ring slot begins
+  int64_t row;       // index into numbers: the first row
+  int64_t rows;      // index into numbers: the number of rows
+  int64_t columns;
+  int64_t row_bytes;  // from one row to the next
+};
+
+struct Record {
+  int64_t kernel;
+  int64_t lane;
+  int64_t task;       // index of the schedule's task; -1 for none
+  int64_t condition;  // index into numbers: nothing is issued if it is 0; waits and the signal always are
+  int64_t operand_begin;
+  int64_t operands;
+  int64_t wait_begin;
+  int64_t waits;
+  int64_t signal;     // event that is recorded afterwards; -1 for none
+  int64_t first;      // index into numbers: an argument of some kernels
+  int64_t flag;       // an argument of some kernels
+  int64_t send_line;  // lines of Cut::rows_by_rank: numbers of rows to each rank, and from each; -1 for none
+  int64_t recv_line;
+};
+
+}  // namespace pmoe::program

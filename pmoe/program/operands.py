@@ -1,0 +1,284 @@
+"""The operands of a pass program: where each buffer lies, and how many rows it has in a call.
+
+Ring slots are memory in which buffers of several chunks take turns. The number of rows of a buffer depends on
+the call, so an operand has the index of a number (`pmoe.program.records.ChunkNumber`):
+
+    buffer      memory                                 number of rows
+    send.1      its ring slot, in the arena            SENT of chunk 1
+    home.1      its ring slot                          HOME: rows that return, then rows that stay
+    T_DI.1      its ring slot, or SAVED_T_DI if kept   RECEIVED; SORTED and STRAIGHT if kept
+    T_O         tokens of the layer's output           TOKENS of the chunk
+
+The experts' received rows have two forms. Rows from several ranks are sorted by expert, into a buffer whose
+name ends in "_sorted". Rows from one rank arrive sorted. The counts of a call decide which form a chunk has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pmoe.program.layer_shape import INDEX_BYTES, LayerShape
+from pmoe.program.records import Base, CallNumber, ChunkNumber, Operand, Turn, chunk_number
+from pmoe.schedule.buffer_sizes import BufferSizes, ChunkRows
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.tasks import Schedule
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """One of the two forms of received rows: sorted copies, or rows as they arrived.
+
+    ending: the ending of the names of their buffers.
+    flag: the number that is 1 if the rows of the chunk have this form, and else 0.
+    rows: the number of the rows in this form.
+    """
+
+    ending: str
+    flag: ChunkNumber
+    rows: ChunkNumber
+
+
+SORTED = RowForm("_sorted", ChunkNumber.IS_SORTED, ChunkNumber.SORTED)
+STRAIGHT = RowForm("", ChunkNumber.IS_STRAIGHT, ChunkNumber.STRAIGHT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowUnit:
+    """A unit: the rows that experts compute in one task.
+
+    chunk: the number of the chunk.
+    place: "_L" for rows that stay on this rank, "" for received rows.
+    form: the form of received rows; STRAIGHT for rows that stay.
+    """
+
+    chunk: int
+    place: str
+    form: RowForm = STRAIGHT
+
+    @property
+    def condition(self) -> int:
+        """The index of the number of rows: records of a unit without rows are not issued."""
+        return chunk_number(ChunkNumber.LOCAL if self.place else self.form.rows, self.chunk)
+
+    @property
+    def rows(self) -> int:
+        """The index of the number of rows that lie in the buffers which both forms share."""
+        return chunk_number(ChunkNumber.LOCAL if self.place else ChunkNumber.RECEIVED, self.chunk)
+
+
+class PassOperands:
+    """The operands of one pass.
+
+    schedule: the tasks of the pass, with the ring slot of each buffer.
+    shape: the facts of the layer.
+    restore: the restore pair; None for a forward pass without a backward pass.
+    is_forward: whether the pass is a forward pass.
+    dispatched, hidden: the fates of T_DI and T_M in the restore pair; None without a backward pass.
+    n: number of chunks.
+    slots: names of the ring slots, in the order in which they lie in memory.
+    forms: the forms that received rows may have.
+    """
+
+    def __init__(self, schedule: Schedule, shape: LayerShape, restore: Restore | None) -> None:
+        self.schedule = schedule
+        self.shape = shape
+        self.is_forward = schedule.direction == "forward"
+        self.dispatched = None if restore is None else restore.dispatched
+        self.hidden = None if restore is None else restore.hidden
+        self.n = 1 + max(task.chunk for task in schedule.tasks)
+        slots = (slot for turns in schedule.turns.values() for _, _, slot in turns)
+        self.slots = tuple(dict.fromkeys(slots))
+        # With rows from one other rank at most, rows arrive sorted by expert.
+        may_sort = shape.sends and shape.ranks - shape.keeps_own > 1
+        self.forms = (SORTED, STRAIGHT) if may_sort else (STRAIGHT,)
+        none = (0,) * self.n
+        # Only asked for columns: numbers of rows depend on the call.
+        self._sizes = BufferSizes(
+            direction=schedule.direction,
+            extent=ChunkRows(send=none, received=none, local=none, home=none, regrouped=[False] * self.n),
+            d_model=shape.d_model,
+            columns=shape.columns,
+            restore=restore,
+        )
+        self._first_slot = chunk_number(ChunkNumber(0), self.n)
+
+    def operand(
+        self, base: Base, rows: int, columns: int, item_bytes: int, row: int = CallNumber.ZERO
+    ) -> Operand:
+        """Returns an operand in memory that is no ring slot.
+
+        base: the memory.
+        rows, row: indices of the number of rows, and of the first row.
+        columns: numbers in a row.
+        item_bytes: bytes of a number.
+        """
+        row_bytes = columns * item_bytes
+        return Operand(base=base, name=base.name, rows=rows, columns=columns, row_bytes=row_bytes, row=row)
+
+    def buffer(self, name: str, i: int) -> Operand:
+        """Returns the buffer ``name`` of chunk i, which lies in a ring slot."""
+        key = f"{name}.{i}"
+        columns = self._sizes.of(name)[1]
+        return Operand(
+            base=Base.ARENA,
+            name=key,
+            rows=chunk_number(self.rows_of(name), i),
+            columns=columns,
+            row_bytes=columns * self.shape.element_bytes,
+            begin=self._first_slot + self.slots.index(self.schedule.slots[key]),
+        )
+
+    def rows_of(self, name: str) -> ChunkNumber:
+        """Returns which number of a chunk is the number of rows of the buffers called ``name``.
+
+        It says with numbers of a call what `BufferSizes` says with counts.
+        """
+        match name.removesuffix("_again"):
+            case "send":
+                return ChunkNumber.SENT
+            case "home" | "dhome":
+                return ChunkNumber.HOME
+            case "T_DI" if self.is_forward and self.dispatched == "keep":
+                return ChunkNumber.SORTED  # rows that arrive sorted stay in memory of their own
+        if name.endswith("_sorted"):
+            return ChunkNumber.SORTED
+        return ChunkNumber.LOCAL if name.endswith("_L") else ChunkNumber.RECEIVED
+
+    def turns(self) -> Iterator[Turn]:
+        """Yields the buffers that take turns in ring slots."""
+        for name, turns in self.schedule.turns.items():
+            columns = self._sizes.of(name)[1]
+            # The rows that stay lie in the buffer of the rows that return (`part_of_home`).
+            if name in ("home_L", "dhome_L"):
+                columns = 0
+            is_block = name.removesuffix("_L") == "scratch"
+            most_rows = self._scratch_rows if is_block else -1
+            for _, i, slot in turns:
+                rows = chunk_number(self.rows_of(name), i)
+                row_bytes = columns * self.shape.element_bytes
+                yield Turn(self.slots.index(slot), rows, most_rows, row_bytes)
+
+    @property
+    def _scratch_rows(self) -> int:
+        """The largest number of rows of the buffer "scratch"; 0 if T_M must not be overwritten."""
+        return self.shape.columns.scratch_rows if self.hidden != "keep" else 0
+
+    def part_of_home(self, i: int, *, stays: bool) -> Operand:
+        """Returns a part of the buffer for results of chunk i: sent rows come first, then rows that stay."""
+        whole = self.buffer("home" if self.is_forward else "dhome", i)
+        if not stays:
+            return replace(whole, rows=chunk_number(ChunkNumber.SENT, i))
+        return replace(whole, rows=chunk_number(ChunkNumber.LOCAL, i), row=chunk_number(ChunkNumber.SENT, i))
+
+    def tokens(self, base: Base, i: int) -> Operand:
+        """Returns the tokens of chunk i in an input or output of the pass, (T, M)."""
+        rows = chunk_number(ChunkNumber.TOKENS, i)
+        row = chunk_number(ChunkNumber.TOKENS_BEGIN, i)
+        return self.operand(base, rows, self.shape.d_model, self.shape.element_bytes, row)
+
+    def position(self, i: int) -> Operand:
+        """Returns the sorted rows of the tokens of chunk i, (tokens, K) int32."""
+        rows = chunk_number(ChunkNumber.TOKENS, i)
+        row = chunk_number(ChunkNumber.TOKENS_BEGIN, i)
+        return self.operand(Base.POSITION, rows, self.shape.top_k, INDEX_BYTES, row)
+
+    def regroup(self, i: int) -> Operand:
+        """Returns the index that sorts the received rows of chunk i by expert."""
+        begin = chunk_number(ChunkNumber.RECEIVED_BEGIN, i)
+        return self.operand(Base.REGROUP, chunk_number(ChunkNumber.RECEIVED, i), 1, INDEX_BYTES, begin)
+
+    def ends(self, unit: RowUnit) -> Operand:
+        """Returns where the rows of each expert end among the rows of a unit: (E_local,) int32."""
+        line = unit.chunk + (self.n * self.shape.sends if unit.place else 0)
+        whole = self.operand(Base.ENDS, CallNumber.ONE, self.shape.local_experts, INDEX_BYTES)
+        return replace(whole, constant=line * whole.row_bytes)
+
+    def parameter(self, base: Base) -> Operand:
+        """Returns a parameter of the experts, or the sum of its gradient, as one row of numbers."""
+        shape = self.shape
+        columns = shape.columns
+        numbers = {
+            Base.W1: columns.hidden * shape.d_model,
+            Base.B1: columns.hidden,
+            Base.W2: columns.scratch * shape.d_model,
+            Base.B2: shape.d_model,
+        }
+        of_gradient = {Base.DW1: Base.W1, Base.DB1: Base.B1, Base.DW2: Base.W2, Base.DB2: Base.B2}
+        item_bytes = shape.sum_bytes if base in of_gradient else shape.element_bytes
+        if base in (Base.B1, Base.B2) and not shape.bias:
+            return self.operand(Base.NOWHERE, CallNumber.ZERO, 0, item_bytes)
+        count = shape.local_experts * numbers[of_gradient.get(base, base)]
+        return self.operand(base, CallNumber.ONE, count, item_bytes)
+
+    def numbers_of_rows(self, base: Base, rows: int, row: int = CallNumber.ZERO) -> Operand:
+        """Returns routing weights, or their gradients: one number for each row."""
+        return self.operand(base, rows, 1, self.shape.weight_bytes, row)
+
+    def weights_of(self, unit: RowUnit, *, gradient: bool = False) -> Operand:
+        """Returns the routing weights of a unit's rows, or the memory of their gradients."""
+        if unit.place:
+            base = Base.DWEIGHT_BY_NUMBER if gradient else Base.WEIGHT_BY_NUMBER
+            return self.numbers_of_rows(base, unit.rows, chunk_number(ChunkNumber.LOCAL_WEIGHT, unit.chunk))
+        base = Base.DWEIGHT_RECEIVED if gradient else Base.WEIGHT_RECEIVED
+        return self.numbers_of_rows(base, unit.rows, chunk_number(ChunkNumber.RECEIVED_BEGIN, unit.chunk))
+
+    def saved(self, tensor: str, unit: RowUnit) -> Operand:
+        """Returns the memory in which the rows of T_DI or T_M stay between the passes.
+
+        tensor: "T_DI" or "T_M".
+        """
+        bases = {
+            "T_DI": Base.SAVED_T_DI,
+            "T_DI_L": Base.SAVED_T_DI_L,
+            "T_M": Base.SAVED_T_M,
+            "T_M_L": Base.SAVED_T_M_L,
+        }
+        begin = ChunkNumber.LOCAL_BEGIN if unit.place else ChunkNumber.RECEIVED_BEGIN
+        return self.operand(
+            bases[tensor + unit.place],
+            unit.rows,
+            self.shape.columns.hidden if tensor == "T_M" else self.shape.d_model,
+            self.shape.element_bytes,
+            chunk_number(begin, unit.chunk),
+        )
+
+    def rows_for_experts(self, unit: RowUnit) -> Operand:
+        """Returns T_DI of a unit, sorted by expert, where the experts read it."""
+        if self.dispatched == "keep":
+            return self.saved("T_DI", unit)
+        is_copied_in = not self.is_forward and self.dispatched == "offload"  # in the order of the experts
+        ending = unit.place or ("" if is_copied_in else unit.form.ending)
+        return self.buffer(f"T_DI{ending}", unit.chunk)
+
+    def hidden_of(self, unit: RowUnit) -> Operand:
+        """Returns T_M of a unit, the hidden activation before the nonlinearity."""
+        return (
+            self.saved("T_M", unit) if self.hidden == "keep" else self.buffer(f"T_M{unit.place}", unit.chunk)
+        )
+
+    def active_of(self, unit: RowUnit) -> Operand:
+        """Returns the memory of the hidden activation after the nonlinearity, which may be a part of T_M."""
+        name = f"active{unit.place}"
+        if self._sizes.of(name)[1] == 0:
+            return replace(self.hidden_of(unit), columns=self.shape.columns.scratch)
+        return self.buffer(name, unit.chunk)
+
+    def units(self, i: int, place: str) -> list[RowUnit]:
+        """Returns a chunk's received rows in each form that they may have, or its rows that stay."""
+        if place:
+            return [RowUnit(chunk=i, place=place)]
+        return [RowUnit(chunk=i, place="", form=form) for form in self.forms]
+
+    def weights_by_number(self) -> tuple[Operand, Operand, Operand]:
+        """Returns the routing weights of all pairs, the index of each row's pair, and weights by number.
+
+        In backward these are gradients of routing weights.
+        """
+        bases = (
+            (Base.WEIGHT, Base.WEIGHT_BY_NUMBER)
+            if self.is_forward
+            else (Base.DWEIGHT, Base.DWEIGHT_BY_NUMBER)
+        )
+        weights, by_number = (self.numbers_of_rows(base, CallNumber.ROWS) for base in bases)
+        return weights, self.operand(Base.PAIR_BY_NUMBER, CallNumber.ROWS, 1, INDEX_BYTES), by_number

@@ -1,0 +1,260 @@
+"""The records of a pass program, and their form as words that ``cuda/program/layout.h`` reads.
+
+    Record   kernel 8 (hidden)   lane 0   waits for events 3, 5   then signals event 6
+             operands            T_DI.1   w1   b1   T_M.1   active.1   ends
+    Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[ARENA] + numbers[90]
+
+``numbers`` are row counts and their sums. The C++ side computes them for each call, so a record refers to a
+number by its index. The same indices are in ``cuda/program/layout.h``; a test compares both lists.
+
+Letters: n chunks, W ranks, E_local experts of a rank, T tokens, K choices of a token, N received rows, M =
+d_model, G columns of T_M (the hidden activation before the nonlinearity), H columns after it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import astuple, dataclass
+
+from pmoe.schedule.tasks import Lane
+
+VERSION = 1
+"""The version of the words' form. The C++ side refuses another one."""
+
+MAX_OPERANDS = 8
+"""The largest number of operands of a record."""
+
+LANES = tuple(Lane)
+"""The lanes by number: a call passes a stream for each."""
+
+
+class Kernel(enum.IntEnum):
+    """The kernel that a record calls. Operands are behind each name, in order; results are behind the arrow.
+
+    "ends" is (E_local,) int32: where each expert's rows end. "rows" are sorted by expert. ``first`` and
+    ``flag`` are arguments of the record.
+    """
+
+    NOTHING = 0  # only waits and signals
+    UPLOAD = 1  # ends on the host -> ends on the device
+    COPY = 2  # rows -> rows, between device and host
+    EXCHANGE = 3  # rows for other ranks -> rows from other ranks, by an all-to-all
+    TAKE = 4  # source, index -> out: out[r] = source[index[r]]
+    PUT = 5  # source, index -> out: out[index[r]] = source[r]
+    PLACE = 6  # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out
+    SUM = 7  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
+    HIDDEN = 8  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
+    OUTPUT = 9  # active, w2, b2, weight -> out; ends: out = (active w2^T + b2) * weight
+    AGAIN = 10  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
+    HIDDEN_GRADIENT = 11  # grad, w2, T_M, weight -> dT_M, active, dots; ends. flag: active is times weight
+    BIAS_DOTS = 12  # grad, b2 -> dots; ends: dots[r] += <grad[r], b2 of the row's expert>
+    INPUT_GRADIENT = 13  # dT_M, w1 -> out; ends: out = dT_M w1
+    SCALE = 14  # weight -> grad: grad[r] *= weight[r]
+    WEIGHT_GRADIENT = 15  # grad, rows -> sum; ends: grad^T rows of each expert. flag: adds to the sum
+    BIAS_GRADIENT = 16  # grad -> sum; ends: the sum of each expert's rows. flag: adds to the sum
+
+
+class Base(enum.IntEnum):
+    """The memory in which operands lie. A call passes the address of each.
+
+    "By number" means an order of this rank's rows: first all rows that are sent, by destination rank, chunk
+    and expert; then the rows that stay, by chunk. An address may be 0 if the pass does not use the memory.
+    """
+
+    NOWHERE = 0  # address 0: a bias that the experts do not have
+    ENDS_HOST = 1  # host memory that no earlier pass still reads: the interpreter writes the experts' ends
+    ENDS = 2  # (units, E_local) int32: the same on the device
+    ARENA = 3  # the ring slots of the pass
+    T_I = 4  # (T, M), the layer's input
+    T_O = 5  # (T, M), the layer's output
+    DT_O = 6  # (T, M), the gradient of the output
+    DT_I = 7  # (T, M), the gradient of the input
+    W1 = 8  # (E_local, G, M)
+    B1 = 9  # (E_local, G)
+    W2 = 10  # (E_local, M, H)
+    B2 = 11  # (E_local, M)
+    DW1 = 12  # sums of the gradients of parameters, in the same shapes
+    DB1 = 13
+    DW2 = 14
+    DB2 = 15
+    POSITION = 16  # (T, K) int32, the sorted row of each (token, choice) pair
+    PAIR_BY_NUMBER = 17  # (rows,) int32, the (token, choice) pair of each row, by number
+    REGROUP = 18  # (N,) int32, for each chunk the index that sorts its received rows by expert
+    REGROUP_WEIGHTS = 19  # (N,) int32, the index that sorts the routing weights of all received rows
+    WEIGHT = 20  # (T, K), the routing weights
+    WEIGHT_BY_NUMBER = 21  # (rows,)
+    WEIGHT_ARRIVED = 22  # (N,), by source rank
+    WEIGHT_RECEIVED = 23  # (N,), by chunk and expert; kept for backward
+    DWEIGHT = 24  # gradients of these four
+    DWEIGHT_BY_NUMBER = 25
+    DWEIGHT_LEAVING = 26
+    DWEIGHT_RECEIVED = 27
+    SAVED_T_DI = 28  # (N, M), T_DI of received rows until backward: on the device, or on the host
+    SAVED_T_DI_L = 29  # T_DI of rows that stay
+    SAVED_T_M = 30  # (N, G)
+    SAVED_T_M_L = 31
+
+
+class CallNumber(enum.IntEnum):
+    """Indices of the numbers of a call as a whole. "Sorted rows" are all rows of this rank's tokens."""
+
+    ZERO = 0
+    ONE = 1
+    ROWS = 2  # sorted rows
+    SENT_ROWS = 3  # rows that all chunks send
+    RECEIVED_ROWS = 4  # rows that all chunks receive
+    UNITS = 5  # lines of the table of ends
+    MESSAGE_IS_SORTED = 6  # 1 if routing weights come from several ranks, and must be sorted; else 0
+    MESSAGE_IS_STRAIGHT = 7  # 1 - MESSAGE_IS_SORTED
+
+
+class ChunkNumber(enum.IntEnum):
+    """Numbers of a chunk, of which `chunk_number` gives the index. Rows from several ranks are sorted."""
+
+    TOKENS_BEGIN = 0  # first token
+    TOKENS = 1  # tokens
+    ROW_BEGIN = 2  # first sorted row of the chunk: rows that it sends, then rows that stay
+    SENT = 3  # rows that it sends
+    LOCAL = 4  # rows that stay on this rank
+    HOME = 5  # SENT + LOCAL
+    LOCAL_ROW_BEGIN = 6  # first sorted row of those that stay
+    LOCAL_BEGIN = 7  # number of the first row that stays, among rows that stay
+    LOCAL_WEIGHT = 8  # number of its routing weight ("by number")
+    RECEIVED_BEGIN = 9  # first received row, among those of all chunks
+    RECEIVED = 10  # rows that it receives
+    SORTED = 11  # RECEIVED if the rows must be sorted, else 0
+    STRAIGHT = 12  # RECEIVED - SORTED
+    IS_SORTED = 13  # 1 if the rows must be sorted, else 0
+    IS_STRAIGHT = 14  # 1 - IS_SORTED
+
+
+def chunk_number(number: ChunkNumber, chunk: int) -> int:
+    """Returns the index of a number of one chunk."""
+    return len(CallNumber) + chunk * len(ChunkNumber) + number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """An operand of a record: rows in some memory of the call.
+
+    The address is bases[base] + constant + numbers[begin] + numbers[row] * row_bytes.
+
+    base: the memory.
+    name: for readers and tests: the buffer, such as "T_DI.1", or the name of the base. The words lack it.
+    rows: index of the number of rows.
+    columns: numbers in a row.
+    row_bytes: bytes from one row to the next.
+    row: index of the number of the first row.
+    begin: index of the number with the bytes at which the operand's ring slot begins.
+    constant: bytes that are added to the address.
+    """
+
+    base: Base
+    name: str
+    rows: int
+    columns: int
+    row_bytes: int
+    row: int = CallNumber.ZERO
+    begin: int = CallNumber.ZERO
+    constant: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One call of a pass.
+
+    kernel: what is called.
+    lane: the lane on which it runs.
+    task: index of the task in the schedule; -1 for calls before the first and after the last task.
+    operands: the operands, in the order that `Kernel` lists.
+    condition: index of a number. If it is 0, nothing is called, but the record still waits and signals.
+    waits: events of other lanes for which the lane waits before the call.
+    signal: the event that is recorded on the lane after the call; -1 for none.
+    first: index of a number that is passed to the kernel.
+    flag: an argument of the kernel.
+    send_line, recv_line: for an exchange, which line of the table of rows by rank has the rows to each rank,
+        and from each; -1 for others. The table has two lines for each chunk (sent, received), then two with
+        the sums over chunks.
+    """
+
+    kernel: Kernel
+    lane: Lane
+    task: int
+    operands: tuple[Operand, ...] = ()
+    condition: int = CallNumber.ONE
+    waits: tuple[int, ...] = ()
+    signal: int = -1
+    first: int = CallNumber.ZERO
+    flag: int = 0
+    send_line: int = -1
+    recv_line: int = -1
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A buffer that takes its turn in a ring slot. The slot is as large as the largest of its buffers.
+
+    slot: number of the slot.
+    rows: index of the number of rows.
+    most_rows: the buffer has at most so many rows; -1 for no limit.
+    row_bytes: bytes of a row.
+    """
+
+    slot: int
+    rows: int
+    most_rows: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassProgram:
+    """A compiled pass.
+
+    chunks: n, number of chunks.
+    ranks: W, number of ranks.
+    local_experts: E_local, experts of each rank.
+    keeps_own: whether rows for this rank's own experts stay on it.
+    sends: whether rows are sent.
+    slots: names of the ring slots, in the order in which they lie in memory.
+    turns: the buffers in these slots.
+    records: the calls, in the order in which they are issued.
+    num_events: number of events that records wait for and signal.
+    """
+
+    chunks: int
+    ranks: int
+    local_experts: int
+    keeps_own: bool
+    sends: bool
+    slots: tuple[str, ...]
+    turns: tuple[Turn, ...]
+    records: tuple[Record, ...]
+    num_events: int
+
+    def words(self) -> list[int]:
+        """Returns the program as int64 words, in the form of ``cuda/program/layout.h``."""
+        operands: list[int] = []
+        waits: list[int] = []
+        records: list[int] = []
+        num_operands = 0
+        for record in self.records:
+            records += [record.kernel, LANES.index(record.lane), record.task, record.condition]
+            records += [num_operands, len(record.operands), len(waits), len(record.waits), record.signal]
+            records += [record.first, record.flag, record.send_line, record.recv_line]
+            for operand in record.operands:
+                operands += [operand.base, operand.constant, operand.begin, operand.row, operand.rows]
+                operands += [operand.columns, operand.row_bytes]
+            num_operands += len(record.operands)
+            waits += record.waits
+        header = [VERSION, self.chunks, self.ranks, self.local_experts, int(self.keeps_own), int(self.sends)]
+        header += [len(self.slots), len(self.turns), num_operands, len(self.records), len(waits)]
+        header += [self.num_events, len(Base)]
+        turns = [word for turn in self.turns for word in astuple(turn)]
+        return [*header, *turns, *operands, *records, *waits]
+
+    def slot_number(self, slot: int) -> int:
+        """Returns the index of the number with the bytes at which a ring slot begins.
+
+        slot: number of the slot.
+        """
+        return chunk_number(ChunkNumber(0), self.chunks) + slot

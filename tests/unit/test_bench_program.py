@@ -1,0 +1,19 @@
+"""bench_program: it measures all of its passes, and two ranks at n = 4 are among them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import bench_program
+from tests.programs import library
+
+
+def test_each_pass_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_program, "compile_library", lambda path: None)
+    monkeypatch.setattr(bench_program, "load_library", lambda path: library())
+    found = bench_program.main(["--rounds", "1", "--calls", "2", "--json", str(tmp_path / "program.json")])
+    assert len(found) == 2 * len(bench_program.CASES) and (2, 4) in bench_program.CASES
+    assert all(one["median_microseconds"] > 0 and one["calls"] > one["n"] for one in found)
+    assert "passes" in (tmp_path / "program.json").read_text()

@@ -90,9 +90,10 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 
 
 def publish_leaving(record: GroupRecord) -> None:
-    """Publishes in the store the error with which this rank has left a pass over a group.
+    """Publishes the error that made this rank leave a forward or backward pass before its end.
 
-    The error is stored under two keys (`FAILED`):
+    The error is written into the store under two keys (`FAILED`). The group is the one whose collectives the
+    pass used:
 
     - One key has the group's name and is never emptied. It is for ranks that wait in that group.
     - The other key is for ranks that wait for this rank in any other group. This rank's next call empties it.

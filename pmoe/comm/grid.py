@@ -100,7 +100,7 @@ class Grid:
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.
 
-        Returns (F, W, X), with the ranks in the order of ``order``.
+        Returns (F, W, X), with the source ranks in the order of the grid's list of ranks (``order``).
         """
         if not self.is_sharded:
             return recv_FWX
@@ -121,7 +121,7 @@ class Grid:
         return arrival_FWX.index_select(1, self.places(arrival_FWX.device))
 
     def places(self, device: torch.device) -> Tensor:
-        """Returns the place of each rank in ``order``, (W,) int64 on a device."""
+        """Returns (W,) int64 on a device: for each rank its place in the grid's list of ranks (``order``)."""
         return _index(tuple(sorted(range(len(self.order)), key=self.order.__getitem__)), device)
 
     def of_own_place(self, arrival_FWX: Tensor) -> Tensor:

@@ -142,10 +142,11 @@ The header in front of row counts has only a few bits for the number of the grou
 
 
 def _life() -> int:
-    """Returns how many default process groups this job has had, the present one included: 1, 2, ...
+    """Returns the number of the present default process group: 1, 2, ..., modulo `MOST_LIVES`.
 
-    A group that is destroyed and made again may have the same name. The number distinguishes the keys of the
-    old and the new group in the store. Only default groups with which this rank has used layers are counted.
+    The first default group with which this rank uses pmoe has number 1, the next such group number 2. A group
+    that is destroyed and made again may have the same name. The number distinguishes the keys of the old and
+    the new group in the store.
 
     The counter is in the default group's store. With torchrun the store outlives the group. The store is read
     once for each default group. The result is 0 if there is no default group or no store, or if the store

@@ -130,7 +130,7 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
 
     record: this rank's record of the group.
     own_rank: this rank's number in the group.
-    ranks: the numbers in the group of the ranks to look at.
+    ranks: the peers to look at, by their numbers in the group.
     """
     store = dist.distributed_c10d._get_default_store()
     folder = _folder(record)

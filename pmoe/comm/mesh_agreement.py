@@ -136,8 +136,8 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     cases:
 
     - This rank has raised the error of the refusal already, maybe in a call with another mesh.
-    - The rank that wrote the refusal had made T calls then, and this rank has made more than T calls by now.
-      So this rank's T-th call was a call with another mesh, which was not refused.
+    - The refusal was written in the T-th call of its writer, and this rank has already made more than T
+      calls. Calls with any mesh are counted.
 
     Any other refused call is returned: this rank comes late to it, and `_wait` raises its error.
     """

@@ -176,14 +176,14 @@ class BalancedCounts(ExactCounts):
             super().sort_early()
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Waits for the loads of experts, plans copies, and chooses n for both passes and the restore pair.
+        """Waits for the loads of experts, plans copies of busy experts, chooses n and the restore pair.
 
-        n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and the hidden activation. If there are copies, row counts are exchanged a
-        second time, for the experts and the copies. All ranks choose the same n and restore pair.
+        n is the number of chunks of a pass. The restore pair says how backward gets two activations back: the
+        rows that the experts received, and the hidden activation. If there are copies, row counts are
+        exchanged a second time, for the experts and the copies. All ranks choose the same n and restore pair.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -223,7 +223,7 @@ class BalancedCounts(ExactCounts):
         n is the number of chunks. The restore pair says how backward gets the experts' input and hidden
         activation.
 
-        counts: the row counts, those of copies included.
+        counts: the row counts, also of the copies of busy experts on other ranks.
         inputs: the rows and parameters of the call.
         """
         return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
@@ -274,9 +274,9 @@ class BalancedCounts(ExactCounts):
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
     """Gets the row counts of a layer with ``balance`` (copies of busy experts) and ``pipeline="solve"``.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted so that the batch
-    can be cut into either of the two numbers of chunks of the layer's last call. If the solver chooses
-    different numbers for this call, the rows are counted again and the counts are exchanged again.
+    A call has one number of chunks for forward and one for backward. The layer expects the same two numbers
+    as in its last call, and counts the rows for both. If the solver then chooses other numbers, the rows are
+    counted again and the counts are exchanged again.
     """
 
     def __init__(self, call: Call) -> None:

@@ -168,8 +168,8 @@ class ExactCounts:
         the experts received, and the hidden activation. All ranks choose the same. A small call on the CPU
         without gradients needs no n and no restore pair (`are_few`), so its result has only the counts.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         """
         self.orders.modules = modules
@@ -198,8 +198,8 @@ class ExactCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
         """
@@ -249,8 +249,8 @@ def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts
     """Returns the decision to run a small call without chunks or a plan of buffers.
 
     source: has the call, and its tokens with their routing.
-    modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-        ``modules`` has the copy.
+    modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+        experts that the wrapper really calls.
     inputs: the rows and parameters of the call.
     counts: the row counts.
     """

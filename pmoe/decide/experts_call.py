@@ -122,8 +122,8 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Decides how the call runs and computes it. The experts module calls this method in its forward.
 
-        experts: the experts that were called. If a tool wraps the layer's experts, it may call a copy of
-            them.
+        experts: the experts that were called. If a tool has wrapped the layer's experts, these may be other
+            experts, which the wrapper holds.
         x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts; M is d_model.
 
         Returns (T, M), the results of the tokens. Activation checkpointing of the experts may run this method
@@ -156,8 +156,8 @@ class ExpertsCall:
         comparisons between ranks happen in the first run only, and may save tensors. So checkpointing's hooks
         are switched off while this method runs.
 
-        experts: the experts to compute. A tool such as PEFT may wrap the layer's own experts and call a copy
-            that it trains; then this is the copy.
+        experts: the experts to compute. If a tool such as PEFT has wrapped the layer's experts, these are the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         """
         modules = self.call.scheduled

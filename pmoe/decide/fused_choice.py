@@ -111,8 +111,8 @@ def _warn_unfused(modules: LayerModules, why: str) -> None:
 class _PromisedLogits(Logits):
     """The gate's logits, x weight^T, as a tensor whose values a later kernel launch writes.
 
-    The node of the autograd graph is made now, before the values are there. So gradients reach the gate's
-    weight and x.
+    The node of the autograd graph is made now, before the values are there, so that gradients can reach the
+    gate's weight and x.
     """
 
     @staticmethod

@@ -97,8 +97,8 @@ class FusedCounts(ExactCounts):
         If both are chosen, the fused kernels compute the forward pass, and the pipeline engine computes the
         backward pass. All ranks make the same choice.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -112,10 +112,11 @@ class FusedCounts(ExactCounts):
 
     @property
     def _in_chunks(self) -> LayerModules:
-        """The modules and options with which the call is planned if it runs in chunks; equal on every rank.
+        """The modules and options for which n and the restore pair are chosen if the call runs in chunks.
 
-        They do not have the shared expert if fused kernels may compute calls of the layer. The layer then
-        calls its shared expert as a module, so no task of the plan computes it.
+        n is the number of chunks. If fused kernels may compute some calls of the layer, the layer calls its
+        shared expert as a module in every call. The shared expert is then left out here, because no task of
+        the plan computes it. Whether it is left out is the same on every rank.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels
@@ -134,8 +135,8 @@ class FusedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, which says what computes each pass.
         """

@@ -97,8 +97,8 @@ class PaddedCounts:
         All ranks must have the same number of tokens. n is the number of chunks. The restore pair says how
         backward gets two activations back: the rows that the experts received, and their hidden activation.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
 
         Raises ValueError on every rank if the ranks have different numbers of tokens.
@@ -125,8 +125,8 @@ class PaddedCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run in chunks of padded rows, or by the persistent kernel.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         inputs: the rows and parameters of the call.
         agreed: the choice that `agree` returned: the persistent kernel, or n and the restore pair.
         """
@@ -171,7 +171,7 @@ class PaddedCounts:
 
     @functools.cached_property
     def _host_counts(self) -> RankCounts:
-        """Returns the row counts with all tensors on the host, the field ``recv_device`` included."""
+        """Returns the row counts with all tensors on the host, also the field ``recv_device``."""
         return self._counts_on(torch.device("cpu"))
 
     @functools.cached_property
@@ -229,8 +229,8 @@ class PaddedCounts:
         This method is called only if the persistent kernel will not be launched. If that kernel was to
         compute the routing (`defer_routing`), the routing has no values yet, and this method computes them.
 
-        modules: the layer's modules. A tool such as PEFT may wrap the experts and call a copy of them; then
-            ``modules`` has the copy.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
+            experts that the wrapper really calls.
         """
         if self._padded_rows is None:
             if self._deferred is not None:

@@ -31,9 +31,9 @@ from pmoe.engine.plan.make_plan import SortedSlots
 class SolverCounts(ExactCounts):
     """Gets a call's row counts with ``pipeline="solve"``, by one exchange or two.
 
-    A call has one number of chunks for forward and one for backward. Rows are first counted so that the batch
-    can be cut into either of the two numbers of chunks of the layer's last call. If the solver chooses
-    different numbers for this call, the rows are counted again and the counts are exchanged again.
+    A call has one number of chunks for forward and one for backward. The layer expects the same two numbers
+    as in its last call, and counts the rows for both. If the solver then chooses other numbers, the rows are
+    counted again and the counts are exchanged again.
     """
 
     _counts: RankCounts

@@ -7,9 +7,10 @@ experts. Three checks prevent this:
     state_dict()        records in ``_metadata`` which experts it holds        `_say_whose`
                         raises if the caller writes one file for all ranks     `_refuse_one_file`
     load_state_dict()   raises if the metadata names another rank's experts    `_check_whose`
-    the next call       compares the ranks' experts, which must differ, if     `check_loaded`
-                        any rank has loaded a state dict without metadata
-                        (safetensors, or a dict made by hand)
+    the next call       if any rank has loaded a state dict: compares the      `check_loaded`
+                        experts of all ranks, and raises if two ranks hold
+                        equal ones. This also finds wrong state dicts that
+                        have no metadata (safetensors, or made by hand)
 
 Loading is not a collective: one rank may load while the other ranks do not. So a rank that has loaded a state
 dict reports the loading together with the row counts of its next call. All ranks then compare their experts

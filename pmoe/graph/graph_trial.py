@@ -1,11 +1,13 @@
-"""Measures a graph in parts of the batch in a trial: a run of which only the costs are needed.
+"""Runs a graph whose batch is cut into parts, only to measure its costs. Such a run is a trial.
 
 A step frees each saved tensor after its last use. Trials come before the step and read the same tensors, so a
-trial cannot free them. To take no more memory than the step all the same, a trial frees other tensors early:
+trial cannot free them. So that a trial still takes no more memory than the step, it frees other tensors
+early. A block is the rows of one layer in one part of the batch:
 
-    tensor                                  freed in a step          freed in a trial
-    result of the graph, as a gradient      by the caller            after its last use in the graph
-    rows of a part, for weight gradients    after the last part's    after the weight gradient of their block
+    tensor                            freed in a step               freed in a trial
+    results, such as gradients        by the caller                 after their last use in the graph
+    rows that weight gradients read   after the weight gradients    after the weight gradient of their block
+                                      of all blocks of the layer
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class GraphTrial(Profiled):
             self._free_after(node, uses.get(node, [gradient]))
 
     def _free_after(self, node: fx.Node, uses: Iterable[fx.Node]) -> None:
-        """Lets the value of a node be freed after the last of some nodes, in the order of the graph."""
+        """Lets the value of a node be freed after that node of ``uses`` which comes last in the graph."""
         last = max(uses, key=self._place_of.__getitem__)
         self.user_to_last_uses.setdefault(last, []).append(node)
 

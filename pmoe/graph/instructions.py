@@ -32,8 +32,8 @@ class Instruction:
     lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
     num_bytes: bytes that the call allocates for its result.
     is_counts: whether the call is an exchange of row counts.
-    selects: whether the call takes one of the results of another call. The memory of the result is allocated
-        by that call, so orders have the instruction directly after it.
+    selects: whether the call only selects one of the results of another call. That other call allocates the
+        memory of its results. In every order of instructions, this instruction comes directly after it.
     hands_over: True if the instruction calls no operator, but hands a gradient over to autograd
         (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, the instruction's lane is
         `COMMUNICATE`, and its seconds are those of the reduction.

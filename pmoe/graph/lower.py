@@ -253,7 +253,7 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
 
 
 def handed_over(module: fx.GraphModule) -> list[int]:
-    """Returns the numbers of the gradients that a lowered module hands over, in the order of doing so."""
+    """Returns the numbers of the gradients that a lowered module hands over, first to last."""
     calls = module.graph.find_nodes(op="call_function", target=hand_over)
     return [node.args[0] for node in calls]
 

@@ -80,7 +80,7 @@ def order(
     expert_TK: (T, K) int64, the expert of each slot.
     keep_TK: (T, K) bool, slots that the gate keeps; None if it keeps all.
     logits: the router's logits, of any shape. Logits that are not finite are a fault. None checks nothing.
-    used_E: (E,) int64, rows that each expert got in earlier parts of the batch.
+    used_E: (E,) int64, the number of slots of each expert in earlier parts of the batch.
     capacity: largest number of rows of an expert; -1 for no limit. Ignored if keep_TK is not None.
     layer: the number that stands for the layer (`number_of`).
 
@@ -89,7 +89,8 @@ def order(
         slot      (S,) slots in sorted order: | sent, by expert | stay on this rank, by expert | dropped |
         position  (S,) the inverse: the position of each slot in the sorted order
         counts    (E + 1,) int64, rows of each expert, without dropped ones; then 0 or the code of a `Fault`
-        used_E    (E,) used_E plus the rows of this part, for the next part of the batch (Lancet, section 2.3)
+        used_E    (E,) for the next part of the batch (Lancet, section 2.3): the argument used_E. If
+                  ``capacity`` is used, the number of each expert's slots in expert_TK is added to it
     """
     modules = modules_of(layer)
     used_E = used_E.clone()

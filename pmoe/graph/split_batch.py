@@ -249,8 +249,8 @@ class _Cutter:
     sequences: length of the batch in the range that is being cut: a number, or a node of the new graph.
     kept: for a tensor that forward saved for a layer, the layer's `Route` and the tensor's name in
         `Route.kept`.
-    routed: for each layer's `Route`, one dict for each part. It holds the nodes with the sorted slots, row
-        counts and rows of this part, by the names of `Route.kept`.
+    routed: for each layer's `Route`, one dict for each part. The dict holds the nodes with the part's sorted
+        slots, row counts and rows, by the names of `Route.kept`.
     """
 
     def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
@@ -422,12 +422,12 @@ class _Cutter:
         new_nodes = parts[part]
 
         def value(old_node: fx.Node) -> fx.Node:
-            """Returns the node of the new graph with this part of a tensor that the call reads.
+            """Returns the node of the new graph that holds part ``part`` of one of the call's inputs.
 
-            old_node: the tensor, a node of the old graph.
+            old_node: the input, a node of the old graph.
 
-            A tensor that was computed before the range is whole. When a call of the range first reads this
-            part of it, an operator is added to the new graph that cuts the part out.
+            An input that was computed before the range is not cut yet. If it must be cut along a dimension,
+            the first use of a part adds an operator to the new graph, which cuts out this part.
             """
             if old_node not in new_nodes:
                 axis = self.axes.get(old_node)
@@ -478,7 +478,7 @@ class _Cutter:
             a dimension   the parts are concatenated
             SUM           the parts are added
             None          the value is the same in all parts, so the first one is taken
-            IRREGULAR     rows are sorted in the order of the whole batch, row counts are added, and sorted
+            IRREGULAR     rows are sorted as they would be without parts, row counts are added, and sorted
                           slots are computed again for the whole batch
 
         node: the call, a node of the old graph.

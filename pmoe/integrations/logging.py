@@ -260,7 +260,7 @@ class StatsWriter:
         """Writes the choices of a step to this rank's file. If that fails, it only warns.
 
         step: the number of the step.
-        trace: by layer name, the experts (T, K) of each call: K of each of T tokens.
+        trace: for each layer name, one tensor (T, K) for each call: the K experts of each of T tokens.
         """
         num_experts = {name: layer.num_experts for name, layer in layers_of(self._model).items()}
         with self._stops_nothing("are lost"):

@@ -170,8 +170,8 @@ class _Replay(GateHook):
     def _again(self, routing: Routing) -> int | None:
         """Returns the index of the recorded call to replay in the second pass of activation checkpointing.
 
-        Second passes come in any order. So the first pass that belongs to a second pass is found by its
-        scores, which are equal bit for bit. The host waits for the device.
+        Second passes come in any order. Each is matched to its first pass by the gate's scores, which are
+        equal bit for bit in both passes. The host waits for the device.
 
         routing: the routing that the gate has computed in the second pass.
 

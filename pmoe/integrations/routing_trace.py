@@ -194,7 +194,7 @@ def write_routing(
     """Writes a trace of this rank to a folder, for `read_routing`.
 
     folder: the folder of the trace.
-    trace: by layer name, the experts (T, K) of each call: K of each of T tokens.
+    trace: for each layer name, one tensor (T, K) for each call: the K experts of each of T tokens.
     num_experts: the number of experts of each of these layers.
 
     Raises OSError if the file cannot be written.
@@ -206,10 +206,10 @@ def write_routing(
 
 
 def read_routing(folder: str | os.PathLike[str], rank: int = 0) -> dict[str, list[Tensor]]:
-    """Returns the choices that `record_routing` wrote: by layer name, (T, K) int64 for each of its calls.
+    """Returns the choices that `record_routing` wrote: for each layer name, a list with its calls.
 
-    T is the number of tokens of the call, K the number of experts of a token. `replay_routing` takes the
-    dict, and `pmoe.gates.ReplayGate` the list of a layer.
+    A call is (T, K) int64: the K experts of each of T tokens. `replay_routing` takes the dict, and
+    `pmoe.gates.ReplayGate` the list of a layer.
 
     Args:
         folder: the folder of the trace.

@@ -546,7 +546,7 @@ def _with_numbers(layer_stats: LayerStats, num_local: int, numbers: Sequence[flo
 
 
 def _mean(sums: Sequence[float]) -> Overlap | None:
-    """Returns the mean seconds of a pass over the ranks that recorded it; None if no rank did.
+    """Returns a pass's seconds, averaged over the ranks that recorded it; None if no rank did.
 
     sums: the number of ranks that recorded the pass, and sums over these ranks: seconds of the pass, of its
         communication, and of communication without computation at the same time.

@@ -110,7 +110,7 @@ class RowOrder:
     number_slot: (S,) int64, the (token, choice) pairs of `Sent.slot` in the order in which their routing
         weights are sent: sorted by destination rank, then by chunk. The pairs of rows that stay on this rank
         come last. None if it was not wanted.
-    number_weight: (S,) float32, the routing weights in the order of number_slot; None if not wanted.
+    number_weight: (S,) float32, the routing weights of the pairs in ``number_slot``; None if not wanted.
     zeros: (num_zeros,) int32 zeros, for counters of tiles.
     """
 

@@ -308,9 +308,10 @@ def launch_pass(
 def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """Returns an uninitialised tensor with ``columns`` numbers for each row that this rank can receive.
 
-    The shape is (P, C, columns), with P and C of ``arguments["active"]``. With a capacity there are P cells
-    of C rows each, one cell for each sending rank and local expert. Without a capacity P is 1, and the C rows
-    of all cells are in one pool.
+    The shape is (P, C, columns). P and C are the first two dimensions of ``arguments["active"]``:
+
+        with a capacity      P cells of C rows each, one cell for each sending rank and local expert
+        without a capacity   P = 1: one pool of C rows, for all sending ranks and local experts
 
     arguments: the arguments that both passes have in common, from `pass_tensors`.
     dtype: dtype of the result; None means the dtype of the rows.

@@ -185,9 +185,10 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
 def rank_layer(
     ranks: int, tokens: int = TOKENS, experts: int = LAYER.E, element_size: int = 4
 ) -> tuple[Arriving, Returning]:
-    """Returns one rank's work for the layer of the thesis's section 6.1, as COMET's layers 0 and 1.
+    """Returns one rank's work in the MoE layer of section 6.1 of FlashDMoE's thesis, in two halves.
 
-    Layer 0 is dispatch and the first product, layer 1 the second product and combine.
+    The halves are the work of COMET's two kernels: dispatch and the first product (COMET's "layer 0"), and
+    the second product and combine ("layer 1").
 
     ranks: number of ranks.
     tokens: tokens of a rank.

@@ -1,8 +1,8 @@
 """Simulates FSMoE's Figs. 6 to 8: training steps of whole models by six systems.
 
 A model is a number of equal layers, each with attention and MoE. The costs, numbers of chunks and schedules
-of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). This file adds when each system all-reduces
-the gradients of the layers:
+of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). New in this file is the time at which each
+system all-reduces the gradients of the layers:
 
     DeepSpeed-MoE, Tutel    after the backward pass
     Tutel-Improved          gradients of a layer during the attention of the layer that runs backward next
@@ -63,11 +63,11 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns a line that gives, for some operations together, the seconds that Table 2 measured.
+        """Returns ``line`` with another beta, by which it gives the seconds that Table 2 measured.
 
-        A line is seconds = alpha + beta * size.
+        The measured seconds are times * alpha + beta * size.
 
-        line: the line of the operation before the change. Only its beta is changed.
+        line: the line of one operation: seconds = alpha + beta * size.
         operation: name of the operation in ``measured``.
         times: number of operations.
         size: size of all these operations together, in bytes or floating-point operations.

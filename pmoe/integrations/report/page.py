@@ -163,8 +163,8 @@ def _of_many(title: str, by_name: Mapping[str, files.Curve], **options: Any) -> 
 def _heat_maps(history: History) -> list[str]:
     """Returns a heat map for each layer: how its rows are spread over experts and steps.
 
-    The `MAX_SHOWN` layers with the largest imbalance in their last row come first, because the page shows
-    these and folds the rest. Apart from that, layers are in the model's order.
+    The `MAX_SHOWN` layers with the largest imbalance at their last logged step come first, because the page
+    shows these and folds the rest. Apart from that, layers are in the model's order.
     """
     ran = {
         name: rows for name, rows in history.by_layer.items() if any(sum(r.tokens_per_expert) for r in rows)

@@ -19,9 +19,9 @@ class RowSlots(NamedTuple):
 
     slot_N: (N,) int32, from 0 to T * K - 1. The token of a slot is slot // top_k.
     top_k: K, the number of choices of a token.
-    position_TK: (T, K) int32, the row of each slot. With these positions, `hidden` can copy the tokens of a
-        wide product into the order of the rows before the product. None if they are not known: the product
-        then gathers each row from its token.
+    position_TK: (T, K) int32, the row of each slot; None if it is not known. If it is set, the function
+        `hidden` may first copy the tokens into rows, which is faster for products with many columns. Without
+        it, a product reads each row from its token.
 
     If a product gets a RowSlots, its routing weights are indexed by slot, (T * K,), and not by row.
     """

@@ -301,7 +301,7 @@ def _(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("pmoe::permute_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients (d_x, d_weight) of `permute`, from a single pass over d_rows.
+    """Returns the gradients (d_x, d_weight) of `permute`. The kernel reads d_rows only once.
 
     d_rows: (N, M), gradient of the N rows.
     x: (T, M), T tokens of M columns.
@@ -320,7 +320,7 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
 
 @torch.library.custom_op("pmoe::unpermute_backward", mutates_args=(), device_types=("cpu", "cuda"))
 def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the gradients (d_rows, d_weight) of `unpermute`, from a single pass over rows.
+    """Returns the gradients (d_rows, d_weight) of `unpermute`. The kernel reads rows only once.
 
     d_y: (T, M), gradient of the result, for T tokens of M columns.
     rows: (N, M), the N rows.

@@ -52,8 +52,9 @@ def route(
         num_chunks. Rows are still counted chunk by chunk.
     last: experts whose rows come last in each chunk, after the rows of all other experts.
     not_finite: the fault in the result (`Routes.fault`) if a logit is infinite or NaN.
-    heading: asks for messages with the row counts of each chunk (`Routes.messages`). The experts of a rank
-        follow each other, so the number of ranks must divide the number of experts.
+    heading: the header of messages with the row counts of each chunk (`Routes.messages`); None makes no
+        messages. Each rank has the same number of consecutive experts, so the heading's number of ranks must
+        divide E.
 
     Returns the experts and weights of each token, and the order of the rows (`Routes`). Only four tensors are
     saved for backward: logits, expert, weight and counts.

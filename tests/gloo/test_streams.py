@@ -333,7 +333,6 @@ def test_what_does_not_fit_on_the_host_is_made_again_without_a_race(world: int, 
         assert 0 < report.copy_tasks[Lane.COPY_OUT] < STEPS * 4
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "world, pair, bypass_local", spread([1, 2], ["S1", "S2", "S3", "S4"], [True, False], every=5)
 )

@@ -344,7 +344,7 @@ def measure_trials(
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
         """Runs one step with each choice. Returns (forward, backward) seconds of each on the slowest rank."""
         runs = [trials[choice].run for choice in round_choices]
-        turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks))
+        turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks, device))
         own_seconds = [seconds for [passes] in turns for seconds in passes]
         agreed = largest(ranks, device, own_seconds, stage="agreeing on the seconds of trials")
         return list(zip(agreed[::2], agreed[1::2], strict=True))

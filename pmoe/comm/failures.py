@@ -13,7 +13,8 @@ This file also has
 - `wait_for`, which waits for a collective;
 - `at_stage` and `publishing_failures`, contexts that publish an error of their block;
 - `enter_call` and `backward_pass`, with which a call and its backward pass begin. Both raise an error on a
-  rank that has left an earlier pass in the middle (`check_whole`).
+  rank that has left an earlier pass in the middle (`check_whole`);
+- `meet_before_call`, which waits for the peers if their calls may differ.
 """
 
 from __future__ import annotations
@@ -401,28 +402,42 @@ _first_calls = itertools.count(1)
 """Counts the layers that have got a name, "MoELayer N", from `enter_call`."""
 
 
-def enter_call(ranks: Ranks, changed: str = "") -> None:
-    """Begins a call of a layer: checks the group, and waits for the peers if their calls may differ.
+def enter_call(ranks: Ranks) -> None:
+    """Begins a call of a layer: checks the group, and names the layer if it has no name.
 
-    A layer without a name gets the name "MoELayer N". N counts the layers of this process that were named in
-    this way.
+    The name is "MoELayer N". N counts the layers of this process that were named in this way.
 
     ranks: the ranks of the layer.
-    changed: the options that were changed since the layer's last call, in words; "" for none. If options were
-        changed, all ranks wait for each other (`pmoe.comm.meeting`).
 
     Raises RuntimeError, also on the peers, if this rank has left a pass of the group in the middle.
     """
     if ranks.size > 1:
         check_whole(ranks)
-        is_open = ranks.open_call in ranks.record.open_calls and torch._C._current_graph_task_id() == -1
-        if changed or is_open:
-            meet(ranks, changed or IS_OPEN)
     elif ranks.by_default:
         _warn_alone(ranks)
     if failure_published.is_set():
         withdraw_failures()
     ranks.layer = ranks.layer or f"MoELayer {next(_first_calls)}"
+
+
+def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
+    """Waits until all ranks have come to the same call of a layer, if they may be in different calls.
+
+    This rank waits in two cases (`pmoe.comm.meeting`): it has not run the backward pass of the layer's last
+    call, or it compares its options with the other ranks, which may not compare theirs.
+
+    ranks: the ranks of the layer.
+    why_compare: why this rank compares its options, as the end of a sentence that begins with "rank 3"; "" if
+        it does not, or if all ranks do so anyway.
+
+    Returns whether any rank compares its options for such a reason, so that all must; the same on all ranks.
+
+    Raises what `meet` raises.
+    """
+    is_open = ranks.open_call in ranks.record.open_calls and torch._C._current_graph_task_id() == -1
+    if not (why_compare or is_open):
+        return False
+    return meet(ranks, why_compare or IS_OPEN, compares=bool(why_compare))
 
 
 def _warn_alone(ranks: Ranks) -> None:
@@ -487,12 +502,15 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     return ranks.record.backward_pass(number, ranks.layer)
 
 
-def meet(ranks: Ranks, why: str) -> None:
+def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
     """Waits until all ranks of the group have come to the same call of a layer (`pmoe.comm.meeting`).
 
     ranks: the ranks of the layer.
     why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
         the text.
+    compares: whether this rank compares its options with the other ranks in this call.
+
+    Returns whether any rank compares its options in this call, so that all must; the same on all ranks.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a
     different pass will never come to this call. That peer reads in the store that this rank waits, and
@@ -503,7 +521,7 @@ def meet(ranks: Ranks, why: str) -> None:
     with at_stage("waiting for the other ranks before a call", ranks):
         began = time.monotonic()
         timeout = timeout_of(group) or dist.default_pg_timeout
-        meeting = Meeting(group, ranks.record, why)
+        meeting = Meeting(group, ranks.record, why, compares=compares)
         while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
             texts = failures(group)
             if texts:
@@ -511,4 +529,4 @@ def meet(ranks: Ranks, why: str) -> None:
             if time.monotonic() - began > timeout.total_seconds():
                 raise RuntimeError(f"not all ranks have begun this call within {timeout}: this rank {why}")
             meeting.publish()
-        meeting.leave()
+        return meeting.leave()

@@ -69,6 +69,14 @@ class GroupRecord:
         """
         return f"{self.exchanges} {collectives.begun - self.begun_before} {self.backward_of}"
 
+    @property
+    def has_repeated(self) -> bool:
+        """Whether a layer of the group was called more than once; the same on all ranks.
+
+        While all layers are called for the first time, ranks compare the options of each.
+        """
+        return self.exchanges > self.num_layers
+
     def open_call(self, number: int) -> None:
         """Records that the call with this number may have a backward pass later.
 

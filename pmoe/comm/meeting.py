@@ -13,9 +13,15 @@ before the call detects the skipped pass:
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-A rank also comes to a meeting if its options were changed since its last call. With new options its messages
-may have a new size, which would abort the processes of its peers. If all ranks have changed their options,
-all ranks come.
+A rank also comes to a meeting before it compares its options with the other ranks, if these may be in a call
+without a comparison. Their messages may have another size, which would abort processes. There are two cases:
+
+- The layer's options were changed since its last call.
+- The layer is called for the first time, after layers of the group were called repeatedly. It may be new on
+  this rank only: a copy of a layer, for example, that one rank evaluates alone.
+
+If all ranks compare, all come. The other ranks may also come because they have not run a backward pass. So
+the ranks of a meeting tell each other whether any of them compares its options, and then all of them do.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
 the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no
@@ -57,18 +63,20 @@ class Meeting:
     The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's
     name):
 
-        NUMBER        how many ranks have come to the meeting of that number
-        NUMBER/all    set when all have come
-        waiting       set when a rank has waited for long in any meeting of the group
-        waiting/RANK  written by a rank that waits; three lines: the call's number,
-                      `GroupRecord.open_calls`, and why it waits. Emptied when the rank goes on
+        NUMBER          how many ranks have come to the meeting of that number
+        NUMBER/all      set when all have come
+        NUMBER/compare  set if a rank has come because it compares its options
+        waiting         set when a rank has waited for long in any meeting of the group
+        waiting/RANK    written by a rank that waits; three lines: the call's number,
+                        `GroupRecord.open_calls`, and why it waits. Emptied when the rank goes on
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
+    compares: whether this rank compares its options with the other ranks in this call.
     is_complete: whether this rank is the last one to come. Otherwise `has_all` waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, record: GroupRecord, why: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, record: GroupRecord, why: str, *, compares: bool) -> None:
         self._store = dist.distributed_c10d._get_default_store()
         self._record = record
         self._folder = _folder(record)
@@ -79,6 +87,8 @@ class Meeting:
         self._number = record.meetings
         self._is_published = False
         size = dist.get_world_size(group)
+        if compares:  # before this rank is counted, so that all ranks see it when the meeting is complete
+            self._store.set(self._key_of_comparison(self._number), "")
         self.is_complete: bool = int(self._store.add(f"{self._folder}/{self._number}", 1)) >= size
         if self.is_complete:
             self._store.set(self._key_of_all(self._number), "")
@@ -87,10 +97,14 @@ class Meeting:
     def _key_of_all(self, number: int) -> str:
         return f"{self._folder}/{number}/all"
 
+    def _key_of_comparison(self, number: int) -> str:
+        return f"{self._folder}/{number}/compare"
+
     def _remove_keys_of(self, number: int) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete
             self._store.delete_key(f"{self._folder}/{number}")
             self._store.delete_key(self._key_of_all(number))
+            self._store.delete_key(self._key_of_comparison(number))
 
     def has_all(self, wait_for: timedelta) -> bool:
         """Returns whether all ranks have come to the meeting. Waits for them, but at most ``wait_for``."""
@@ -115,11 +129,15 @@ class Meeting:
             self._store.set(f"{self._folder}/waiting", "")
             self._is_published = True
 
-    def leave(self) -> None:
-        """Ends this rank's part in the meeting. It must be called only after all ranks have come."""
+    def leave(self) -> bool:
+        """Ends this rank's part in the meeting. It must be called only after all ranks have come.
+
+        Returns whether any rank compares its options in this call, so that all must; the same on all ranks.
+        """
         self._record.last_meeting = self._call
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
+        return bool(self._store.check([self._key_of_comparison(self._number)]))
 
 
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:

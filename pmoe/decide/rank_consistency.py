@@ -14,7 +14,7 @@ from pmoe.call.description import options_in_words
 from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.agreement import digest, gathered, same
-from pmoe.comm.failures import enter_call
+from pmoe.comm.failures import enter_call, meet_before_call
 from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, fingerprint
 from pmoe.decide.route import is_fetched
 from pmoe.decide.stored_state import check_loaded
@@ -29,7 +29,8 @@ def check_same_options(modules: LayerModules) -> None:
     The function is a collective only in the following calls of a layer:
 
     - the first call;
-    - the next call after an option was set;
+    - the next call after an option was set on any rank;
+    - a call in which another layer of the group is called for the first time on any rank;
     - the next call after a new default process group has replaced a destroyed one.
 
     modules: the modules and options of the layer.
@@ -38,14 +39,17 @@ def check_same_options(modules: LayerModules) -> None:
     experts.
     """
     cache = modules.cache
-    changed = ""
-    if cache.differed is not None and cache.compared != modules.compared_options:
-        changed = changed_options(cache.words, modules)
-    enter_call(modules.ranks, changed)
+    enter_call(modules.ranks)
+    why = ""
+    if cache.differed is None:
+        why = NEW_LAYER if modules.ranks.record.has_repeated else ""
+    elif cache.compared != modules.compared_options:
+        why = changed_options(cache.words, modules)
+    must_compare = meet_before_call(modules.ranks, why)
     check_wrapped(modules.experts, set(modules.ranks.members))
     if modules.experts_module is not modules.experts:
         check_peft(modules.experts_module)
-    if cache.differed is None or changed:
+    if cache.differed is None or must_compare:
         # A library that hooks or wraps the experts may keep them on the meta device until it fetches them.
         if not is_fetched(modules):
             check_not_meta(modules.reference_parameter)
@@ -185,11 +189,19 @@ def _values_that_differ(modules: LayerModules, part: str) -> str:
     )
 
 
-# ---- options that were set between calls
+# ---- ranks that compare their options while others may not
 #
-# An option may change the sizes of messages. If only one rank has set the option, a collective with unequal
-# sizes aborts a peer's process. So a rank whose options have changed first waits until all ranks begin the
-# same call (`pmoe.comm.meeting`). Then the ranks compare their options again.
+# Options may change between calls, and a layer may be new on one rank only. If this rank began a comparison
+# while its peers exchange row counts, collectives with unequal sizes could abort processes. So the rank first
+# waits until all ranks begin the same call (`pmoe.comm.meeting`). Then all ranks compare their options.
+
+
+NEW_LAYER = (
+    "calls a layer for the first time, and other ranks call a layer that they have called before: every rank "
+    "must call the layers of a group in the same order and equally often, and call a copy of a layer, or a "
+    "layer that was loaded, on all ranks or on none"
+)
+"""Text for a rank that waits because it calls a new layer; it follows "rank 3" in an error."""
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:

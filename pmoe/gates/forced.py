@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int, check_number, list_of
@@ -21,7 +22,8 @@ class ForcedGate(OverridingGate):
     Without ``busy`` every expert gets equally many rows: forced balance. Otherwise the fraction ``share`` of
     the rows is divided equally among the busy experts, and the rest equally among the other experts. The
     numbers of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
-    successive tokens alternate. The choices do not depend on the tokens' values.
+    successive tokens alternate. They go on from rank to rank, so the rounding of ranks with equally many
+    tokens cancels. The choices do not depend on the tokens' values.
 
     The routing weights and l_aux are those of the inner gate (`OverridingGate`).
 
@@ -98,6 +100,9 @@ class ForcedGate(OverridingGate):
         first t tokens together have floor(t * K * share) busy choices. Busy choices go round the busy experts
         in turn, and the other choices go round the other experts. So the experts of a token are distinct.
 
+        Tokens are numbered from rank * T, as if the ranks' tokens were one batch. If every rank began with
+        the first expert, W ranks with few tokens would send W times as many rows there as to the last one.
+
         expert_TK: (T, K) int64, the inner gate's choices. Only their shape is read.
 
         Raises ValueError if a token would need the same expert twice.
@@ -109,13 +114,14 @@ class ForcedGate(OverridingGate):
         others = [expert for expert in range(self.num_experts) if expert not in busy]
         busy_E = torch.tensor(self.busy or others, device=device)
         other_E = torch.tensor(others or self.busy, device=device)
-        bounds = torch.arange(num_tokens + 1, device=device) * (top_k * self.share.numerator)
-        bounds = bounds // self.share.denominator
+        first = num_tokens * (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0)
+        number_T = first + torch.arange(num_tokens + 1, device=device)
+        bounds = number_T * (top_k * self.share.numerator) // self.share.denominator
         before_T1 = bounds[:-1, None]
         num_busy_T1 = bounds[1:, None] - before_T1
         choice_K = torch.arange(top_k, device=device)
         busy_TK = busy_E[(before_T1 + choice_K) % len(busy_E)]
-        other_before_T1 = torch.arange(num_tokens, device=device)[:, None] * top_k - before_T1
+        other_before_T1 = number_T[:-1, None] * top_k - before_T1
         other_TK = other_E[(other_before_T1 + choice_K - num_busy_T1) % len(other_E)]
         return torch.where(choice_K < num_busy_T1, busy_TK, other_TK)
 

@@ -32,8 +32,9 @@ from pmoe.checkpointing.routing_check import routing_hash
 from pmoe.comm.agreement import gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.base import Gate, Routing
+from pmoe.gates.hook import GateHook
 from pmoe.integrations.model_layers import layers_of
-from pmoe.integrations.routing_trace import GateHook, traced_layers
+from pmoe.integrations.routing_trace import traced_layers
 from pmoe.layer import MoELayer
 
 LIVE = -1
@@ -133,7 +134,7 @@ class _Replay(GateHook):
 
         Raises ValueError if there is no recorded call, or if the recorded call has another number of tokens.
         """
-        if gate is not self.gate:
+        if not self.is_of(gate):
             return routing
         with hidden_from_checkpoints():  # a second pass of checkpointing must not expect them again
             at = self._again(routing) if is_second_pass() else self._first(routing)

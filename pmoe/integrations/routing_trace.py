@@ -32,6 +32,7 @@ from pmoe.arguments import check_int, check_module, check_path
 from pmoe.call.shape_run import is_shape_run
 from pmoe.checkpointing.replay import is_second_pass
 from pmoe.gates.base import Routing
+from pmoe.gates.hook import GateHook
 from pmoe.integrations.model_layers import layers_of
 from pmoe.layer import MoELayer
 
@@ -127,22 +128,6 @@ def traced_layers(model: nn.Module) -> dict[str, MoELayer]:
     return layers
 
 
-class GateHook:
-    """A forward hook of one gate. ``copy.deepcopy`` of the model copies its hooks, too, but not this object.
-
-    So if the gate is copied while the hook is registered, the copy calls this object, too. The hook ignores
-    calls of a copy, because they are not calls of the model.
-
-    gate: the gate.
-    """
-
-    def __init__(self, gate: nn.Module) -> None:
-        self.gate = gate
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GateHook:
-        return self
-
-
 class _Recorder(GateHook):
     """A forward hook of a gate that passes the choices of each call, (T, K), to the function ``keep``.
 
@@ -157,7 +142,7 @@ class _Recorder(GateHook):
         self._keep = keep
 
     def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> None:
-        if gate is not self.gate:
+        if not self.is_of(gate):
             return
         self.was_called = True
         if not (is_second_pass() or is_shape_run()):

@@ -315,7 +315,11 @@ def time_layers(fused: nn.Module, chunked: nn.Module, x_TM: Tensor, ranks: Ranks
 
     runs = [partial(seconds_of, work, layer) for layer in (fused, chunked) for work in (forward, step)]
     medians = median_seconds(
-        runs, ROUNDS, warm_up=WARM_UP, begin=begin_together(ranks), agree=_agree_among(ranks, x_TM.device)
+        runs,
+        ROUNDS,
+        warm_up=WARM_UP,
+        begin=begin_together(ranks, x_TM.device),
+        agree=_agree_among(ranks, x_TM.device),
     )
     for layer in (fused, chunked):
         layer.zero_grad(set_to_none=True)

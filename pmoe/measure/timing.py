@@ -16,9 +16,8 @@ from datetime import datetime, timezone
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from pmoe.comm.agreement import Agree
+from pmoe.comm.agreement import Agree, largest
 from pmoe.comm.ranks import Ranks
 from pmoe.warn import log
 
@@ -109,12 +108,17 @@ def median_seconds(
     return [list(itertools.islice(slowest, len(parts))) for parts in medians]
 
 
-def begin_together(ranks: Ranks) -> Callable[[], object] | None:
+def begin_together(ranks: Ranks, device: torch.device) -> Callable[[], object] | None:
     """Returns a function that is a barrier of these ranks; None for a single rank.
 
     `in_turns` and `median_seconds` take it as the argument ``begin``, so that all ranks start a run together.
+    Unlike torch's own barrier, it raises an error that names its stage if a rank dies.
+
+    device: the device whose work is timed.
     """
-    return functools.partial(dist.barrier, group=ranks.group) if ranks.size > 1 else None
+    if ranks.size == 1:
+        return None
+    return functools.partial(largest, ranks, device, [0.0], stage="beginning a timed run")
 
 
 def clock_of(*devices: torch.device) -> Callable[[], float]:

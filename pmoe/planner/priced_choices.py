@@ -78,8 +78,35 @@ def bound(
     if bins is None:
         bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts, of_slots)
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
-    forward, backward = (worst_rows(sizes, call, n, bins, limit(n)) for n in degrees)
-    return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
+
+    def worst(*, all_arrive: bool) -> PredictedMemory:
+        forward, backward = (
+            worst_rows(sizes, call, n, bins, limit(n), all_arrive=all_arrive) for n in degrees
+        )
+        return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
+
+    own_rows_stay = worst(all_arrive=False)
+    if sizes.rotates or not (sizes.copies.hosted and sizes.bypass_local):
+        return own_rows_stay
+    # A row for a copy arrives, also on its own rank, and a row for an own expert stays. If some of the rank's
+    # rows arrive and others stay, the bytes are no more than in the larger of the two cases.
+    return _largest(own_rows_stay, worst(all_arrive=True))
+
+
+def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:
+    """Returns upper bounds of the bytes that two predictions of a layer have, number by number."""
+    return replace(
+        one,
+        saved=max(one.saved, other.saved),
+        temporary=max(one.temporary, other.temporary),
+        gradients=max(one.gradients, other.gradients),
+        host=max(one.host, other.host),
+        peak=max(one.peak, other.peak),
+        forward_peak=max(one.forward_peak, other.forward_peak),
+        backward_peak=max(one.backward_peak, other.backward_peak),
+        promised=max(one.promised, other.promised),
+        tensors={name: max(size, other.tensors.get(name, 0)) for name, size in one.tensors.items()},
+    )
 
 
 def evaluate(

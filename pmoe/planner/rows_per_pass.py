@@ -118,7 +118,9 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     )
 
 
-def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int) -> PassRows:
+def worst_rows(
+    sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int, *, all_arrive: bool = False
+) -> PassRows:
     """Returns upper bounds, for any routing, of the numbers of rows that a rank handles in one pass.
 
     sizes: sizes of the layer.
@@ -129,9 +131,13 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a chunk brings more rows than a
         slot holds, the batch is cut into more chunks, at most into ``bins``. Ignored for layers without ring
         slots.
+    all_arrive: whether the rank's own rows arrive as messages, as rows for copies do, and none of them stays.
+        Only for layers without ring slots that may have copies: their own rows either arrive or stay.
     """
-    # Rows for a copy on the tokens' own rank count as received.
-    own_rows_arrive = not sizes.bypass_local or sizes.copies.hosted > 0
+    own_rows_stay = sizes.bypass_local and not all_arrive
+    # Rows for a copy on the tokens' own rank count as received. Ring slots limit received rows and rows that
+    # stay, each by themselves, so with slots both may be at their limit.
+    own_rows_arrive = not own_rows_stay or (sizes.rotates and sizes.copies.hosted > 0)
     sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
     own = _most_of_chunk(call, n)
     finest = bins if bins % n == 0 else n
@@ -142,7 +148,7 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
         # larger number, because a ring has at most two slots.
         chunks = max(n, 3) if sources else n
-    local = own if sizes.bypass_local else 0
+    local = own if own_rows_stay else 0
     if sizes.rotates and sizes.copies.hosted:  # slots then limit the rows that stay, too
         local = min(local, max(slot_rows, _most_of_chunk(call, finest)))
     apart = sizes.esp_size > 1 or sizes.merges
@@ -159,7 +165,7 @@ def worst_rows(sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: 
     return PassRows(
         extent=extent,
         received=sources * call.slots,
-        local=call.slots if sizes.bypass_local else 0,
+        local=call.slots if own_rows_stay else 0,
         sent=call.slots * sizes.sends_rows,
         exact=False,
         relayed=sizes.relays * own,

@@ -24,8 +24,9 @@ Letters: T tokens of a call, K experts of a token, E experts of a layer, B seque
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -52,6 +53,7 @@ from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.deepseek import sequence_losses
+from pmoe.gates.hook import GateHook
 from pmoe.layer import MoELayer
 from pmoe.training.attached_loss import AttachedLosses
 
@@ -228,7 +230,8 @@ class BalanceLoss:
         self._window: deque[dict[str, Tensor]] = deque(maxlen=plain_int(window))
         self._attached = AttachedLosses()
         self._handles = [
-            layer.gate.register_forward_hook(self._hook(name)) for name, layer in self._layers.items()
+            layer.gate.register_forward_hook(_Collector(layer.gate, functools.partial(self._add, name)))
+            for name, layer in self._layers.items()
         ]
 
     def remove(self) -> None:
@@ -401,24 +404,6 @@ class BalanceLoss:
         self._window.extend(dict(step) for step in steps)
 
     # ---- the calls
-
-    def _hook(self, name: str) -> Any:
-        """Returns a forward hook for a layer's gate, which adds each call to the layer's sums (`_LayerSums`).
-
-        name: the name of the layer.
-        """
-        own_gate = self._layers[name].gate
-
-        def collect(gate: nn.Module, inputs: Any, routing: Routing) -> None:
-            # copy.deepcopy of a model copies hooks, too. The calls of the copy are not those of the model.
-            if gate is not own_gate or is_second_pass() or is_shape_run():
-                return
-            # These operations are hidden from activation checkpointing, so its second pass does not repeat
-            # them. Gradients flow from them to the checkpointed graph through the logits.
-            with hidden_from_checkpoints():
-                self._add(name, routing)
-
-        return collect
 
     def _add(self, name: str, routing: Routing) -> None:
         """Adds the scores and choices of a call to the sums of a layer (`_LayerSums`).
@@ -615,6 +600,22 @@ class BalanceLoss:
         loss = (f_E * torch.stack(shares).sum(0)).sum() * (first.shape[0] / num_lines)
         zs = [of_layer.z.to(first.device) for of_layer in calls.values() if of_layer.z is not None]
         return loss + self.z_loss_weight / num_lines * torch.stack(zs).sum() if zs else loss
+
+
+class _Collector(GateHook):
+    """A forward hook of a gate that passes the routing of each call to the function ``add``."""
+
+    def __init__(self, gate: nn.Module, add: Callable[[Routing], object]) -> None:
+        super().__init__(gate)
+        self._add = add
+
+    def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> None:
+        if not self.is_of(gate) or is_second_pass() or is_shape_run():
+            return
+        # These operations are hidden from activation checkpointing, so its second pass does not repeat them.
+        # Gradients flow from them to the checkpointed graph through the logits.
+        with hidden_from_checkpoints():
+            self._add(routing)
 
 
 def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:

@@ -403,10 +403,10 @@ def meetings_job(rank: int, world: int) -> list[int]:
     original = failures.meet
     count = 0
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any, **options: Any) -> bool:
         nonlocal count
         count += 1
-        original(*args)
+        return original(*args, **options)
 
     failures.meet = counted
     try:
@@ -514,3 +514,81 @@ def test_options_that_all_ranks_set_are_compared_again_and_the_layer_goes_on() -
         "ValueError: pipeline must be the same on every rank of a MoELayer, and differs: rank 0: 2; rank 1: 4"
     )
     assert ranks(2).run(all_set_job) == [["", "", differ, ""]] * 2
+
+
+LATER: dict[str, tuple[Any, str]] = {
+    "balance": (1, "1"),
+    "capacity_factor": (1.5, "1.5"),
+    "check_finite": (True, "True"),
+    "memory_budget": ("1GB", "1GB"),
+    "memory_reuse": ("S4", "communicate/recompute"),
+    "pipeline": (4, "4"),
+    "pipeline_backward": (4, "4"),
+    "products": ("e4m3", "e4m3"),
+    "send_once": (True, "True"),
+    "slack": (2.0, "2.0"),
+    "wire": ("e4m3", "e4m3"),
+    "wire_backward": ("bfloat16", "bfloat16"),
+    "wire_combine": ("bfloat16", "bfloat16"),
+}
+"""Options, with a value that is set later, and how an error shows this value."""
+
+
+def without_backward_job(rank: int, world: int) -> dict[str, list[str]]:
+    """Sets each option on one rank between calls without a backward pass. Returns the errors of each rank.
+
+    All ranks wait for each other before each call: one because of the option, the others because they have
+    not run the last call's backward pass.
+    """
+    layer = build(dist.new_group(list(range(world))), pipeline=2)
+    layer(tokens(rank))
+    messages: dict[str, list[str]] = {}
+    for at, (name, (value, _)) in enumerate(LATER.items()):
+        before = getattr(layer, name)
+        if rank == at % world:
+            setattr(layer, name, value)
+        messages[name] = [error_of(lambda: layer(tokens(rank)))]
+        setattr(layer, name, before)
+        messages[name].append(error_of(lambda: layer(tokens(rank))))
+    return messages
+
+
+def test_an_option_that_one_rank_sets_is_named_where_no_rank_runs_backward() -> None:
+    """The rank that set it compared options while the others sent row counts, until the group's timeout.
+
+    Here the group stays whole.
+    """
+    for messages in ranks(2).run(without_backward_job):
+        for name, (_, shown) in LATER.items():
+            error, after = messages[name]
+            assert error.startswith(f"ValueError: {name} must be the same on every rank of a MoELayer"), error
+            assert f": {shown}" in error, error
+            assert after == "", name
+
+
+def own_copy_job(rank: int, world: int) -> list[str]:
+    """Rank 0 evaluates a copy of its layer, and the others go on with theirs. Returns the errors."""
+    messages = []
+    for runs_backward in (False, True):
+        layer = build(dist.new_group(list(range(world))))
+        for _ in range(2):
+            y = layer(tokens(rank))
+            if runs_backward:
+                y.sum().backward()
+        own = copy.deepcopy(layer) if rank == 0 else layer
+        messages.append(error_of(lambda own=own: own(tokens(rank))))
+        if not runs_backward:
+            messages.append(error_of(lambda layer=layer: layer(tokens(rank))))
+    return messages
+
+
+def test_a_copy_of_a_layer_that_one_rank_calls_alone_is_named() -> None:
+    """The rank compared options while the others sent row counts, until the timeout of the group."""
+    for met, after, waited in ranks(2).run(own_copy_job):
+        assert met.startswith("FaultError: every rank must call the layers of a group in the same"), met
+        assert "rank 0: a layer at its first call; rank 1: number 1" in met
+        assert after == ""  # the group is whole
+        assert (
+            "rank 0 calls a layer for the first time, and other ranks call a layer that they have" in waited
+        )
+        assert "took longer than the group's timeout" not in waited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -93,6 +94,49 @@ def test_a_rank_without_tokens_takes_part_in_the_search_and_its_gradients_are_ri
     assert first["same"] and second["same"]
 
 
+SIZES: dict[str, list[tuple[int, int]]] = {
+    "no rank has tokens in the first step": [(0, 0), (TOKENS, TOKENS), (TOKENS, TOKENS)],
+    "no rank has tokens after a search": [(TOKENS, TOKENS), (0, 0), (0, TOKENS), (TOKENS, 0)],
+    "the size changes after a search": [(TOKENS, TOKENS), (TOKENS // 2, 3), (TOKENS + 1, 1), (1, TOKENS)],
+}
+"""Numbers of tokens of the two ranks in successive steps."""
+
+
+def sizes_job(rank: int, world: int, options: dict[str, Any], sizes: list[tuple[int, int]]) -> list[bool]:
+    """Returns for each step whether output and gradients are those of a layer that searches nothing."""
+    forget()
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(32, 64, 4, top_k=2, **options)
+    fixed = pmoe.MoELayer(32, 64, 4, top_k=2, pipeline=1)
+    fixed.load_state_dict(layer.state_dict())
+    is_right = []
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, PMOE_CACHE=folder):
+        for of_ranks in sizes:
+            got = step(layer, of_ranks[rank])
+            wanted = step(fixed, of_ranks[rank])
+            is_right.append(all(torch.allclose(a, b, atol=1e-4) for a, b in zip(got, wanted, strict=True)))
+    forget()
+    return is_right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline": True, "memory_reuse": "S4"}, {"pipeline": "solve", "memory_reuse": True}],
+    ids=str,
+)
+def test_steps_of_any_sizes_around_a_search_have_the_right_gradients(
+    name: str, options: dict[str, Any]
+) -> None:
+    sizes = SIZES[name]
+    assert ranks(2).run(sizes_job, options, sizes) == [[True] * len(sizes)] * 2
+
+
+BETWEEN = "after the first trial"
+"""The moment before a barrier, whose error was gloo's own and named nothing."""
+
+
 def ending_job(rank: int, world: int, task: str, ending: str) -> tuple[str, float]:
     """Returns the error of a step that searches, in which rank 1 ends, and the seconds that the step took."""
     torch.manual_seed(0)
@@ -103,7 +147,10 @@ def ending_job(rank: int, world: int, task: str, ending: str) -> tuple[str, floa
 
     def marked(trial: trials.Trial) -> tuple[float, float]:
         in_trial.append(trial)
-        return run(trial)
+        seconds = run(trial)
+        if rank == 1 and task == BETWEEN:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return seconds
 
     def watch(schedule: Any, act: Any, device: Any, of: object) -> Any:
         def action(each: Any) -> Any:
@@ -131,8 +178,10 @@ def ending_job(rank: int, world: int, task: str, ending: str) -> tuple[str, floa
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("task", ["forward C0", "backward S0"])
-@pytest.mark.parametrize("ending", ["dies", "raises"])
+@pytest.mark.parametrize(
+    "task, ending",
+    [*itertools.product(["forward C0", "backward S0"], ["dies", "raises"]), (BETWEEN, "dies")],
+)
 def test_a_rank_that_ends_in_a_trial_is_named_on_the_other_in_time(task: str, ending: str) -> None:
     pool = Pool(2, TIMEOUT_SECONDS)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 
 import pmoe
 from pmoe.gates import GATES
-from pmoe.planner.degree import DEGREES, SOLVER_DEGREES
-from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.rows_per_pass import worst_rows
-from pmoe.schedule.buffer_sizes import HiddenColumns
+from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice
+from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes, sizes_from_options
+from pmoe.planner.memory import predict
+from pmoe.planner.priced_choices import bound
+from pmoe.planner.rows_per_pass import PassRows, worst_rows
+from pmoe.schedule.buffer_sizes import ChunkRows, HiddenColumns
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.allocated import Allocated
 from tests.spread import named, spread
@@ -346,6 +349,73 @@ def test_the_bound_has_room_for_rows_that_no_cutting_avoids() -> None:
     fine = worst_rows(sizes, sizes.call(1024), n=2, bins=16, slot_rows=100)
     assert set(fine.extent.received) == {3 * 64 * 2}
     assert set(worst_rows(sizes, sizes.call(1024), n=2, bins=16, slot_rows=1000).extent.received) == {1000}
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_bound_with_copies_holds_whatever_part_of_a_ranks_own_rows_stays(n: int) -> None:
+    """Rows for a copy arrive as messages and other rows of the rank stay, but no row does both."""
+    num_ranks = 4
+    plain = replace(sizes_from_options(64, 256, 8, top_k=2, num_ranks=num_ranks), rotates=False)
+    sizes = replace(plain, copies=CopyNumbers.at_most(1, 2, num_ranks))
+    call = sizes.call(512)
+    at_most = bound(sizes, call, Choice(forward=n, backward=n, restore=KEEP), slack=1.25)
+    whole = worst_rows(sizes, call, n=n, bins=n, slot_rows=0)
+    assert whole.received + whole.local == num_ranks * call.slots
+    own = call.slots // n  # of a chunk
+    for staying in (0, own // 3, own // 2, own):
+        arriving = num_ranks * own - staying
+        rows = replace(
+            whole,
+            extent=replace(whole.extent, received=(arriving,) * n, local=(staying,) * n),
+            received=n * arriving,
+            local=n * staying,
+            busiest_received=arriving,
+            busiest_local=(staying,) * n,
+        )
+        of_rows = predict(sizes, call, rows, rows, KEEP)
+        assert of_rows.peak <= at_most.peak
+        assert of_rows.saved <= at_most.saved
+        assert of_rows.forward_peak <= at_most.forward_peak
+
+
+def even_rows(sizes: LayerSizes, call: CallRows, n: int) -> PassRows:
+    """Returns the rows of a rank under even routing: every rank sends equally many rows to every expert."""
+    own = call.slots // n
+    staying = own // sizes.num_ranks
+    travelling = own - staying
+    extent = ChunkRows(
+        send=(travelling,) * n,
+        received=(travelling,) * n,
+        local=(staying,) * n,
+        home=(own,) * n,
+        regrouped=(sizes.num_ranks > 2,) * n,
+    )
+    num_local = sizes.num_experts // sizes.ep_size
+    return PassRows(
+        extent=extent,
+        received=n * travelling,
+        local=n * staying,
+        sent=n * travelling,
+        exact=True,
+        busiest_received=travelling // num_local,
+        busiest_local=(staying // num_local,) * n,
+    )
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_with_copies_and_s4_the_bound_is_at_most_35_percent_above_the_even_peak(
+    num_ranks: int, n: int, k: int
+) -> None:
+    plain = replace(sizes_from_options(64, 256, 2 * num_ranks, num_ranks=num_ranks), rotates=True)
+    call = plain.call(2048)
+    pair = STRATEGIES["S4"]
+    rows = even_rows(plain, call, n)
+    even = predict(plain, call, rows, rows, pair)
+    sizes = replace(plain, copies=CopyNumbers.at_most(k, 2, num_ranks))
+    at_most = bound(sizes, call, Choice(forward=n, backward=n, restore=pair), slack=1.25)
+    assert at_most.peak <= 1.35 * even.peak + at_most.tensors["copies"]
 
 
 def test_a_prediction_under_a_budget_is_of_what_holds_it_and_says_where_nothing_does() -> None:

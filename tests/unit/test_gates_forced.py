@@ -1,9 +1,11 @@
 """Forced balance, forced skew and recorded routing: `ForcedGate`, `ReplayGate`, `record_routing`."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
@@ -55,6 +57,24 @@ def test_busy_experts_get_their_share_in_every_part_of_the_batch(
         for expert, of_expert in enumerate(found):
             wanted = share * total / len(busy) if expert in busy else (1 - share) * total / (E - len(busy))
             assert abs(of_expert - wanted) <= 2, (expert, found)
+
+
+@pytest.mark.parametrize(("busy", "share"), [((), None), ((2,), 0.3), ((1, 6), 0.4)])
+def test_few_tokens_of_many_ranks_are_balanced_together(busy: tuple[int, ...], share: float | None) -> None:
+    """Every rank began with the first expert, so 16 ranks with one token sent all rows to two experts."""
+    gate = ForcedGate(TopKGate(M, E, 2), E, busy=busy, share=share)
+    by_rank = []
+    for rank in range(16):
+        with mock.patch.multiple(dist, is_initialized=lambda: True, get_rank=lambda rank=rank: rank):
+            by_rank.append(choices(gate, 1))
+    expert_TK = torch.cat(by_rank)
+    assert are_distinct(expert_TK)
+    assert torch.equal(expert_TK, choices(gate, 16))
+    found = rows(expert_TK)
+    for expert, of_expert in enumerate(found):
+        of_busy = 0.0 if share is None else share
+        wanted = of_busy * 32 / len(busy) if expert in busy else (1 - of_busy) * 32 / (E - len(busy))
+        assert abs(of_expert - wanted) <= 1, (expert, found)
 
 
 @pytest.mark.parametrize("ratio", [1, 1.3, 2.5, 4])

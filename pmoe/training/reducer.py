@@ -31,6 +31,7 @@ from pmoe.arguments import check_flag, check_module
 from pmoe.comm.agreement import gathered
 from pmoe.comm.group_options import options_like
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.base import mark_all
 from pmoe.experts.marks import is_expert
 from pmoe.layer import MoELayer
 from pmoe.measure.timing import clock_of
@@ -238,6 +239,7 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
     Raises ValueError if there is no parameter to reduce, or if one of the parameters is a DTensor.
     """
+    mark_all(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():
         if hasattr(parameter, "to_local"):

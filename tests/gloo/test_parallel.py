@@ -603,5 +603,5 @@ def replaced(rank: int, world: int) -> tuple[list[str], bool]:
 
 
 def test_assigned_and_swapped_parameters_are_still_those_of_experts() -> None:
-    """A new Parameter has no mark. It was taken for a dense one, so different experts' gradients were summed."""
+    """A new Parameter has no mark. It was taken for a dense one, so unlike gradients were summed."""
     assert ranks(2).run(replaced) == [([], False), ([], False)]

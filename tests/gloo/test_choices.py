@@ -14,6 +14,7 @@ from torch import Tensor
 import pmoe
 from pmoe.call.sizes import agreed_sizes
 from pmoe.choose import search
+from pmoe.choose.open_choice import copies_within_budget
 from pmoe.engine.passes import base as passes_base
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
@@ -102,6 +103,25 @@ def test_a_rank_that_freezes_its_gate_chooses_as_the_others(freezes: tuple[bool,
     first, second = ranks(2).run(frozen_gate_job, freezes)
     assert first[0] == second[0]
     assert first[1] == second[1] == []
+
+
+def copies_job(rank: int, world: int) -> list[int]:
+    """Rank 1 alone has frozen its layer: how many copies of busy experts fit into some budgets."""
+    found = []
+    wide = {"d_hidden": 200, "dtype": torch.bfloat16}  # where sums of weight gradients are widened
+    x = batch(1, rank)[0].bfloat16()
+    for budget in range(50_000, 58_000, 250):
+        layer = build(balance=2, memory_reuse="S4", memory_budget=budget, **wide)
+        layer.requires_grad_(rank == 0)
+        found.append(copies_within_budget(layer.layer_modules, x, 2, 2))
+    return found
+
+
+def test_ranks_plan_copies_within_a_budget_alike() -> None:
+    """A rank without gradients of parameters had room for more copies, and planned others than its peers."""
+    first, second = ranks(2).run(copies_job)
+    assert first == second
+    assert set(first) == {0, 1}
 
 
 # ---- n ---------------------------------------------------------------------------------------------

@@ -65,10 +65,12 @@ Trials run on as many tokens as fit into the memory of the layer's smallest step
 chunks. With two chunks, only about an eighth of the tokens would fit, too few to compare restore pairs.
 """
 
-_compared: set[str] = set()
-"""The profiles that were already compared with a measured step.
+_compared: set[tuple[tuple[int, ...], str]] = set()
+"""The profiles that were already compared with a measured step, by (ranks, time when it was measured).
 
-A profile has the measured rates of a machine. Its name in this set is the time when it was measured.
+A profile has the measured rates of a machine. Several groups of equally many ranks may read one profile. A
+comparison is collective, so the ranks of a group must agree whether it was made: for their own group, not for
+another group to which some of them belong.
 """
 
 
@@ -242,9 +244,12 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
-    if profile is None or profile.when in _compared or not batch.may_try:
+    if profile is None or not batch.may_try:
         return choice
-    _compared.add(profile.when)
+    key = (tuple(ranks.members), profile.when)
+    if key in _compared:
+        return choice
+    _compared.add(key)
     part = part_for_trial(batch.counted_for([choice]), choice)
     if part is None:
         return choice

@@ -133,9 +133,9 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
 def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     """Returns sizes of a layer that are the same on all ranks, so that all ranks make the same choices.
 
-    A user may freeze parameters on some ranks only. So ``requires_grad`` does not decide which parameters
-    count as trained. If experts have an adapter, only the adapter counts as trained. Otherwise all parameters
-    count as trained.
+    A user may freeze parameters on some ranks only, also between two calls. So ``requires_grad`` does not
+    decide which parameters count as trained. If experts have an adapter, only the adapter counts as trained.
+    Otherwise all parameters count as trained. Those of the gate always do.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
@@ -144,7 +144,8 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     beside_adapter = 0
     if isinstance(modules.experts, StackedExperts) and sizes.columns.adapter:
         beside_adapter = _elements_of(parameter for _, parameter in modules.experts.own_parameters())
-    return replace(sizes, frozen_parameters=beside_adapter)
+    gate_parameters = sum(parameter.numel() for parameter in modules.gate.parameters())
+    return replace(sizes, frozen_parameters=beside_adapter, gate_parameters=gate_parameters)
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import memory_shape
+from pmoe.call.sizes import agreed_sizes
 from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
@@ -65,10 +65,12 @@ Trials run on as many tokens as fit into the memory of the layer's smallest step
 chunks. With two chunks, only about an eighth of the tokens would fit, too few to compare restore pairs.
 """
 
-_compared: set[str] = set()
-"""The profiles that were already compared with a measured step.
+_compared: set[tuple[tuple[int, ...], str]] = set()
+"""The profiles that were already compared with a measured step, by (ranks, time when it was measured).
 
-A profile has the measured rates of a machine. Its name in this set is the time when it was measured.
+A profile has the measured rates of a machine. Several groups of equally many ranks may read one profile. A
+comparison is collective, so the ranks of a group must agree whether it was made: for their own group, not for
+another group to which some of them belong.
 """
 
 
@@ -183,7 +185,8 @@ def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int
     A restore pair says how backward gets the rows and the hidden activation. A number of copies is allowed if
     there is a number of chunks and a restore pair with which memory stays within the budget for any routing.
     Pairs that offload the dispatched rows (T_DI) do not count, because the host may have no memory for them.
-    The number of tokens is rounded up, so that batches of similar sizes share one cached result.
+    The number of tokens is rounded up, so that batches of similar sizes share one cached result. The result
+    is equal on all ranks, because all ranks must plan the same copies.
 
     modules: the modules and options of the layer, which has a budget.
     rows_TM: (T, M), T rows with M = d_model columns, of which only the dtype and the device are used.
@@ -195,7 +198,7 @@ def copies_within_budget(modules: LayerModules, rows_TM: Tensor, max_tokens: int
     key = ("copies", options, rows_TM.dtype, tokens)
     known = modules.cache.choosers
     if key not in known:
-        known[key] = _copies_that_fit(modules, memory_shape(modules, rows_TM), tokens, per_rank)
+        known[key] = _copies_that_fit(modules, agreed_sizes(modules, rows_TM), tokens, per_rank)
     return int(known[key])
 
 
@@ -241,9 +244,12 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     x_TM = batch.inputs.x_TM
     ranks = batch.modules.ranks
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
-    if profile is None or profile.when in _compared or not batch.may_try:
+    if profile is None or not batch.may_try:
         return choice
-    _compared.add(profile.when)
+    key = (tuple(ranks.members), profile.when)
+    if key in _compared:
+        return choice
+    _compared.add(key)
     part = part_for_trial(batch.counted_for([choice]), choice)
     if part is None:
         return choice

@@ -21,9 +21,14 @@ from pmoe.experts.architecture import architecture_of
 from pmoe.experts.base import Experts
 from pmoe.experts.copied_modules import values_of
 from pmoe.experts.operands import local_part, value_names
+from pmoe.planner.copies import GOLDEN
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type as which an element's bits are summed, by the bytes of the element."""
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""The integer type as which an element's bits are summed, by the bytes of the element.
+
+Sums are int64 and wrap around. An element of 8 bytes is summed as two integers: its highest bit, the sign,
+would leave the 64 bits of a sum, and two changed signs would cancel each other.
+"""
 
 ExpertsState = tuple[object, ...]
 """A record of the experts of a rank. If two calls have equal records, the experts are unchanged."""
@@ -63,8 +68,9 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 
     Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
     integers. In one checksum each column has its own odd weight; in the other checksum each row has its own
-    odd weight. So the checksums also change if two values change places. Parameters that all experts share
-    are not copied, so they have no checksums.
+    odd weight. So the checksums also change if two values change places. The weights follow no simple
+    pattern, so that regular changes, such as those of signs, do not cancel each other. Parameters that all
+    experts share are not copied, so they have no checksums.
 
     modules: the modules of the layer.
     places: the experts, by their index among those of this rank.
@@ -72,11 +78,12 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
     sums = []
     for place in places:
         for value in _values_of(modules.experts, place):
-            bits = value.contiguous().view(BITS[value.element_size()])
-            bits = bits.reshape(bits.shape[0] if bits.ndim else 1, -1)
+            rows = value.reshape(value.shape[0] if value.ndim else 1, -1)
+            bits = rows.contiguous().view(BITS[value.element_size()])
             for axis in (0, 1):
                 totals = bits.sum(axis, dtype=torch.int64)
-                factors = torch.arange(1, 2 * totals.numel(), 2, device=totals.device)
+                spread = torch.arange(1, totals.numel() + 1, device=totals.device) * GOLDEN % 2**32
+                factors = (spread ^ spread >> 15) * GOLDEN % 2**32 | 1
                 sums.append(int((totals * factors).sum()))
     return tuple(sums)
 

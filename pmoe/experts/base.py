@@ -603,6 +603,21 @@ def _mark_loaded(experts: Experts, _: object) -> None:
     experts.mark_parameters()
 
 
+def mark_all(model: nn.Module) -> None:
+    """Marks the parameters of all experts of a model (`Experts.mark_parameters`).
+
+    Call it before marks are read. A parameter that a user has assigned (``experts.w1 = nn.Parameter(...)``),
+    or exchanged by ``torch.utils.swap_tensors``, has no marks, and would be taken for a dense parameter.
+
+    model: the model.
+
+    Raises what `Experts.mark_parameters` raises.
+    """
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.mark_parameters()
+
+
 def row_dot(a_NX: Tensor, b_NX: Tensor, product_NX: Tensor | None = None) -> Tensor:
     """Returns the inner product of each row of a with the same row of b, (N,) for N rows.
 

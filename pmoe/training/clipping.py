@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.base import mark_all
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 from pmoe.layer import MoELayer
@@ -131,6 +132,7 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str,
     Parameters of a list are named by their position: "parameter 0".
     """
     if isinstance(parameters, nn.Module):
+        mark_all(parameters)
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
     pairs = [(f"parameter {at}", parameter) for at, parameter in enumerate(listed)]

@@ -81,12 +81,15 @@ class GradientBuffers:
     def take(self, at: int) -> None:
         """Copies the gradient of parameter number ``at`` into the buffer, and makes ``grad`` a view of it.
 
-        A gradient that is None counts as zeros.
+        A gradient that is None counts as zeros. If the parameter requires no gradient, ``grad`` stays None:
+        an optimizer would take zeros for a gradient, and go on with momentum and weight decay.
         """
         parameter = self._parameters[at]
         view = self._flat[at].view_as(parameter)
         if parameter.grad is None:
             view.zero_()
+            if not parameter.requires_grad:
+                return
         elif parameter.grad.data_ptr() != view.data_ptr():
             view.copy_(parameter.grad)
         parameter.grad = view

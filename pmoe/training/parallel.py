@@ -38,6 +38,7 @@ from pmoe.comm.failures import at_stage
 from pmoe.comm.group_options import share_timeout
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
+from pmoe.experts.base import mark_all
 from pmoe.experts.marks import is_expert
 from pmoe.layer import MoELayer
 from pmoe.training.clipping import DEVICES, device_type_of, local_gradient
@@ -198,6 +199,7 @@ def reduce_gradients(
     arguments.check_flag("experts_only", experts_only)
     divide_by = _checked_divisor(meshes.num_ranks if divide_by is None else divide_by)
     _check_layers(model, meshes)
+    mark_all(model)
     replicated_ids = _checked_replicated(model, replicated)
     groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
     scaled: dict[tuple[int, object, object], list[Tensor]] = {}

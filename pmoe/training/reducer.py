@@ -31,6 +31,7 @@ from pmoe.arguments import check_flag, check_module
 from pmoe.comm.agreement import gathered
 from pmoe.comm.group_options import options_like
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.base import mark_all
 from pmoe.experts.marks import is_expert
 from pmoe.layer import MoELayer
 from pmoe.measure.timing import clock_of
@@ -60,8 +61,9 @@ class GradientReducer:
 
     Gradients of experts are not reduced: use `pmoe.training.parallel.reduce_gradients` with
     experts_only=True. For gradient accumulation, run all backward passes but the last in ``with
-    reducer.no_sync():``. If a parameter's ``grad`` is None on this rank, it counts as zeros in the sum;
-    ``grad`` becomes the sum.
+    reducer.no_sync():``; a backward pass that adds to a gradient after it was sent raises RuntimeError. If a
+    parameter's ``grad`` is None on this rank, it counts as zeros in the sum; ``grad`` becomes the sum. It
+    stays None if the parameter no longer requires a gradient.
 
     Args:
         model: its parameters may have any shape. Gradients are sent during the backward passes of its
@@ -108,6 +110,7 @@ class GradientReducer:
         self.ranks = Ranks(own)
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self.names, self.parameters = _dense_parameters(model)
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         if partition is not None and partition is not False and not isinstance(partition, Partition):
             raise TypeError(f"partition ({partition!r}) must be None, False or a Partition")
         self.partition: Partition | None = None
@@ -147,8 +150,15 @@ class GradientReducer:
 
         Call it after each backward pass; when gradients are accumulated, after the last one. The first call
         also chooses the partition (when which bytes are sent), and raises ValueError if the caller's
-        partition belongs to another model.
+        partition belongs to another model. Raises ValueError if a dense parameter requires a gradient that
+        required none when the reducer was made: this reducer would never reduce it.
         """
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad and not is_expert(parameter):
+                raise ValueError(
+                    f"{name} (requires_grad=True) must require a gradient when the GradientReducer is made: "
+                    "call reducer.remove(), and make another reducer"
+                )
         step = self._step
         buffers = self._finish_first(step) if isinstance(step, FirstStep) else step.finish()
         if self.average:
@@ -229,6 +239,7 @@ def _dense_parameters(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
 
     Raises ValueError if there is no parameter to reduce, or if one of the parameters is a DTensor.
     """
+    mark_all(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad and not is_expert(p)}
     for name, parameter in named.items():
         if hasattr(parameter, "to_local"):
@@ -402,7 +413,8 @@ class PartitionedStep(BackwardStep):
     ranks: the ranks to reduce over.
     names: names of the parameters, for errors.
 
-    Raises RuntimeError if a gradient does not exist yet when it should be sent.
+    Raises RuntimeError if a gradient does not exist yet when it should be sent, or if backward adds to it
+    after it was sent.
     """
 
     def __init__(
@@ -414,10 +426,18 @@ class PartitionedStep(BackwardStep):
         self._names = names
         self._works: list[dist.Work] = []
         self._ready: set[int] = set()
+        self._sent: set[int] = set()
         self._num_layers = 0
         self._num_pieces = 0
 
     def gradient_is_ready(self, at: int) -> None:
+        if at in self._sent:
+            raise RuntimeError(
+                f"pmoe: backward added to the gradient of {self._names[at]} after it was sent: run all "
+                "backward passes of a step but the last in `with reducer.no_sync():`; if one backward pass "
+                "makes the gradient in parts (checkpoint with use_reentrant=True), use "
+                "GradientReducer(partition=False)"
+            )
         self._buffers.take(at)
         self._ready.add(at)
         # Pieces are sent in their own order, the same on all ranks, not in the order in which gradients come.
@@ -425,21 +445,21 @@ class PartitionedStep(BackwardStep):
             if not self._ready.issuperset(piece.parameters):
                 break
             self._num_pieces += 1
-            self._works.append(self._all_reduce(piece.memory))
+            self._works.append(self._send(piece))
 
     def layer_begins(self, layer: int) -> None:
         self._check_ready(self._timetable.inside.get(self._num_layers))
 
     def inside_layer(self) -> dist.Work | None:
         part = self._timetable.inside.get(self._num_layers)
-        return None if part is None else self._all_reduce(part.memory)
+        return None if part is None else self._send(part)
 
     def layer_ends(self) -> None:
         self._num_layers += 1
         part = self._timetable.beside.get(self._num_layers)
         self._check_ready(part)
         if part is not None:
-            self._works.append(self._all_reduce(part.memory))
+            self._works.append(self._send(part))
 
     def finish(self) -> GradientBuffers:
         """Starts the all-reduces of the remaining gradients after backward, and waits for all all-reduces.
@@ -456,6 +476,10 @@ class PartitionedStep(BackwardStep):
         for work in self._works:
             work.wait()
         return self._buffers
+
+    def _send(self, part: GradientRange) -> dist.Work:
+        self._sent.update(part.parameters)
+        return self._all_reduce(part.memory)
 
     def _all_reduce(self, memory: Tensor) -> dist.Work:
         work: dist.Work = dist.all_reduce(memory, group=self._ranks.group, async_op=True)

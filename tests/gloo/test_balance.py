@@ -645,6 +645,8 @@ def evaluated_job(rank: int, world: int) -> tuple[list[int], list[bool], list[in
                 experts.w1.data[0] *= 3
             elif what == "rows swapped" and rank == 0:
                 experts.w1.data[0] = experts.w1.data[0].flip(0)
+            elif what == "signs" and rank == 0:
+                experts.w1.data[0].neg_()
             elif what == "replaced" and rank == 0:
                 experts.w1 = torch.nn.Parameter(2 * experts.w1.detach())
             elif what == "even":
@@ -652,7 +654,10 @@ def evaluated_job(rank: int, world: int) -> tuple[list[int], list[bool], list[in
             elif what == "less":
                 each.gate.share = Fraction(7, 10)
 
-    changes = ("", "", "in place", "", "by data", "", "rows swapped", "", "replaced", "", "even", "less")
+    changes = (
+        *("", "", "in place", "", "by data", "", "rows swapped", "", "signs", "", "replaced", ""),
+        *("even", "less"),
+    )
     for what in changes:
         with torch.no_grad():
             change(what)
@@ -671,7 +676,7 @@ def evaluated_job(rank: int, world: int) -> tuple[list[int], list[bool], list[in
 def test_copies_stay_in_evaluation_until_any_rank_changes_its_experts() -> None:
     (sent, right, told), (_, also_right, _) = ranks(2).run(evaluated_job)
     assert all(right) and all(also_right)
-    assert sent == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
+    assert sent == [1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0]
     assert told == sent
 
 

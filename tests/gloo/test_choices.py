@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 import pmoe
+from pmoe.call.sizes import agreed_sizes
 from pmoe.choose import search
+from pmoe.choose.open_choice import copies_within_budget
 from pmoe.engine.passes import base as passes_base
 from pmoe.measure import profile
 from pmoe.planner.degree import DEGREES
@@ -71,6 +73,55 @@ def listen() -> Told:
     log.handlers = [told]
     log.setLevel(logging.INFO)
     return told
+
+
+# ---- the same on all ranks -------------------------------------------------------------------------
+
+
+def frozen_gate_job(rank: int, world: int, freezes: tuple[bool, ...]) -> tuple[Any, list[str]]:
+    """Rank 1 alone freezes its gate before some steps: the sizes that decide, and wrong gradients."""
+    layer = build(memory_reuse=True)
+    plain = build()
+    wrong = []
+    for at, is_frozen in enumerate(freezes):
+        for each in (layer, plain):
+            each.gate.requires_grad_(not (is_frozen and rank == 1))
+        got = step(layer, 16, rank)
+        wanted = step(plain, 16, rank)
+        for name, value in wanted.items():
+            if value is not None and relative_error(got[name], value) > 1e-12:
+                wrong.append(f"step {at}: {name}")
+    layer.gate.requires_grad_(rank == 0)
+    return agreed_sizes(layer.layer_modules, batch(3, rank)[0]), wrong
+
+
+@pytest.mark.parametrize(
+    "freezes", [(), pytest.param((False, True), marks=pytest.mark.slow)], ids=["sizes", "steps"]
+)
+def test_a_rank_that_freezes_its_gate_chooses_as_the_others(freezes: tuple[bool, ...]) -> None:
+    """It looked for another restore pair in trials, which no other rank ran: all waited for each other."""
+    first, second = ranks(2).run(frozen_gate_job, freezes)
+    assert first[0] == second[0]
+    assert first[1] == second[1] == []
+
+
+def copies_job(rank: int, world: int) -> list[int]:
+    """Rank 1 alone has frozen its layer: how many copies of busy experts fit into some budgets."""
+    found = []
+    wide = {"d_hidden": 200, "dtype": torch.bfloat16}  # where sums of weight gradients are widened
+    x = batch(1, rank)[0].bfloat16()
+    for budget in range(50_000, 58_000, 250):
+        layer = build(balance=2, memory_reuse="S4", memory_budget=budget, **wide)
+        layer.requires_grad_(rank == 0)
+        found.append(copies_within_budget(layer.layer_modules, x, 2, 2))
+    return found
+
+
+def test_ranks_plan_copies_within_a_budget_alike() -> None:
+    """A rank without gradients of parameters had room for more copies, and planned others than its peers."""
+    first, second = ranks(2).run(copies_job)
+    assert first == second
+    assert set(first) == {0, 1}
 
 
 # ---- n ---------------------------------------------------------------------------------------------

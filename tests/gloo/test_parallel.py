@@ -578,3 +578,30 @@ def test_the_example_trains_and_ends_cleanly() -> None:
     assert first == "4 ranks: dp 2 x mp 2; edp 1 x ep 2 x esp 2"
     losses = [float(re.findall(r"loss ([\d.]+), gradient norm [\d.]+$", line)[0]) for line in steps]
     assert losses[-1] < losses[0] - 0.5
+
+
+def replaced(rank: int, world: int) -> tuple[list[str], bool]:
+    """Experts' parameters that a user assigned or swapped: which gradients and norms then differ."""
+    wrong = []
+    for meshes in (make_meshes(), make_meshes(ep=world)):
+        results = []
+        for replaces in (False, True):
+            torch.manual_seed(3)
+            layer = pmoe.MoELayer(6, 8, 4, 2, mesh=meshes.experts, dtype=torch.float64)
+            if replaces:
+                layer.experts.w1 = nn.Parameter(layer.experts.w1.detach().clone())
+                torch.utils.swap_tensors(layer.experts.w2, nn.Parameter(layer.experts.w2.detach().clone()))
+            torch.manual_seed(rank)
+            layer(torch.randn(5, 6, dtype=torch.float64)).square().sum().backward()
+            reduce_gradients(layer, meshes)
+            norm = pmoe.clip_grad_norm_(layer, 1.0)
+            results.append([norm, *(parameter.grad for parameter in layer.parameters())])
+        pairs = zip(*results, strict=True)
+        wrong += [str(at) for at, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    layer.experts.w1 = nn.Parameter(layer.experts.w1.detach().clone())
+    return wrong, "experts.w1" in pmoe.GradientReducer(layer).names
+
+
+def test_assigned_and_swapped_parameters_are_still_those_of_experts() -> None:
+    """A new Parameter has no mark. It was taken for a dense one, so unlike gradients were summed."""
+    assert ranks(2).run(replaced) == [([], False), ([], False)]

@@ -238,6 +238,70 @@ def test_a_gradient_that_does_not_come_is_named() -> None:
         assert "the gradient of last." in message
 
 
+def twice_job(rank: int, world: int, partition: Partition | bool) -> tuple[str, float]:
+    """Two backward passes in a step, without `no_sync`: the error of the second step, and what differs."""
+    ours, theirs = build({"pipeline": 2}), build({"pipeline": 2})
+    worst = 0.0
+    with mock.patch.object(solve, "module_lines", lambda *_: (operations(), solve.ModuleLines())):
+        hook = pmoe.GradientReducer(ours, partition=partition)
+        for _ in range(2):
+            ours.zero_grad()
+            theirs.zero_grad()
+            try:
+                for part in range(2):
+                    step(theirs, rank, 7 + part)
+                for part in range(2):
+                    step(ours, rank, 7 + part)
+            except RuntimeError as error:
+                return str(error), worst
+            hook.finish()
+            plain(theirs, world)
+            for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+                if getattr(a, "allreduce", True):
+                    worst = max(worst, float((a.grad - b.grad).abs().max()))
+    return "no error", worst
+
+
+def test_a_gradient_is_not_added_to_after_it_was_sent() -> None:
+    """A second backward pass without no_sync added to sums over ranks, which nothing reduced again."""
+    early = pieces(0, 216, *[0] * 12)  # the gradients of `last`, in the first of six passes of layers
+    for message, worst in ranks(2).run(twice_job, early):
+        assert "to the gradient of last." in message
+        assert worst < 1e-12
+    for message, worst in ranks(2).run(twice_job, False):
+        assert message == "no error"
+        assert worst < 1e-12
+
+
+def frozen_job(rank: int, world: int) -> tuple[list[bool], str]:
+    """A parameter that is frozen after the first step, then one that is trained only after it."""
+    model = build({"pipeline": 2})
+    model.first.weight.requires_grad_(False)
+    hook = pmoe.GradientReducer(model, partition=False)
+    have_gradients = []
+    for requires in (True, False, True):
+        model.zero_grad()
+        model.last.weight.requires_grad_(requires)
+        step(model, rank, 0)
+        hook.finish()
+        have_gradients.append(model.last.weight.grad is not None)
+    model.first.weight.requires_grad_(True)
+    step(model, rank, 0)
+    try:
+        hook.finish()
+    except ValueError as error:
+        return have_gradients, str(error)
+    return have_gradients, "no error"
+
+
+def test_parameters_may_be_frozen_later_but_not_be_trained_only_later() -> None:
+    """Zeros in place of no gradient let an optimizer with momentum move a frozen parameter. A parameter that
+    was frozen when the reducer was made was never reduced, so ranks drifted apart."""
+    for have_gradients, message in ranks(2).run(frozen_job):
+        assert have_gradients == [True, False, True]
+        assert "first.weight (requires_grad=True) must require a gradient when the GradientR" in message
+
+
 def test_a_copy_of_the_model_carries_no_gradients_and_remove_takes_the_hooks_off() -> None:
     model = build({"pipeline": 2})
     hook = pmoe.GradientReducer(model)

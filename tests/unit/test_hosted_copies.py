@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import pmoe
+from pmoe.comm.ranks import Ranks
 from pmoe.decide.balanced_counts import indices_of_rows
+from pmoe.decide.unchanged_experts import sums_of_bits
 from pmoe.engine.plan.copies import ExpertPart, HostedCopies
 from pmoe.experts import FFNExperts, make_stacked
 from pmoe.experts.base import ExpertRows
@@ -174,3 +176,22 @@ def test_experts_and_copies_compute_as_one_list_of_experts(
         results.append([out, grads, grad_weight_N, *gradients])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_checksums_show_changed_signs(dtype: torch.dtype) -> None:
+    """A sign is the highest bit of a number: its change must not leave the 64 bits of a sum."""
+    layer = pmoe.MoELayer(6, 8, 2, dtype=dtype, group=Ranks.single())
+    with torch.no_grad():
+        layer.experts.w1[0, 0, :4] = torch.tensor([1.0, -2.0, -2.0, 1.0])
+
+    def sums() -> tuple[object, ...]:
+        return sums_of_bits(layer.layer_modules, [0])
+
+    before = sums()
+    layer.experts.w1.data[0, 0, :4].neg_()  # in a plain sum, these four changes cancel each other
+    after = sums()
+    assert before[:2] != after[:2]
+    assert before[2:] == after[2:]
+    layer.experts.w1.data[0].neg_()
+    assert sums()[:2] != after[:2]

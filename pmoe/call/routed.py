@@ -58,7 +58,7 @@ class RoutedBatch:
     needs_grad: bool
     failure: Exception | None = None
 
-    @functools.cached_property
+    @property
     def routing(self) -> Routing:
         """The checked routing."""
         return self.gated.routing

@@ -141,9 +141,9 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     if checks and by_kernels is None and routing.logits is not None:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
-        finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
-        bad = finite.logical_not() * int(Fault.NOT_FINITE)
-        fault = bad if fault is Fault.NONE else bad + finite * fault
+        is_bad = (0 * routing.logits.detach()).sum() != 0  # 0 * x is 0 if x is finite, else NaN
+        bad = is_bad * int(Fault.NOT_FINITE)
+        fault = bad if fault is Fault.NONE else bad + is_bad.logical_not() * fault
     has_changed = None
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing

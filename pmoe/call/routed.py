@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class CheckedRouting:
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
                    `pmoe.ordering.sorted.sort_rows`; None if they have another order
     early          messages of row counts that the routing kernels have written; None if they have not
+    rows_TM        (T, M), the tokens for the experts' autograd node, if the gate's backward adds the
+                   gradients of both (`pmoe.gates.logits.LogitsAndRows`); None if autograd adds them
     """
 
     routing: Routing
@@ -33,6 +35,7 @@ class CheckedRouting:
     kernel_routes: Routes | None = None
     sorted_for: int | None = None
     early: EarlyMessages | None = None
+    rows_TM: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ class RoutedBatch:
     needs_grad: bool
     failure: Exception | None = None
 
-    @functools.cached_property
+    @property
     def routing(self) -> Routing:
         """The checked routing."""
         return self.gated.routing
@@ -69,3 +72,7 @@ class RoutedBatch:
     def dtype(self) -> torch.dtype:
         """The dtype of the rows that reach the experts."""
         return self.autocast or self.x_TM.dtype
+
+    def with_rows(self, x_TM: Tensor) -> RoutedBatch:
+        """Returns this batch with other rows for the experts, (T, M), such as those that a hook returned."""
+        return replace(self, x_TM=x_TM, gated=replace(self.gated, rows_TM=None))

@@ -184,7 +184,9 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy without device memory: the fields ``..._device`` then have host tensors, too."""
+        """Returns a copy without memory of a GPU: the fields ``..._device`` then have host tensors, too."""
+        if not self.recv_device.is_cuda:
+            return self
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
@@ -283,6 +285,8 @@ class Slots:
             each expert.
         max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
         """
+        if all(n == recv_FWE.shape[0] for n in self.degrees):  # chunks of single bins are not tested
+            return [torch.zeros_like(max_tokens) for _ in self.degrees]
         rows_GF = recv_FWE.sum((1, 2)).unsqueeze(0)
         if self.own_rank is not None:
             staying_GF = recv_FWE[:, self.own_rank, : self.num_staying].sum(1).unsqueeze(0)

@@ -230,9 +230,11 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup | None, on_gpu: bool = Fa
     if group is None or on_gpu or not hasattr(work, "is_completed"):
         work.wait()
         return
-    with contextlib.suppress(RuntimeError):
+    try:
         work.wait(LOOK_AFTER)
         return
+    except RuntimeError:
+        pass  # the collective takes longer, or has failed: the next line finds out which
     wait_or_peer_failure(work, group)
 
 

@@ -132,7 +132,7 @@ class ExpertsCall:
         call = self.call
         routed = self.routed
         if x_TM is not routed.x_TM:
-            routed = replace(routed, x_TM=_checked_rows(x_TM, routed.x_TM, routed.autocast))
+            routed = routed.with_rows(_checked_rows(x_TM, routed.x_TM, routed.autocast))
         inputs = make_inputs(call, routed, experts)
         self._stage = ""
         if self.decision is None:
@@ -243,7 +243,7 @@ def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     Raises ValueError if parameters differ from the rows in dtype or device.
     """
     modules = call.scheduled
-    rows_TM = routed.x_TM
+    rows_TM = routed.x_TM if routed.gated.rows_TM is None else routed.gated.rows_TM
     mix = routed.gated.routing.mix
     dtype = routed.autocast
     if dtype is not None:

@@ -41,7 +41,7 @@ def latent_call(call: Call) -> tuple[Decision, Tensor]:
     x_TM = source.routed.x_TM
     with publishing_failures(modules.ranks, "the down-projection of latent experts"):
         rows_TL = _checked("down", latent.down(x_TM), x_TM, modules.options.row_columns)
-    source.routed = replace(source.routed, x_TM=rows_TL)
+    source.routed = source.routed.with_rows(rows_TL)
     decision, y_TL = ExpertsCall(source)()
     with publishing_failures(modules.ranks, "the up-projection of latent experts, or the shared expert"):
         y_TM = _checked("up", latent.up(y_TL), x_TM, modules.options.d_model)

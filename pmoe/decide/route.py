@@ -21,7 +21,7 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
-from pmoe.gates.logits import router_logits
+from pmoe.gates.logits import LogitsAndRows, router_logits
 from pmoe.gates.switch import SwitchGate
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import refusal, route
@@ -141,9 +141,9 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     if checks and by_kernels is None and routing.logits is not None:
         # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
         # the host waits.
-        finite = (0 * routing.logits.detach()).sum().isfinite()  # 0 * x is 0 if x is finite, else NaN
-        bad = finite.logical_not() * int(Fault.NOT_FINITE)
-        fault = bad if fault is Fault.NONE else bad + finite * fault
+        is_bad = (0 * routing.logits.detach()).sum() != 0  # 0 * x is 0 if x is finite, else NaN
+        bad = is_bad * int(Fault.NOT_FINITE)
+        fault = bad if fault is Fault.NONE else bad + is_bad.logical_not() * fault
     has_changed = None
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import changed_routing
@@ -230,8 +230,14 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
         n = None  # the kernels would place the rows that stay behind the rows of all chunks
     rows_dtype = cast_dtype(modules, x_TM) or x_TM.dtype
     head = None
+    rows_TM = None
+    # A checkpoint that records the routing would keep these rows in memory, too.
+    adds_gradients = rows_dtype == x_TM.dtype and not call.may_run_again
     with torch.autocast(x_TM.device.type, enabled=False):
-        logits_TE = router_logits(x_TM, gate.weight)
+        if adds_gradients and LogitsAndRows.takes(x_TM, gate.weight):
+            logits_TE, rows_TM = LogitsAndRows.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
+        else:
+            logits_TE = router_logits(x_TM, gate.weight)
         if writes_messages:
             head = heading(
                 modules.ranks,
@@ -255,7 +261,9 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     fault = routes.fault if checks else Fault.NONE
     early = None if head is None else EarlyMessages(head, fault, routes.counts_nE, routes.messages)
     routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE)
-    return CheckedRouting(routing=routing, fault=fault, kernel_routes=routes, sorted_for=n, early=early)
+    return CheckedRouting(
+        routing=routing, fault=fault, kernel_routes=routes, sorted_for=n, early=early, rows_TM=rows_TM
+    )
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:

@@ -150,7 +150,10 @@ def asked(ctx: Any) -> tuple[bool, bool]:
     """
     nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)
-    return runs_now(nodes[1]), any(runs_now(node) for node in nodes[first_parameter:])
+    of_rows = nodes[1]
+    if getattr(of_rows, "passes_rows", False):  # the gate's node, which also runs for the gate's weight
+        of_rows = of_rows.next_functions[0][0]
+    return runs_now(of_rows), any(runs_now(node) for node in nodes[first_parameter:])
 
 
 def runs_now(node: Any) -> bool:

@@ -335,9 +335,7 @@ def _add_product(out_NO: Tensor, rows_NR: Tensor, matrix: Tensor, groups: RowGro
     elif out_NO.is_cuda:
         out_NO.add_(expert_input_gradient(rows_NR, matrix, groups))
     else:
-        for expert, rows, out in zip(
-            groups.with_rows, groups.split(rows_NR), groups.split(out_NO), strict=True
-        ):
+        for expert, rows, out in groups.each(rows_NR, out_NO):
             out.addmm_(rows, matrix[expert])
 
 

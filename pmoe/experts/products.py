@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,18 +67,18 @@ class RowGroups:
         """The indices of the local experts that have rows."""
         return [expert for expert, count in enumerate(self.counts) if count]
 
-    def split(self, rows: Tensor, dim: int = 0) -> Sequence[Tensor]:
-        """Returns the rows of each expert that has rows (`with_rows`), as views of ``rows``.
+    def each(self, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
+        """Yields a tuple for each expert that has rows: the expert, then its rows of every tensor, as views.
 
-        The tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
+        A tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
 
-        rows: a tensor in which dimension ``dim`` counts the N rows of all experts, (N, ...) by default.
-        dim: the dimension that counts the rows.
+        tensors: tensors whose first dimension counts the N rows of all experts.
         """
         if len(self.with_rows) < 2:
-            return [rows] * len(self.with_rows)
-        return rows.split_with_sizes([self.counts[expert] for expert in self.with_rows], dim)
+            return [(expert, *tensors) for expert in self.with_rows]
+        sizes = [self.counts[expert] for expert in self.with_rows]
+        return zip(self.with_rows, *(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
 
 
 def choice(
@@ -149,9 +150,7 @@ def expert_product(
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1]) if out is None else out
         weight_IO = weight_EOI.transpose(1, 2).unbind()
         bias_O = () if bias_EO is None else bias_EO.unbind()
-        for expert, rows, out_rows in zip(
-            groups.with_rows, groups.split(rows_NI), groups.split(out), strict=True
-        ):
+        for expert, rows, out_rows in groups.each(rows_NI, out):
             if bias_O:
                 torch.addmm(bias_O[expert], rows, weight_IO[expert], out=out_rows)
             else:
@@ -188,7 +187,13 @@ def expert_input_gradient(
     method = choice("input", grad_NO, weight_EOI, groups, None, out) if method is None else method
     if method == PMOE:
         return grouped_gemm.input_gradient(grad_NO, weight_EOI, groups.ends_E, out=out)
-    return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, method=method)
+    if method == GROUPED_MM:
+        return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, method=method)
+    out = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2]) if out is None else out
+    weight_OI = weight_EOI.unbind()
+    for expert, grad, out_rows in groups.each(grad_NO, out):
+        torch.mm(grad, weight_OI[expert], out=out_rows)
+    return out
 
 
 class GradientSum:
@@ -221,6 +226,11 @@ class GradientSum:
             self.total = new(parameter, *parameter.shape)
         self.is_empty: bool = True
 
+    @functools.cached_property
+    def by_expert(self) -> tuple[Tensor, ...]:
+        """The sum of each of E experts, as views of `total`."""
+        return self.total.unbind()
+
     def add_weight(
         self, grad_NO: Tensor, rows_NI: Tensor, groups: RowGroups, method: str | None = None
     ) -> None:
@@ -242,12 +252,11 @@ class GradientSum:
         elif method != LOOP:
             self.add(_weight_gradient(method, grad_NO, rows_NI, groups))
         else:
-            totals = self.total.unbind()
             if self.is_empty:
                 self._zero_without_rows(groups)
-            grads = groups.split(grad_NO.t(), dim=1)
-            for expert, grad_On, rows_nI in zip(groups.with_rows, grads, groups.split(rows_NI), strict=True):
-                total = totals[expert]
+            for expert, grad_nO, rows_nI in groups.each(grad_NO, rows_NI):
+                total = self.by_expert[expert]
+                grad_On = grad_nO.t()
                 if self.is_empty and total.dtype == rows_nI.dtype:
                     torch.mm(grad_On, rows_nI, out=total)
                 elif total.dtype == rows_nI.dtype:
@@ -279,9 +288,8 @@ class GradientSum:
             return
         if self.is_empty:
             self._zero_without_rows(groups)
-        totals = self.total.unbind()
-        for expert, grad_nO in zip(groups.with_rows, groups.split(grad_NO), strict=True):
-            total = totals[expert]
+        for expert, grad_nO in groups.each(grad_NO):
+            total = self.by_expert[expert]
             if self.is_empty:
                 torch.sum(grad_nO, 0, dtype=total.dtype, out=total)
             else:

@@ -368,9 +368,9 @@ class StackedExperts(Experts):
         groups: where each expert's rows begin and end.
         bias: the product's bias for each expert; None if there is none.
         """
-        fused = self.fused_activation
-        if fused is None or choice(form, rows, weight, groups, bias) != PMOE:
+        if choice(form, rows, weight, groups, bias) != PMOE:
             return None
+        fused = self.fused_activation
         width = self.num_hidden  # each half of a gated T_M
         fits = not rows.is_cuda or grouped_gemm.layout_problem(rows.dtype, hidden=width) is None
         return fused if fits else None
@@ -455,8 +455,7 @@ class StackedExperts(Experts):
                     active_bH.copy_(block_bH)
         if b2 is not None and not self.shard.index:
             b2_M = b2.unbind()
-            pairs = zip(groups.split(grad_NM), groups.split(grad_weight_N), strict=True)
-            for expert, (grad, grad_weight) in zip(groups.with_rows, pairs, strict=True):
+            for expert, grad, grad_weight in groups.each(grad_NM, grad_weight_N):
                 if grad_weight.dtype == grad.dtype:
                     grad_weight.addmv_(grad, b2_M[expert])
                 else:

@@ -60,12 +60,8 @@ class Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, Tensor]:
         x_TM, weight_EM = ctx.saved_tensors
         if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype == torch.bfloat16:
-            # The gradient is written as a sum of two bfloat16 tensors, so that the products take bfloat16 and
-            # are summed in float32.
-            halves, twice_EM = gate_operands(grad_TE, weight_EM)
-            upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
-            grad_x = halves @ twice_EM if ctx.needs_input_grad[0] else None
-            return grad_x, torch.add(upper_EM, lower_EM, out=torch.empty_like(weight_EM))
+            halves, twice_EM, grad_weight = _gate_products(grad_TE, x_TM, weight_EM)
+            return halves @ twice_EM if ctx.needs_input_grad[0] else None, grad_weight
         wide_EM = weight_EM.float()
         grad_x = torch.empty_like(x_TM)
         grad_weight = torch.zeros_like(wide_EM)
@@ -74,6 +70,64 @@ class Logits(torch.autograd.Function):
             grad_rows.copy_(grad @ wide_EM)
             grad_weight.addmm_(grad.t(), rows.float())
         return grad_x, grad_weight.to(weight_EM.dtype)
+
+
+def _gate_products(grad_TE: Tensor, x_TM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradient of a bfloat16 gate's weight, (E, M), after two factors of the tokens' gradient.
+
+    The gradient of the logits is written as a sum of two bfloat16 tensors, so that the products take bfloat16
+    and are summed in float32. The product of the two factors is the gradient of the tokens, (T, M).
+
+    grad_TE: (T, E) float32, the gradient of the logits of T tokens for E experts.
+    x_TM, weight_EM: (T, M) and (E, M), the tokens and the gate's weight.
+    """
+    halves, twice_EM = gate_operands(grad_TE, weight_EM)
+    upper_EM, lower_EM = torch.mm(halves.t(), x_TM, out_dtype=torch.float32).chunk(2)
+    return halves, twice_EM, torch.add(upper_EM, lower_EM, out=torch.empty_like(weight_EM))
+
+
+class LogitsAndRows(torch.autograd.Function):
+    """The autograd function x -> (x weight^T, x), in which backward sums both gradients of the tokens x.
+
+    The layer's experts read the second result. Backward adds the gate's gradient of x to theirs by the matrix
+    product itself. If the experts read x, autograd would add the two gradients by an operator of its own, and
+    the gate's gradient would be rounded once more.
+
+    The sum is written into the memory of the experts' gradient. So only the experts' autograd node may read
+    the second result: it returns memory that nothing else reads.
+
+    Tokens and weight have one dtype: bfloat16, float32 or float64. The node has ``passes_rows`` set, by which
+    `pmoe.engine.halves` finds the node of the tokens behind it.
+    """
+
+    @staticmethod
+    def takes(x_TM: Tensor, weight_EM: Tensor) -> bool:
+        """Returns whether the tokens need a gradient, and whether tokens and weight have dtypes that suit."""
+        has_dtype = x_TM.dtype == weight_EM.dtype and x_TM.dtype != torch.float16
+        return has_dtype and x_TM.requires_grad and torch.is_grad_enabled()
+
+    @staticmethod
+    def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x_TM, weight_EM)
+        ctx.set_materialize_grads(False)
+        ctx.passes_rows = True
+        return router_logits(x_TM, weight_EM), x_TM.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_TE: Tensor | None, grad_TM: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if grad_TE is None:
+            return grad_TM, None
+        x_TM, weight_EM = ctx.saved_tensors
+        if x_TM.dtype == torch.bfloat16:
+            first, second, grad_weight = _gate_products(grad_TE, x_TM, weight_EM)
+        else:
+            first = grad_TE
+            second = weight_EM
+            grad_weight = grad_TE.t() @ x_TM
+        return first @ second if grad_TM is None else grad_TM.addmm_(first, second), grad_weight
 
 
 def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:

@@ -134,6 +134,14 @@ def test_groups_give_the_rows_of_each_expert_that_has_some() -> None:
     assert list(RowGroups(counts=(2, 0, 3)).slices()) == [(0, slice(0, 2)), (2, slice(2, 5))]
     assert list(RowGroups(counts=(0, 0)).slices()) == []
     assert RowGroups(counts=(2, 0, 3)).num_rows == 5
+    rows = torch.arange(10).view(5, 2)
+    several = [
+        (expert, a.tolist(), b.tolist())
+        for expert, a, b in RowGroups(counts=(2, 0, 3)).each(rows, rows[:, 0])
+    ]
+    assert several == [(0, [[0, 1], [2, 3]], [0, 2]), (2, [[4, 5], [6, 7], [8, 9]], [4, 6, 8])]
+    assert [(expert, a is rows) for expert, a in RowGroups(counts=(0, 5)).each(rows)] == [(1, True)]
+    assert list(RowGroups(counts=(0, 0)).each(rows[:0])) == []
 
 
 CUDA = torch.device("cuda", 0)

@@ -24,3 +24,17 @@ def test_one_sort_of_all_chunks_gives_the_index_of_each(
     for ours, one in zip(found, expected, strict=True):
         assert (ours is None) == (one is None)
         assert one is None or torch.equal(ours, one)
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_slots_are_brought_into_the_order_of_destination_chunk_and_expert(
+    is_joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few slices are joined by one operation; for many, an index of the slots is computed."""
+    monkeypatch.setattr(make_plan, "FEW_RUNS", 9 if is_joined else 8)
+    # Three chunks of rows for rank 0 and rank 1, and of rows that stay. One number is a slot.
+    slot = torch.tensor([4, 0, 7, 2, 9, 5, 1, 8, 3, 6])
+    sizes = [[2, 1, 1], [0, 2, 1], [1, 0, 0]]
+    assert make_plan._by_destination(slot, sizes).tolist() == [4, 0, 8, 7, 9, 5]
+    assert make_plan._by_destination(slot, sizes[:1]).tolist() == [4, 0, 7]
+    assert make_plan._by_destination(slot[:0], [[0, 0, 0]] * 3).tolist() == []

@@ -53,11 +53,13 @@ class Arena:
         # change for autograd if one slot is written.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
+        # (slot, rows, columns) of each buffer that has rows. Buffers for which these are equal share a view.
+        places: dict[str, tuple[str, int, int]] = {}
         for name, turns in schedule.turns.items():
             rows, columns = sizes.of(name)
-            for buffer, chunk, slot in turns:
-                if rows[chunk]:
-                    self.buffers[buffer] = of_slot[slot].as_strided((rows[chunk], columns), (columns, 1))
+            places |= {buffer: (slot, rows[chunk], columns) for buffer, chunk, slot in turns if rows[chunk]}
+        views = {at: of_slot[at[0]].as_strided(at[1:], (at[2], 1)) for at in set(places.values())}
+        self.buffers = {buffer: views[place] for buffer, place in places.items()}
 
     def close(self) -> None:
         """Gives the memory back to the pool. Called on the compute lane, after all lanes have ended."""

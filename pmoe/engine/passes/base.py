@@ -37,12 +37,18 @@ from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage, length
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.buffer_sizes import BufferSizes
-from pmoe.schedule.tasks import Schedule, Stages, sequential
+from pmoe.schedule.tasks import Kind, Schedule, Stages, sequential
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.callbacks import HookGraph
     from pmoe.experts.launched import LaunchedExperts
     from pmoe.experts.with_copies import ExpertsWithCopies
+
+METHODS = {kind: kind.name.lower().removeprefix("local_") for kind in Kind}
+"""The name of the method of `Pass` that runs each kind of task."""
+
+LOCAL_KINDS = frozenset(kind for kind in Kind if kind.name.startswith("LOCAL_"))
+"""Kinds of tasks for rows that stay on this rank. Their methods get place="_L"."""
 
 Unit = tuple[int, str]
 """Names a set of rows that experts compute in one task.
@@ -573,11 +579,11 @@ class Pass:
         rank. It uses the method for received rows, with the argument place="_L": LOCAL_WGRAD calls wgrad(i,
         place="_L"), for example.
         """
-        return {kind: self._action(kind.name.lower()) for kind in self.schedule.kinds}
+        return {kind: self._action(kind) for kind in self.schedule.kinds}
 
-    def _action(self, name: str) -> Callable[[int], dist.Work | None]:
-        method: Callable[..., dist.Work | None] = getattr(self, name.removeprefix("local_"))
-        return functools.partial(method, place="_L") if name.startswith("local_") else method
+    def _action(self, kind: Kind) -> Callable[[int], dist.Work | None]:
+        method: Callable[..., dist.Work | None] = getattr(self, METHODS[kind])
+        return functools.partial(method, place="_L") if kind in LOCAL_KINDS else method
 
     def run_schedule(self) -> None:
         """Runs all tasks of the pass, then frees its buffers, even if a task raised an error."""

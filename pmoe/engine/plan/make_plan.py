@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from pmoe.engine.variants.send_once import DeduplicatedRows
 
 
+FEW_RUNS = 64
+"""On the CPU at most this many slices of an index are joined by one operation. Each slice is a view."""
+
+
 class SortedSlots:
     """The routing of a call, with its slots sorted and counted for any number of chunks.
 
@@ -439,13 +443,13 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     sizes: for each chunk P + 1 numbers: how many rows it sends to each of P ranks, and how many rows stay on
         this rank.
     """
-    if slot.is_cuda:  # one operation joins them: each is a launch
-        flat = [*itertools.chain.from_iterable(sizes)]
+    flat = [*itertools.chain.from_iterable(sizes)]
+    if len(sizes) == 1 and not slot.is_cuda:
+        return slot[: sum(flat[:-1])]
+    if len(flat) <= FEW_RUNS or slot.is_cuda:  # on a GPU each operation is a launch
         runs = slot[: sum(flat)].split_with_sizes(flat)
         by_rank = zip(*zip(*[iter(runs)] * len(sizes[0]), strict=True), strict=True)
         return torch.cat([*itertools.chain.from_iterable(by_rank)][: -len(sizes)])
-    if len(sizes) == 1:
-        return slot[: sum(sizes[0][:-1])]
     sizes_nP = torch.tensor(sizes)
     sent_nP = sizes_nP[:, :-1]
     first_nP = (sizes_nP.flatten().cumsum(0).view_as(sizes_nP) - sizes_nP)[:, :-1]

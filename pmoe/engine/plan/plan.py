@@ -105,12 +105,12 @@ class Chunk:
     relayed: Sequence[tuple[int, ...]] = ((), ())
     gathered: tuple[int, ...] = ()
 
-    @functools.cached_property
+    @property
     def num_sent(self) -> int:
         """The number of rows that the chunk's dispatch all-to-all sends."""
         return sum(self.send_rows)
 
-    @functools.cached_property
+    @property
     def num_arrived(self) -> int:
         """The number of rows that this rank receives in the chunk's dispatch all-to-all."""
         return sum(self.recv_rows)

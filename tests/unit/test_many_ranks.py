@@ -59,3 +59,26 @@ def test_counts_are_a_hundredth_of_wide_rows_at_most(case: str, ran: Any) -> Non
     of_rows = TOKENS * TOP_K * WIDE * WIDE_BYTES
     for _, counts in (ran[FEW][case], ran[MANY][case]):
         assert 0 < counts < of_rows / 100
+
+
+LONE_RANK = """
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import pmoe
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+first, second = (pmoe.MoELayer(4, 8, 4) for _ in range(2))
+x = torch.randn(6, 4)
+for layer in (first, first, second):
+    layer(x)
+first.pipeline = 2
+first(x)
+print("ended")
+"""
+
+
+@pytest.mark.timeout(60)
+def test_no_call_waits_for_the_ranks_of_torchs_fake_group() -> None:
+    """Neither the first call of a second layer, nor calls without backward or with options that were set."""
+    assert fresh.run(LONE_RANK).endswith("ended\n")

@@ -184,9 +184,7 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy without memory of a GPU: the fields ``..._device`` then have host tensors, too."""
-        if not self.recv_device.is_cuda:
-            return self
+        """Returns a copy without device memory: the fields ``..._device`` then have host tensors, too."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:

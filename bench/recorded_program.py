@@ -173,11 +173,11 @@ class RecordedProgram:
 
         The other arguments are those of `cut` and `run`.
         """
-        counts = array("q", send), array("q", recv)
-        held = (*counts, *_places(bases))
+        arrays = (array("q", send), array("q", recv), *_places(bases))
         calls: int = self._library.program_repeat(
-            self._program, tokens, rank, *(each.buffer_info()[0] for each in held), times
+            self._program, tokens, rank, *(memory.buffer_info()[0] for memory in arrays), times
         )
+        self._check(calls >= 0)
         return calls
 
 

@@ -250,7 +250,9 @@ class Computing:
         w2_EMH, b2_EM = self.weight(w2, "w2"), self.bias(b2)
         expert_product(active_NH, w2_EMH, self.groups(ends), b2_EM, out=out, scale_N=self.numbers(weight))
 
-    def _again(self, _: Issue, source: Memory, w1: Memory, b1: Memory, hidden: Memory, ends: Memory) -> None:
+    def _recompute(
+        self, _: Issue, source: Memory, w1: Memory, b1: Memory, hidden: Memory, ends: Memory
+    ) -> None:
         rows, hidden_NG = self.rows(source, hidden)
         expert_product(rows, self.weight(w1, "w1"), self.groups(ends), self.bias(b1), out=hidden_NG)
 

@@ -34,6 +34,10 @@ class Words {
     header_ = reinterpret_cast<const Header*>(words);
     require(header_->version == kVersion, "another version of records");
     require(header_->chunks > 0 && header_->ranks > 0 && header_->local_experts > 0, "an empty shape");
+    require(is_flag(header_->keeps_own) && is_flag(header_->sends), "a flag that is not 0 or 1");
+    for (const int64_t length : {header_->slots, header_->turns, header_->operands, header_->records,
+                                 header_->waits, header_->events, header_->bases})
+      require(length >= 0 && length <= size, "a length");
     turns_ = reinterpret_cast<const Turn*>(words + kHeaderWords);
     operands_ = reinterpret_cast<const Operand*>(turns_ + header_->turns);
     records_ = reinterpret_cast<const Record*>(operands_ + header_->operands);
@@ -57,6 +61,8 @@ class Words {
 
  private:
   static constexpr int64_t kHeaderWords = sizeof(Header) / sizeof(int64_t);
+
+  static bool is_flag(int64_t word) { return word == 0 || word == 1; }
 
   static void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(std::string("not a program: ") + what);

@@ -122,7 +122,8 @@ int64_t program_run(void* program, const int64_t* bases, const int64_t* streams,
 // The words of the last run.
 const int64_t* program_calls(void* program) { return static_cast<Recorded*>(program)->recorder.words.data(); }
 
-// Cuts and runs so many times over a backend that only counts calls. Returns the calls of the last time.
+// Cuts and runs so many times over a backend that only counts calls. Returns the calls of the last time, or
+// -1 with an error.
 int64_t program_repeat(void* program, int64_t tokens, int64_t rank, const int64_t* send, const int64_t* recv,
                        const int64_t* bases, const int64_t* streams, int64_t times) {
   auto* recorded = static_cast<Recorded*>(program);
@@ -130,10 +131,15 @@ int64_t program_repeat(void* program, int64_t tokens, int64_t rank, const int64_
   const auto count = [](void* self, const Call&) { return ++*static_cast<int64_t*>(self), 0; };
   const auto event = [](void* self, int64_t, int64_t, int64_t) { return ++*static_cast<int64_t*>(self), 0; };
   const Backend counting{&calls, count, count, count, event, event};
-  for (int64_t i = 0; i < times; ++i) {
-    calls = 0;
-    recorded->cut.compute(recorded->program, {tokens, rank, send, recv});
-    run(recorded->program, recorded->cut, {bases, streams}, counting);
+  try {
+    for (int64_t i = 0; i < times; ++i) {
+      calls = 0;
+      recorded->cut.compute(recorded->program, {tokens, rank, send, recv});
+      run(recorded->program, recorded->cut, {bases, streams}, counting);
+    }
+  } catch (const std::exception& caught) {
+    error = caught.what();
+    return -1;
   }
   return calls;
 }

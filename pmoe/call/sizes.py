@@ -144,7 +144,7 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     beside_adapter = 0
     if isinstance(modules.experts, StackedExperts) and sizes.columns.adapter:
         beside_adapter = _elements_of(parameter for _, parameter in modules.experts.own_parameters())
-    gate_parameters = sum(parameter.numel() for parameter in modules.gate.parameters())
+    gate_parameters = _elements_of(modules.gate.parameters())
     return replace(sizes, frozen_parameters=beside_adapter, gate_parameters=gate_parameters)
 
 

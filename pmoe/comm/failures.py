@@ -432,7 +432,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     why_compare: why this rank compares its options, as the end of a sentence that begins with "rank 3"; "" if
         it does not, or if all ranks do so anyway.
 
-    Returns whether any rank compares its options for such a reason, so that all must; the same on all ranks.
+    Returns True if all ranks must compare their options in this call, because one of them has a reason. The
+    result is the same on all ranks.
 
     Raises what `meet` raises.
     """
@@ -514,7 +515,8 @@ def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
         the text.
     compares: whether this rank compares its options with the other ranks in this call.
 
-    Returns whether any rank compares its options in this call, so that all must; the same on all ranks.
+    Returns True if any rank compares its options in this call, so that all ranks must. The result is the
+    same on all ranks.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a
     different pass will never come to this call. That peer reads in the store that this rank waits, and

@@ -132,7 +132,8 @@ class Meeting:
     def leave(self) -> bool:
         """Ends this rank's part in the meeting. It must be called only after all ranks have come.
 
-        Returns whether any rank compares its options in this call, so that all must; the same on all ranks.
+        Returns True if any rank compares its options in this call, so that all ranks must. The result is the
+        same on all ranks.
         """
         self._record.last_meeting = self._call
         if self._is_published:

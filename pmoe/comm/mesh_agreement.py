@@ -61,12 +61,12 @@ class Refusal:
     """The reason for which ranks leave a call with an error.
 
     error: the text of the error.
-    turn: a number of calls, with any mesh: those that a rank had made when it wrote this refusal.
+    num_calls: how many calls, with any mesh, the rank had made that wrote this refusal.
     calls: the calls that ranks left for this reason: one, or two if the meshes of two calls differ.
     """
 
     error: str
-    turn: int
+    num_calls: int
     calls: frozenset[MeshCall]
 
 
@@ -74,12 +74,12 @@ class Refusal:
 class OwnCalls:
     """A record of this rank's own calls with one default group.
 
-    turn: how many calls this rank has made, with any mesh. The present call is counted.
+    num_calls: how many calls this rank has made, with any mesh. The present call is counted.
     agreed: the number of the last call in which all ranks agreed, by mesh.
     left: the refused calls whose errors this rank has raised.
     """
 
-    turn: int = 0
+    num_calls: int = 0
     agreed: dict[str, int] = field(default_factory=dict)
     left: set[MeshCall] = field(default_factory=set)
 
@@ -105,7 +105,7 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     if dist.get_backend(world) == "fake":
         return check()  # torch's group for tests in one process, to which no other rank ever comes
     own_calls = _own_calls.setdefault(world, OwnCalls())
-    own_calls.turn += 1
+    own_calls.num_calls += 1
     # The number is 0 if the store was slow to answer this rank; most jobs have one default group only.
     life = record_of_group(world).life or 1
     board = _Board(dist.distributed_c10d._get_default_store(), f"pmoe/mesh/{life}")
@@ -119,7 +119,7 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
         own_calls.left.add(own)
         with contextlib.suppress(RuntimeError):  # the store itself may have failed
             reason = f"rank {dist.get_rank()}: {error}"
-            refusal = board.refuse(own, Refusal(reason, own_calls.turn, frozenset([own])))
+            refusal = board.refuse(own, Refusal(reason, own_calls.num_calls, frozenset([own])))
             own_calls.left.update(refusal.calls)
             # The refusal comes before the announcement, so nobody reads of this call as of one under way.
             board.announce(own, members)
@@ -143,7 +143,7 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     """
     number = own_calls.agreed.get(text, 0) + 1
     while refusal := board.refusal((text, number)):
-        if refusal.turn >= own_calls.turn and not refusal.calls & own_calls.left:
+        if refusal.num_calls >= own_calls.num_calls and not refusal.calls & own_calls.left:
             break
         number += 1
     return text, number
@@ -185,7 +185,7 @@ class _Board:
 
         Returns the refusal that the store then has, which is the first one.
         """
-        published = json.dumps([refusal.error, refusal.turn, sorted(refusal.calls)])
+        published = json.dumps([refusal.error, refusal.num_calls, sorted(refusal.calls)])
         return _refusal_of(self.store.compare_set(self._key("refused", call), "", published))
 
     def refusal(self, call: MeshCall) -> Refusal | None:
@@ -200,8 +200,8 @@ class _Board:
 
 def _refusal_of(published: bytes) -> Refusal:
     """Returns the refusal that a rank has written into the store."""
-    error, turn, calls = json.loads(published)
-    return Refusal(error, turn, frozenset((text, number) for text, number in calls))
+    error, num_calls, calls = json.loads(published)
+    return Refusal(error, num_calls, frozenset((text, number) for text, number in calls))
 
 
 def _wait(
@@ -270,18 +270,18 @@ def _contradiction(
             since = refused_since.setdefault(other, time.monotonic())
             if time.monotonic() - since > PATIENCE_SECONDS:
                 late = f"rank {rank} has not come again within {PATIENCE_SECONDS:g} seconds"
-                return Refusal(f"{refusal.error} ({late})", own_calls.turn, refusal.calls | {own})
+                return Refusal(f"{refusal.error} ({late})", own_calls.num_calls, refusal.calls | {own})
         elif dist.get_rank() in members and own_calls.agreed.get(other[0], 0) < other[1]:
             pair = sorted([(dist.get_rank(), own[0]), (rank, other[0])])
             texts = "; ".join(f"rank {number}: {text}" for number, text in pair)
-            differs = Refusal(
+            mismatch = Refusal(
                 f"mesh must be the same on every rank, and differs: {texts}. Call init_device_mesh with the "
                 "same arguments on all ranks, and pass the same part of the mesh",
-                own_calls.turn,
+                own_calls.num_calls,
                 frozenset([own, other]),
             )
-            board.refuse(other, differs)
-            return differs
+            board.refuse(other, mismatch)
+            return mismatch
     return None
 
 

@@ -30,7 +30,7 @@ def check_same_options(modules: LayerModules) -> None:
 
     - the first call;
     - the next call after an option was set on any rank;
-    - a call in which another layer of the group is called for the first time on any rank;
+    - a call that is the first one of a layer on some ranks only;
     - the next call after a new default process group has replaced a destroyed one.
 
     modules: the modules and options of the layer.

@@ -26,8 +26,8 @@ from pmoe.planner.copies import GOLDEN
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """The integer type as which an element's bits are summed, by the bytes of the element.
 
-Sums are int64 and wrap around. An element of 8 bytes is summed as two integers: its highest bit, the sign,
-would leave the 64 bits of a sum, and two changed signs would cancel each other.
+Sums are int64 and wrap around. An element of 8 bytes is summed as two integers: as one int64, a changed sign
+would add 2**63 modulo 2**64, so two changed signs would add up to 0.
 """
 
 ExpertsState = tuple[object, ...]

@@ -20,7 +20,7 @@ class GateHook:
     def __init__(self, gate: nn.Module) -> None:
         self._gate = gate
 
-    def is_of(self, gate: nn.Module) -> bool:
+    def is_own(self, gate: nn.Module) -> bool:
         """Returns whether a gate that was called is the gate of this hook: False for a copy of the gate."""
         return gate is self._gate
 

@@ -73,10 +73,10 @@ class Logits(torch.autograd.Function):
 
 
 def _gate_products(grad_TE: Tensor, x_TM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of a bfloat16 gate's weight, (E, M), after two factors of the tokens' gradient.
+    """Returns two factors whose product is the tokens' gradient, and the gradient of the gate's weight.
 
-    The gradient of the logits is written as a sum of two bfloat16 tensors, so that the products take bfloat16
-    and are summed in float32. The product of the two factors is the gradient of the tokens, (T, M).
+    The gradients are those of a bfloat16 gate: (T, M) and (E, M). The gradient of the logits is written as a
+    sum of two bfloat16 tensors, so that the products take bfloat16 and are summed in float32.
 
     grad_TE: (T, E) float32, the gradient of the logits of T tokens for E experts.
     x_TM, weight_EM: (T, M) and (E, M), the tokens and the gate's weight.
@@ -121,12 +121,13 @@ class LogitsAndRows(torch.autograd.Function):
         if grad_TE is None:
             return grad_TM, None
         x_TM, weight_EM = ctx.saved_tensors
+        grad_weight: Tensor | None
         if x_TM.dtype == torch.bfloat16:
             first, second, grad_weight = _gate_products(grad_TE, x_TM, weight_EM)
         else:
             first = grad_TE
             second = weight_EM
-            grad_weight = grad_TE.t() @ x_TM
+            grad_weight = grad_TE.t() @ x_TM if ctx.needs_input_grad[1] else None
         return first @ second if grad_TM is None else grad_TM.addmm_(first, second), grad_weight
 
 

@@ -134,7 +134,7 @@ class _Replay(GateHook):
 
         Raises ValueError if there is no recorded call, or if the recorded call has another number of tokens.
         """
-        if not self.is_of(gate):
+        if not self.is_own(gate):
             return routing
         with hidden_from_checkpoints():  # a second pass of checkpointing must not expect them again
             at = self._again(routing) if is_second_pass() else self._first(routing)

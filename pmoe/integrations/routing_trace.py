@@ -142,7 +142,7 @@ class _Recorder(GateHook):
         self._keep = keep
 
     def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> None:
-        if not self.is_of(gate):
+        if not self.is_own(gate):
             return
         self.was_called = True
         if not (is_second_pass() or is_shape_run()):

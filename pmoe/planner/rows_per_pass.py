@@ -157,7 +157,8 @@ def worst_rows(
         received=(received,) * chunks,
         local=(local,) * chunks,
         home=(own + (sizes.has_drops or sizes.merges),) * chunks,
-        regrouped=(sources > 1 or sizes.merges,) * chunks,
+        # A single row for a copy on its own rank is one more source.
+        regrouped=(sources > 1 or sizes.merges or sizes.copies.hosted > 0,) * chunks,
         arrived=(min(received, sizes.ep_size * own),) * chunks if apart else None,
         gathered=(received,) * chunks if apart else None,
         esp_size=sizes.esp_size,

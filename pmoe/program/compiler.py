@@ -302,7 +302,7 @@ class _PassCompiler:
         for unit in self.memory.units(i, place):
             rows = self.memory.rows_for_experts(unit)
             hidden = self.memory.hidden_of(unit)
-            self.add(Kernel.AGAIN, rows, w1, b1, hidden, self.memory.ends(unit), condition=unit.condition)
+            self.add(Kernel.RECOMPUTE, rows, w1, b1, hidden, self.memory.ends(unit), condition=unit.condition)
 
     def gradients(self, unit: RowUnit, grad: Operand, out: Operand) -> None:
         """Appends the gradients of a unit's rows and of their routing weights.

@@ -45,7 +45,7 @@ class Kernel(enum.IntEnum):
     SUM = 7  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
     HIDDEN = 8  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
     OUTPUT = 9  # active, w2, b2, weight -> out; ends: out = (active w2^T + b2) * weight
-    AGAIN = 10  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
+    RECOMPUTE = 10  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
     HIDDEN_GRADIENT = 11  # grad, w2, T_M, weight -> dT_M, active, dots; ends. flag: active is times weight
     BIAS_DOTS = 12  # grad, b2 -> dots; ends: dots[r] += <grad[r], b2 of the row's expert>
     INPUT_GRADIENT = 13  # dT_M, w1 -> out; ends: out = dT_M w1
@@ -251,10 +251,3 @@ class PassProgram:
         header += [self.num_events, len(Base)]
         turns = [word for turn in self.turns for word in astuple(turn)]
         return [*header, *turns, *operands, *records, *waits]
-
-    def slot_number(self, slot: int) -> int:
-        """Returns the index of the number with the bytes at which a ring slot begins.
-
-        slot: number of the slot.
-        """
-        return chunk_number(ChunkNumber(0), self.chunks) + slot

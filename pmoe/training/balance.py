@@ -610,7 +610,7 @@ class _Collector(GateHook):
         self._add = add
 
     def __call__(self, gate: nn.Module, inputs: Any, routing: Routing) -> None:
-        if not self.is_of(gate) or is_second_pass() or is_shape_run():
+        if not self.is_own(gate) or is_second_pass() or is_shape_run():
             return
         # These operations are hidden from activation checkpointing, so its second pass does not repeat them.
         # Gradients flow from them to the checkpointed graph through the logits.

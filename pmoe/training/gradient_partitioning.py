@@ -78,6 +78,10 @@ class GradientBuffers:
             self._flat |= zip(places, memory.split(sizes), strict=True)
             self.memories.append(memory)
 
+    def is_frozen(self, at: int) -> bool:
+        """Returns whether parameter number ``at`` requires no gradient, so that backward makes none."""
+        return not self._parameters[at].requires_grad
+
     def take(self, at: int) -> None:
         """Copies the gradient of parameter number ``at`` into the buffer, and makes ``grad`` a view of it.
 

@@ -149,9 +149,9 @@ class GradientReducer:
         """Sends the gradients that were not sent during backward, and waits for all all-reduces. Collective.
 
         Call it after each backward pass; when gradients are accumulated, after the last one. The first call
-        also chooses the partition (when which bytes are sent), and raises ValueError if the caller's
-        partition belongs to another model. Raises ValueError if a dense parameter requires a gradient that
-        required none when the reducer was made: this reducer would never reduce it.
+        also chooses the partition: which bytes are sent at which moment. Raises ValueError if the caller's
+        partition belongs to another model, or if a dense parameter requires a gradient that required none
+        when the reducer was made: this reducer would never reduce it.
         """
         for name, parameter in self._frozen.items():
             if parameter.requires_grad and not is_expert(parameter):
@@ -442,7 +442,7 @@ class PartitionedStep(BackwardStep):
         self._ready.add(at)
         # Pieces are sent in their own order, the same on all ranks, not in the order in which gradients come.
         for piece in self._timetable.pieces[self._num_pieces :]:
-            if not self._ready.issuperset(piece.parameters):
+            if not all(self._is_ready(at) for at in piece.parameters):
                 break
             self._num_pieces += 1
             self._works.append(self._send(piece))
@@ -485,9 +485,16 @@ class PartitionedStep(BackwardStep):
         work: dist.Work = dist.all_reduce(memory, group=self._ranks.group, async_op=True)
         return work
 
+    def _is_ready(self, at: int) -> bool:
+        """Returns whether the buffer has the gradient of a parameter: zeros if it was frozen since."""
+        if at not in self._ready and self._buffers.is_frozen(at):
+            self._buffers.take(at)
+            self._ready.add(at)
+        return at in self._ready
+
     def _check_ready(self, part: GradientRange | None) -> None:
         for at in () if part is None else part.parameters:
-            if at not in self._ready:
+            if not self._is_ready(at):
                 raise RuntimeError(
                     f"pmoe: the gradient of {self._names[at]} does not exist when it should be sent: a model "
                     "whose backward pass changes from step to step needs GradientReducer(partition=False)"

@@ -273,11 +273,11 @@ def test_a_gradient_is_not_added_to_after_it_was_sent() -> None:
         assert worst < 1e-12
 
 
-def frozen_job(rank: int, world: int) -> tuple[list[bool], str]:
+def frozen_job(rank: int, world: int, partition: Any) -> tuple[list[bool], str]:
     """A parameter that is frozen after the first step, then one that is trained only after it."""
     model = build({"pipeline": 2})
     model.first.weight.requires_grad_(False)
-    hook = pmoe.GradientReducer(model, partition=False)
+    hook = pmoe.GradientReducer(model, partition=partition)
     have_gradients = []
     for requires in (True, False, True):
         model.zero_grad()
@@ -294,10 +294,11 @@ def frozen_job(rank: int, world: int) -> tuple[list[bool], str]:
     return have_gradients, "no error"
 
 
-def test_parameters_may_be_frozen_later_but_not_be_trained_only_later() -> None:
+@pytest.mark.parametrize("partition", [False, None])
+def test_parameters_may_be_frozen_later_but_not_be_trained_only_later(partition: Any) -> None:
     """Zeros in place of no gradient let an optimizer with momentum move a frozen parameter. A parameter that
     was frozen when the reducer was made was never reduced, so ranks drifted apart."""
-    for have_gradients, message in ranks(2).run(frozen_job):
+    for have_gradients, message in ranks(2).run(frozen_job, partition):
         assert have_gradients == [True, False, True]
         assert "first.weight (requires_grad=True) must require a gradient when the GradientR" in message
 

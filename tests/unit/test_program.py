@@ -227,6 +227,9 @@ def test_both_languages_have_the_same_numbers_lanes_and_limits() -> None:
         (lambda words: [VERSION + 1, *words[1:]], "another version of records"),
         (lambda words: [*words, 0], "another number of words"),
         (lambda words: [*words[:-1], 10**6], "an awaited event"),
+        (lambda words: [*words[:4], 2, *words[5:]], "a flag that is not 0 or 1"),
+        (lambda words: [*words[:7], -1, *words[8:]], "a length"),
+        (lambda words: [*words[:6], 2**62, *words[7:]], "a length"),
     ],
 )
 def test_words_that_are_no_program_are_refused(change: Any, message: str) -> None:

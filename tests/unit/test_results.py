@@ -49,6 +49,7 @@ DEPENDS = {
     "reuse": (*RUN, "pmoe/planner"),
     "send_once": RUN,
     "wire_training": RUN,
+    "wire_times": RUN,
     "train_lm": (*RUN, "pmoe/training", "pmoe/planner"),
 }
 """Folders on which the numbers of a file depend, by the first word of its name."""

@@ -30,6 +30,7 @@ DEPENDS = {
     "cluster": (*RUN, "pmoe/planner", "pmoe/measure"),
     "comet": KERNELS,
     "search": ("pmoe/choose", "pmoe/planner"),
+    "decode": ("pmoe/experts", "pmoe/integrations/transformers"),
     "ep_implementation": (*RUN, "pmoe/integrations/transformers"),
     "esp": RUN,
     "fairseq": (*RUN, "pmoe/integrations/fairseq"),

@@ -15,8 +15,6 @@ rounds the median and the smallest. No GPU is used.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.recorded_program import RecordedProgram, compile_library, load_library
-from bench.timing import counted
+from bench.timing import counted, write_json
 from pmoe.program.compiler import compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import Base, PassProgram
@@ -38,7 +36,11 @@ from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Stages
 from pmoe.text import table
 
-EXPERTS, TOP_K, TOKENS, D_MODEL, D_HIDDEN = 8, 2, 4096, 1024, 4096
+EXPERTS = 8
+TOP_K = 2
+TOKENS = 4096
+D_MODEL = 1024
+D_HIDDEN = 4096
 CASES = [(ranks, n) for ranks in (1, 2, 8) for n in (1, 4, 8)]
 DIRECTIONS = ("forward", "backward")
 GOAL_MICROSECONDS = 20
@@ -69,7 +71,7 @@ def compiled(ranks: int, n: int, direction: str) -> PassProgram:
 def timed(library: Any, ranks: int, n: int, direction: str, rounds: int, calls: int) -> dict[str, Any]:
     """Measures one pass. Returns its records, its calls, and the microseconds of a run."""
     program = compiled(ranks, n, direction)
-    recorded = RecordedProgram(library, program)
+    recorded = RecordedProgram(library, program.words())
     rows = TOKENS * TOP_K // n // EXPERTS
     counts = [rows] * (n * EXPERTS)
     ends = array("i", [0] * (2 * n * EXPERTS))
@@ -118,10 +120,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     print(table([headings, *rows], left=(2,)))
     print(f"Goal: at most {GOAL_MICROSECONDS} us for 2 ranks, n = 4.")
     if given.json is not None:
-        command = "python bench/bench_program.py"
-        given.json.write_text(
-            json.dumps({"command": command, "machine": platform.platform(), "passes": found}, indent=1) + "\n"
-        )
+        write_json(given.json, passes=found)
     return found
 
 

@@ -43,7 +43,7 @@ FORMS: dict[str, dict[str, dict[str, str]]] = {
         "both, and wire_combine in bfloat16": {**BOTH, "wire_combine": "bfloat16"},
     },
 }
-"""By dtype of the layer and by name: the arguments with which rows are sent."""
+"""The arguments of a layer, which say how its rows are sent, by the dtype of the layer and by a name."""
 
 
 @dataclass(frozen=True)

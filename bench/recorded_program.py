@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pmoe.program.records import LANES, Base, Kernel, PassProgram
+from pmoe.program.records import LANES, Base, Kernel
 from pmoe.schedule.tasks import Lane
 
 CUDA = Path(__file__).resolve().parent.parent / "cuda"
@@ -37,7 +37,8 @@ def load_library(library: Path) -> ctypes.CDLL:
     """Returns the loaded library, with the types of its functions."""
     loaded = ctypes.CDLL(str(library))
     numbers = ctypes.POINTER(ctypes.c_int64)
-    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    number = ctypes.c_int64
+    pointer = ctypes.c_void_p
     for name, result, arguments in (
         ("program_error", ctypes.c_char_p, []),
         ("program_make", pointer, [pointer, number]),
@@ -102,20 +103,15 @@ class RecordedProgram:
     """A pass program in the interpreter, over the backend that writes its calls down.
 
     library: the loaded library (`load_library`).
-    program: the program; None if ``words`` are passed.
-    words: the words of a program.
+    words: the words of a program (`PassProgram.words`).
 
     Raises ValueError with the interpreter's message for words that are no program.
     """
 
-    def __init__(
-        self, library: ctypes.CDLL, program: PassProgram | None, words: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, words: Sequence[int]) -> None:
         self._library = library
-        chosen = program.words() if program is not None else words
-        assert chosen is not None
-        held = array("q", chosen)
-        self._program = library.program_make(held.buffer_info()[0], len(held))
+        memory = array("q", words)
+        self._program = library.program_make(memory.buffer_info()[0], len(memory))
         self._check(bool(self._program))
 
     def __del__(self) -> None:

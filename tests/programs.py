@@ -418,7 +418,7 @@ class ProgramCall:
         """Runs one pass: compiles its schedule, lets the interpreter issue its calls, and computes these."""
         schedule = plan_schedule(self.call.plan, direction)
         self.program = compile_pass(schedule, self.shape, self.call.plan.restore)
-        recorded = RecordedProgram(library(), self.program)
+        recorded = RecordedProgram(library(), self.program.words())
         counts = [each.flatten().tolist() for each in (self.send, self.recv)]
         arena_bytes = recorded.cut(self.call.inputs.x_TM.shape[0], self.rank, *counts)
         self.put(ARENA=unset(arena_bytes // 8))

@@ -99,5 +99,5 @@ def start(num_ranks: int) -> None:
 
 
 def _meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
-    """Stands in for `pmoe.comm.failures.meet`: the other ranks are alike, so they are there already."""
+    """Stands in for `pmoe.comm.failures.meet`. The other ranks do what this rank does, so nobody waits."""
     return compares

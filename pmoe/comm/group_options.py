@@ -19,6 +19,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return timeout
 
 
+def has_peers(group: dist.ProcessGroup) -> bool:
+    """Returns whether other ranks of a group exist: not in torch's "fake" group for tests in one process."""
+    return dist.get_backend(group) != "fake"
+
+
 def share_timeout(group: dist.ProcessGroup, others: Iterable[dist.ProcessGroup]) -> None:
     """Gives ``others`` the timeout of ``group``. Does nothing if that timeout cannot be read."""
     timeout = timeout_of(group)

@@ -163,7 +163,7 @@ class Pass:
     def __post_init__(self) -> None:
         shape = shape_of(self.call, self.columns, bias=self.bias)
         self.program = compile_pass(self.schedule, shape, self.restore)
-        self.recorded = RecordedProgram(library(), self.program)
+        self.recorded = RecordedProgram(library(), self.program.words())
         self.arena_bytes = self.recorded.cut(self.call.tokens, self.call.rank, *self.call.flat)
         self.numbers = self.recorded.numbers()
         self.calls = self.recorded.run(ADDRESSES)
@@ -234,7 +234,7 @@ def test_both_languages_have_the_same_numbers_lanes_and_limits() -> None:
 )
 def test_words_that_are_no_program_are_refused(change: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"not a program: {message}"):
-        RecordedProgram(library(), None, change(s4().program.words()))
+        RecordedProgram(library(), change(s4().program.words()))
 
 
 # ---- the numbers of a call ------------------------------------------------------------------------

@@ -276,7 +276,7 @@ class Computing:
         assert b2_EM is not None
         (grad_NM,) = self.rows(grad)
         groups = self.groups(ends)
-        for expert, grad_nM, dot_n in groups.each(grad_NM, self.numbers(dots)):
+        for expert, grad_nM, dot_n in groups.rows_by_expert(grad_NM, self.numbers(dots)):
             dot_n.addmv_(grad_nM, b2_EM[expert])
 
     def _input_gradient(self, _: Issue, grad: Memory, w1: Memory, target: Memory, ends: Memory) -> None:

@@ -343,7 +343,7 @@ class LaunchedExperts:
             dot_N.copy_(dots.sum(0) if self._num_dots > 1 else dots[0])
         if self._b2 is not None and not self._stacked.shard.index:
             b2_M = self._b2.unbind()
-            for expert, grad_nM, dot_n in groups.each(grad_NM, dot_N):
+            for expert, grad_nM, dot_n in groups.rows_by_expert(grad_NM, dot_N):
                 dot_n.add_((grad_nM @ b2_M[expert]).to(dot_n.dtype))
         self._input_gradient.launch(
             num_rows, groups, a=grad_hidden_NG.data_ptr(), a_rows=num_rows, d=out.data_ptr()

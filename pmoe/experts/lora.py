@@ -335,7 +335,7 @@ def _add_product(out_NO: Tensor, rows_NR: Tensor, matrix: Tensor, groups: RowGro
     elif out_NO.is_cuda:
         out_NO.add_(expert_input_gradient(rows_NR, matrix, groups))
     else:
-        for expert, rows, out in groups.each(rows_NR, out_NO):
+        for expert, rows, out in groups.rows_by_expert(rows_NR, out_NO):
             out.addmm_(rows, matrix[expert])
 
 

@@ -67,7 +67,7 @@ class RowGroups:
         """The indices of the local experts that have rows."""
         return [expert for expert, count in enumerate(self.counts) if count]
 
-    def each(self, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
+    def rows_by_expert(self, *tensors: Tensor) -> Iterable[tuple[Any, ...]]:
         """Yields a tuple for each expert that has rows: the expert, then its rows of every tensor, as views.
 
         A tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
@@ -150,7 +150,7 @@ def expert_product(
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1]) if out is None else out
         weight_IO = weight_EOI.transpose(1, 2).unbind()
         bias_O = () if bias_EO is None else bias_EO.unbind()
-        for expert, rows, out_rows in groups.each(rows_NI, out):
+        for expert, rows, out_rows in groups.rows_by_expert(rows_NI, out):
             if bias_O:
                 torch.addmm(bias_O[expert], rows, weight_IO[expert], out=out_rows)
             else:
@@ -191,7 +191,7 @@ def expert_input_gradient(
         return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, method=method)
     out = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2]) if out is None else out
     weight_OI = weight_EOI.unbind()
-    for expert, grad, out_rows in groups.each(grad_NO, out):
+    for expert, grad, out_rows in groups.rows_by_expert(grad_NO, out):
         torch.mm(grad, weight_OI[expert], out=out_rows)
     return out
 
@@ -254,7 +254,7 @@ class GradientSum:
         else:
             if self.is_empty:
                 self._zero_without_rows(groups)
-            for expert, grad_nO, rows_nI in groups.each(grad_NO, rows_NI):
+            for expert, grad_nO, rows_nI in groups.rows_by_expert(grad_NO, rows_NI):
                 total = self.by_expert[expert]
                 grad_On = grad_nO.t()
                 if self.is_empty and total.dtype == rows_nI.dtype:
@@ -288,7 +288,7 @@ class GradientSum:
             return
         if self.is_empty:
             self._zero_without_rows(groups)
-        for expert, grad_nO in groups.each(grad_NO):
+        for expert, grad_nO in groups.rows_by_expert(grad_NO):
             total = self.by_expert[expert]
             if self.is_empty:
                 torch.sum(grad_nO, 0, dtype=total.dtype, out=total)

@@ -455,7 +455,7 @@ class StackedExperts(Experts):
                     active_bH.copy_(block_bH)
         if b2 is not None and not self.shard.index:
             b2_M = b2.unbind()
-            for expert, grad, grad_weight in groups.each(grad_NM, grad_weight_N):
+            for expert, grad, grad_weight in groups.rows_by_expert(grad_NM, grad_weight_N):
                 if grad_weight.dtype == grad.dtype:
                     grad_weight.addmv_(grad, b2_M[expert])
                 else:

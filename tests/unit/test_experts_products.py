@@ -137,11 +137,11 @@ def test_groups_give_the_rows_of_each_expert_that_has_some() -> None:
     rows = torch.arange(10).view(5, 2)
     several = [
         (expert, a.tolist(), b.tolist())
-        for expert, a, b in RowGroups(counts=(2, 0, 3)).each(rows, rows[:, 0])
+        for expert, a, b in RowGroups(counts=(2, 0, 3)).rows_by_expert(rows, rows[:, 0])
     ]
     assert several == [(0, [[0, 1], [2, 3]], [0, 2]), (2, [[4, 5], [6, 7], [8, 9]], [4, 6, 8])]
-    assert [(expert, a is rows) for expert, a in RowGroups(counts=(0, 5)).each(rows)] == [(1, True)]
-    assert list(RowGroups(counts=(0, 0)).each(rows[:0])) == []
+    assert [(expert, a is rows) for expert, a in RowGroups(counts=(0, 5)).rows_by_expert(rows)] == [(1, True)]
+    assert list(RowGroups(counts=(0, 0)).rows_by_expert(rows[:0])) == []
 
 
 CUDA = torch.device("cuda", 0)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from pmoe.layer.run_experts import run_experts
     from pmoe.training.balance import BalanceLoss, StepTotals
     from pmoe.training.batch_invariant import make_batch_invariant
+    from pmoe.training.bounded_steps import BoundedSteps
     from pmoe.training.checkpoint import load_checkpoint, save_checkpoint
     from pmoe.training.clipping import GradScaler, clip_grad_norm_
     from pmoe.training.expert_parallel import expert_parameters, parallelize, parameter_groups
@@ -63,6 +64,7 @@ warn_of_untested_release("torch", torch.__version__)
 
 _LATER = {
     "BalanceLoss": "pmoe.training.balance",
+    "BoundedSteps": "pmoe.training.bounded_steps",
     "Callback": "pmoe.engine.plan.callbacks",
     "ExpertMuon": "pmoe.training.muon",
     "ExpertUsage": "pmoe.integrations.expert_usage",
@@ -111,6 +113,7 @@ Not every model needs these modules, and some are slow to import.
 # The list is written out, not derived from _LATER, because type checkers read it without running the file.
 __all__ = [
     "BalanceLoss",
+    "BoundedSteps",
     "Callback",
     "Combine",
     "Dispatch",

@@ -15,5 +15,6 @@ frozen_experts          freezes some experts of a layer
 lora                    low-rank adapters of experts; lora_files saves and loads them in PEFT's files
 checkpoint              checkpoints; checkpoint_files and checkpoint_state have their files and tensors
 export                  weights in the names and layout of other systems
+bounded_steps           a bound on the rows of each step, and exact repetition of steps that exceed it
 batch_invariant         results for a token with the same bits in every batch
 """

@@ -402,6 +402,15 @@ CALLS: Mapping[str, tuple[Any, Callable[..., Any]]] = {
     "StatsWriter.step's scalars": (None, use_step),
     "StatsWriter.note's scalars": (None, use_note),
     "GradientReducer": (pmoe.GradientReducer, with_right(pmoe.GradientReducer, model=model)),
+    "BoundedSteps": (
+        pmoe.BoundedSteps,
+        with_right(
+            pmoe.BoundedSteps,
+            model=lambda: pmoe.MoELayer(M, H, E, K, capacity_factor=1.0, pad_to_capacity=True),
+            optimizer=lambda: torch.optim.SGD(nn.Linear(1, 1).parameters()),
+            run=lambda: print,
+        ),
+    ),
     "GradScaler": (pmoe.GradScaler, with_right(pmoe.GradScaler, device=lambda: "cpu")),
     "parameter_groups": (pmoe.parameter_groups, with_right(pmoe.parameter_groups, parameters=model)),
     "add_lora": (pmoe.add_lora, with_right(pmoe.add_lora, model=layer, rank=lambda: 1)),

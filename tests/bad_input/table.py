@@ -92,6 +92,9 @@ TAKEN: dict[str, dict[str, str]] = {
     "ExpertUsage": {"model": "module", "training": FLAG},
     "ExpertUsage.watch": {"model": "module"},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
+    "BoundedSteps": {
+        "model": NOTHING, "optimizer": NOTHING, "run": NOTHING, "run_exactly": "None", "group": NONE,
+    },
     "GradScaler": {"device": NOTHING, "group": NONE},
     "parameter_groups": {
         "parameters": TENSORS, "lr": f"None scalar {SHARE}", "weight_decay": f"None {SHARE}",

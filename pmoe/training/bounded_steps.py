@@ -29,7 +29,6 @@ from pmoe.arguments import check_kind, check_module, shown
 from pmoe.call.decision import HostRowCounts
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
-from pmoe.integrations.model_layers import layers_of
 from pmoe.layer import MoELayer
 
 Batch = TypeVar("Batch")
@@ -93,7 +92,11 @@ class BoundedSteps(Generic[Batch, Result]):
         self._run = run
         self._run_exactly = run if run_exactly is None else run_exactly
         self._ranks = Ranks(group)
-        self._layers = {name: layer for name, layer in layers_of(model).items() if layer.pad_to_capacity}
+        self._layers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, MoELayer) and module.pad_to_capacity
+        }
         if not self._layers:
             raise ValueError(
                 "model must have a MoELayer with pad_to_capacity (True) and a capacity_factor, which bounds "

@@ -93,7 +93,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "ExpertUsage.watch": {"model": "module"},
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "BoundedSteps": {
-        "model": NOTHING, "optimizer": NOTHING, "run": NOTHING, "run_exactly": "None", "group": NONE,
+        "model": NOTHING, "optimizer": NOTHING, "run": "class function module",
+        "run_exactly": "None class function module", "group": NONE,
     },
     "GradScaler": {"device": NOTHING, "group": NONE},
     "parameter_groups": {

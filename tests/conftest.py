@@ -41,8 +41,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
-def mark_slow_all_but_samples(items: list[pytest.Item]) -> None:
-    """``@pytest.mark.sampled(n)``: of a test's cases n are quick, evenly spread, and the others slow."""
+OF_TEST_ALL = 4
+"""Of the cases that `make test` leaves out of a sampled test, `make test-all` runs one in so many."""
+
+
+def divide_sampled_tests(items: list[pytest.Item]) -> None:
+    """Marks the cases of each test with ``@pytest.mark.sampled(n)``, so that each level runs some of them.
+
+    n cases are quick, evenly spread. One in `OF_TEST_ALL` of the others is slow, the first one among them. The
+    rest is for the nightly tests.
+    """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -50,9 +58,9 @@ def mark_slow_all_but_samples(items: list[pytest.Item]) -> None:
     for of_test in cases.values():
         (count,) = of_test[0].get_closest_marker("sampled").args
         quick = {(2 * i + 1) * len(of_test) // (2 * count) for i in range(count)}
-        for i, item in enumerate(of_test):
-            if i not in quick:
-                item.add_marker("slow")
+        others = [item for i, item in enumerate(of_test) if i not in quick]
+        for i, item in enumerate(others):
+            item.add_marker("nightly" if i % OF_TEST_ALL else "slow")
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +83,7 @@ def extension_built() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_slow_all_but_samples(items)
+    divide_sampled_tests(items)
     for item in items:
         if not SLOW_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

@@ -191,7 +191,7 @@ def unpack_to_new(
 ) -> Tensor:
     """Unpacks messages to rows in new memory, all at once. Returns the rows, (N, M).
 
-    It takes one operator less than `unpack_rows`, for which the caller allocates memory.
+    The function runs one operator fewer than `unpack_rows`, to which the caller passes the memory.
 
     wire: the number format of the messages.
     message_NC: (N or more, C) uint8, the messages, C bytes each.

@@ -67,11 +67,11 @@ class Costs:
         self.seconds: dict[str, float] = self._stored()
 
     def _stored(self) -> dict[str, float]:
-        """Returns the seconds in the file; {}, with a warning, if the file cannot be used."""
+        """Returns the measured seconds in the costs' file; {}, with a warning, if it cannot be used."""
         remedy = "they are measured again, and the file is replaced"
 
         def read() -> dict[str, float]:
-            """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
+            """Reads the seconds from the file. Raises OSError or ValueError if the file cannot be used."""
             return load_json(
                 self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
             )
@@ -79,7 +79,7 @@ class Costs:
         return read_or_default({}, "stored costs of operators are not used", read)
 
     def save(self) -> None:
-        """Writes the seconds to the file. If that fails, it warns; the next run then measures again.
+        """Writes the measured seconds to the file. If that fails, warns; the next run then measures again.
 
         Seconds that another run has stored in the meantime stay in the file.
         """

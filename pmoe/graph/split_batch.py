@@ -541,9 +541,7 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the MoELayer's operator that made an irregular tensor, and which of its results this is.
-
-    The second value is the index of the result.
+    """Returns the MoELayer's operator that made an irregular tensor, and the index of the operator's result.
 
     A tensor is irregular if its size in each part depends on the routing. It holds rows, row counts or slots.
     Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise

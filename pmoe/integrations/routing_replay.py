@@ -48,7 +48,7 @@ def replay_routing(
     *,
     mask: Sequence[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Returns a with-block in which the tokens of every MoE layer go to recorded experts.
+    """Returns a context in which the tokens of every MoE layer go to recorded experts.
 
         with pmoe.record_routing(model) as trace:
             old_logits = model(tokens)
@@ -309,8 +309,8 @@ def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
     expert_TK: the recorded experts, as the user passed them.
     layer: the layer that was called.
 
-    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1: such
-    a token is not replayed.
+    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1. With
+    -1 the token is not replayed.
     """
     check_integers(what, expert_TK, 2)
     wide_TK = expert_TK.long()

@@ -119,7 +119,7 @@ class ScaledStep:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of all forward and backward passes of the step. The last one also all-reduces gradients."""
+        """Seconds of all passes of the step. The last backward pass also all-reduces the gradients."""
         rates = self.rates
         sharing = self.sizes.num_ranks
         if self.free == "launches":

@@ -103,7 +103,7 @@ class SpreadCheckpoints(Trainer):
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Checks that training can be resumed from a folder. `_load_optimizer_and_scheduler` loads all of it.
+        """Checks that training can be resumed from a folder. `_load_optimizer_and_scheduler` loads the files.
 
         Raises ValueError if a part of the folder is missing. The message names the newest complete checkpoint
         beside it.

@@ -640,7 +640,7 @@ def indices_of_rows(
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     """Returns the node (machine) of each rank, as an index. Collective in the first call of a layer.
 
-    If each expert is split over several ranks, the result has only one entry for these ranks together
+    If each expert is split over several ranks, the result has only one index for these ranks together
     (`Grid.ep`): the node of the first of them.
 
     modules: the modules of the layer, and the layer's argument ``nodes``.

@@ -165,8 +165,8 @@ class ExactCounts:
         """Waits for the row counts, then chooses n for both passes and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and the hidden activation. All ranks choose the same. A small call on the CPU
-        without gradients needs no n and no restore pair (`are_few`), so its result has only the counts.
+        the experts received, and the hidden activation. All ranks choose the same n and restore pair. A small
+        call on the CPU without gradients needs neither (`are_few`), so its result has only the counts.
 
         modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
             experts that the wrapper really calls.

@@ -232,8 +232,8 @@ def link_of(
 
     ranks: the ranks of the all-to-alls.
     device, dtype: device and dtype of the measured message.
-    most_bytes: how many bytes a measurement may allocate. The ranks take the largest of their numbers. An
-        earlier result is measured again if its limit was lower than this number / `WIDER`.
+    most_bytes: how many bytes a measurement may allocate. All ranks use the largest number of any rank. If
+        beta was measured before with a limit below this number / `WIDER`, it is measured again.
 
     Collective.
     """
@@ -289,7 +289,7 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
     """Returns the operator calls of a graph as a list of instructions with costs, in the graph's order.
 
     module: the graph.
-    costs: the measured cost of each call and input, by its `label`. Calls without an entry cost nothing.
+    costs: the measured cost of each call and input, by its `label`. Calls that are not in it cost nothing.
     """
     nothing = Cost(0.0, 0)
 

@@ -171,7 +171,7 @@ class HandOver(torch.autograd.Function):
 
 @dataclass
 class GraphInputs:
-    """The inputs of a compiled forward graph, whose gradients its backward graph hands over to autograd.
+    """The inputs of a compiled forward graph. The backward graph hands their gradients over to autograd.
 
     names: a name for each result of the backward graph, equal on all ranks that trace the same code.
     owners: for each result of the backward graph, the number of the input of which it is the gradient.
@@ -254,8 +254,8 @@ class GraphInputs:
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
         """Stores the ranks over which this call's gradients are reduced, and the bytes of the gradients.
 
-        `DistributedDataParallel` or `pmoe.GradientReducer` reduces these gradients. Those of experts are not
-        among them.
+        `DistributedDataParallel` or `pmoe.GradientReducer` reduces these gradients. Neither of them reduces
+        gradients of experts.
 
         inputs: the inputs of the call.
         """

@@ -328,8 +328,8 @@ def forward_in_graph(
 
     Returns the layer's output, in the shape of x.
 
-    The graph breaks at the layer if x is of a tensor subclass, which the layer first converts, and in
-    torch.export, because another process has no layer with this number.
+    The graph breaks at the layer in two cases: if x is of a tensor subclass, which the layer first converts;
+    and in torch.export, because the graph names the layer by a number that another process does not know.
     """
     if type(x) is not Tensor or torch.compiler.is_exporting():
         return outside(layer, x, token_ids, mask)

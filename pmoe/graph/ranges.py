@@ -209,7 +209,7 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
     A range is a run of consecutive instructions that is cut into parts of the batch.
 
     graph: the instructions, and which of them may be computed part by part.
-    costs: costs of the instructions for each number of parts. It must have an entry for 1, uncut.
+    costs: costs of the instructions, by number of parts. 1 part (uncut) must be among them.
     """
     instructions = graph.instructions
     users = users_of(instructions)

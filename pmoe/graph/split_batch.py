@@ -62,8 +62,8 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     Each part has whole sequences.
 
     size: length of the dimension, a multiple of ``sequences``.
-    sequences: number of sequences in the batch. A dimension of tokens or rows has several entries for each
-        sequence.
+    sequences: number of sequences in the batch. A dimension of tokens or rows is longer than this number: it
+        has several tokens or rows for each sequence.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 
@@ -78,8 +78,8 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 
     tensor: (...) of any shape.
     dim: the dimension along which the tensor is cut.
-    sequences: number of sequences in the batch. The dimension may be longer, if it has several entries (such
-        as tokens) for each sequence. Each part has all entries of its sequences.
+    sequences: number of sequences in the batch. The dimension may be longer, if it has several tokens (or
+        rows) for each sequence. A part has all tokens of its sequences.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
     """
@@ -541,9 +541,10 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the MoELayer's operator that made an irregular tensor, and the index of the operator's result.
+    """Returns the MoELayer's operator that made a tensor, and the tensor's index among its results.
 
-    A tensor is irregular if its size in each part depends on the routing. It holds rows, row counts or slots.
+    The tensor must be irregular: its size in each part depends on the routing. It holds rows, row counts or
+    slots.
     Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise
     ones, may have changed the tensor since.
 

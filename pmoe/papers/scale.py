@@ -79,7 +79,7 @@ class ScaledStep:
     """A training step to simulate.
 
     model: sizes of the model.
-    rates: the cluster, with the rates of the simulated rank. All others wait for this rank.
+    rates: the cluster, with the rates of the simulated rank. All other ranks wait for this rank.
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
     passes: number of forward and backward passes in a step, whose gradients are summed.

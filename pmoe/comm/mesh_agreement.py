@@ -95,10 +95,10 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     members: the global ranks of the mesh.
     check: checks this rank's mesh by itself, before other ranks can read of this rank's call.
 
-    Raises ValueError, on all ranks that wait for each other, if a rank of the mesh passes a different mesh
-    that contains this rank, or if that rank's call was refused. Raises the errors of ``check``. If a rank
-    does not come within the timeout of the default group, the first rank that notices raises RuntimeError,
-    and ranks that read of it raise ValueError.
+    Raises ValueError, on all ranks that wait for each other, in two cases: a rank of the mesh passes a
+    different mesh that contains this rank, or the call of a rank of the mesh was refused. Raises the errors
+    of ``check``. If a rank does not come within the timeout of the default group, the first rank that notices
+    raises RuntimeError, and ranks that read of this error raise ValueError.
     """
     world = dist.group.WORLD
     assert world is not None

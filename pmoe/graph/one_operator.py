@@ -113,8 +113,8 @@ def run_and_keep(
     autocast: the dtype of autocast; None if autocast is off.
 
     The kept autograd graph reads the copies, not the inputs, because the compiler may overwrite an input
-    before backward runs, and compute the input again if it needs it. There are no copies if no gradient is
-    wanted. The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was kept.
+    before backward runs, and compute it again for its own use. There are no copies if no gradient is wanted.
+    The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was kept.
     """
     module = LAYERS[number]
     wants_grad = any(needs_grad) or bool(parameters)

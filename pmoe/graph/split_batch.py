@@ -210,9 +210,13 @@ class Route:
 def routes(graph: fx.Graph) -> list[Route]:
     """Finds the MoELayers of a backward graph, in order. Returns [] for a forward graph.
 
-    The backward pass of a layer can be cut into parts only under two conditions: its sorted slots (a slot is
-    one choice of one token) are an input of the backward graph, saved by forward, and gradients of rows are
-    sent between ranks. If any layer does not meet both conditions, the result is [], and no layer is cut.
+    The backward pass of a layer can be cut into parts only under two conditions:
+
+    - The layer's sorted slots are an input of the backward graph, saved by forward. A slot is one choice of
+      one token.
+    - Gradients of rows are sent between ranks.
+
+    If any layer does not meet both conditions, the result is [], and no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)

@@ -83,9 +83,9 @@ def replay_routing(
     - ranks have traces with different numbers of calls;
     - a gate cannot give weights to experts that it did not choose.
 
-    A call raises ValueError if its number of tokens differs from that of the recorded call, if it was not
-    recorded, or if an `ExternalGate` has no ``weights_of`` in this call. The end of the block raises
-    ValueError if fewer calls were made than were recorded.
+    A call raises ValueError if no recorded call is left for it, if the recorded call has another number of
+    tokens, or if an `ExternalGate` has no ``weights_of`` in this call. The end of the block raises ValueError
+    if fewer calls were made than were recorded.
     """
     check_module(model=model)
     replays: list[_Replay] = []

@@ -90,8 +90,8 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
 def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
     """Returns a testbed with another number of nodes.
 
-    The seconds per byte (beta) of collectives between nodes are changed in proportion to the fraction of the
-    bytes that leaves a node, (nodes - 1) / nodes.
+    The fraction (nodes - 1) / nodes of the bytes leaves a node. The seconds per byte (beta) of collectives
+    between nodes are changed in proportion to this fraction.
     """
     scale = (nodes - 1) / nodes * testbed.nodes / (testbed.nodes - 1)
     slower = {

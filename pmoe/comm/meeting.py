@@ -21,7 +21,7 @@ without a comparison. Their messages may have another size, which would abort pr
   this rank only: a copy of a layer, for example, that one rank evaluates alone.
 
 If all ranks compare, all come to the meeting. Ranks that have not run a backward pass also come, perhaps
-without a comparison in mind. So the ranks of a meeting tell each other whether any of them compares its
+without comparing options. So the ranks of a meeting tell each other whether any of them compares its
 options. If one does, all of them compare theirs.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has

@@ -96,7 +96,7 @@ def _blocks(columns: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Yields the blocks of rows that are packed or unpacked at a time (`block_rows`).
 
     columns: columns of a row.
-    tensors: tensors with a line for each row. A block has a tuple with the same lines of every tensor.
+    tensors: tensors with a line for each row. A block is a tuple with the same lines of every tensor.
     """
     size = block_rows(columns, tensors[0].device.type)
     if size is None or tensors[0].shape[0] <= size:

@@ -62,8 +62,8 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     Each part has whole sequences.
 
     size: length of the dimension, a multiple of ``sequences``.
-    sequences: number of sequences in the batch. A dimension of tokens or rows is longer than this number: it
-        has several tokens or rows for each sequence.
+    sequences: number of sequences in the batch. A dimension of tokens or rows may be longer than this
+        number: it has several tokens or rows for each sequence.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 
@@ -548,9 +548,8 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
     """Returns the MoELayer's operator that made a tensor, and the tensor's index among its results.
 
     The tensor must be irregular: its size in each part depends on the routing. It holds rows, row counts or
-    slots.
-    Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise
-    ones, may have changed the tensor since.
+    slots. Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as
+    pointwise ones, may have changed the tensor since.
 
     node: the tensor.
     axes: for each node, the dimension along which it is cut.

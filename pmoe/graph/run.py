@@ -464,7 +464,9 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
-    """Raises ValueError on every rank if ranks run different operators. The error names the first that differs.
+    """Raises ValueError on every rank if ranks run different operators.
+
+    The error names the first operator that differs.
 
     module: this rank's graph.
     is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than graphs of

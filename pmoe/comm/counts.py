@@ -119,12 +119,13 @@ class RankCounts:
                          holds several of its experts (`pmoe.engine.variants.send_once`); else None
         received_once    (F, W) rows that arrive from each rank, if tokens are sent only once; else None
         received_once_device  received_once, on the rows' device
-        hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. Each rank
-                         then has more than its E_local experts in the counts: the copies come last
+        hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. If any
+                         rank hosts copies, every rank has more columns in the counts than its E_local
+                         experts: the last columns are for copies
         copied_experts   number of this rank's experts that have copies on other ranks
-        messages         if kernels wrote the messages of row counts: the messages of all ranks, on the rows'
-                         device. recv_device then has the bins of the exchange, also after `joined`. None if
-                         no kernels wrote them
+        messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
+                         else None. With messages, `joined` leaves recv_device unchanged: its F is still the
+                         number of bins
         relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
                          other ranks, X for each bin (`Exchange.relay_counts`); None if it passes on none
 

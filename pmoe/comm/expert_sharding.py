@@ -53,7 +53,7 @@ class ShardCollectives:
         rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory for as many rows as the method `copies` returns for N rows.
+        copies: scratch memory, (rows, M) or (rows,). The method `copies` returns how many rows it must have.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size

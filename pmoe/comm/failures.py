@@ -426,7 +426,7 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     """Waits until all ranks have come to the same call of a layer, if they may be in different calls.
 
     This rank waits in two cases (`pmoe.comm.meeting`): it has not run the backward pass of the layer's last
-    call, or it compares its options with the other ranks, which may not compare theirs.
+    call, or it compares its options in this call, and perhaps the other ranks do not compare theirs.
 
     ranks: the ranks of the layer.
     why_compare: why this rank compares its options, as the end of a sentence that begins with "rank 3"; "" if

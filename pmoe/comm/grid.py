@@ -77,13 +77,13 @@ class Grid:
         """Repeats counts of rows so that all ranks that share an expert have the expert's counts.
 
         Rows are dispatched among P ranks. Each expert is split over L ranks, and all L ranks must know how
-        many rows the expert gets. This method only copies entries of a tensor: nothing is sent.
+        many rows the expert gets. This method only copies numbers of a tensor: nothing is sent.
 
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
         Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts get
-        equal entries: copies of the entry for their experts.
+        equal counts: copies of the counts for their experts.
         """
         if not self.is_sharded:
             return counts_FPX

@@ -20,7 +20,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
-    """Returns whether other ranks of a group exist: not in torch's "fake" group for tests in one process."""
+    """Returns whether a group has other ranks. False for torch's "fake" group, for tests in one process."""
     return dist.get_backend(group) != "fake"
 
 

@@ -73,7 +73,8 @@ class GroupRecord:
     def has_repeated(self) -> bool:
         """Whether a layer of the group was called more than once; the same on all ranks.
 
-        While all layers are called for the first time, ranks compare the options of each.
+        As long as this is False, every call is the first one of its layer, so all ranks compare the layer's
+        options in it.
         """
         return self.exchanges > self.num_layers
 

@@ -20,8 +20,9 @@ without a comparison. Their messages may have another size, which would abort pr
 - The layer is called for the first time, after layers of the group were called repeatedly. It may be new on
   this rank only: a copy of a layer, for example, that one rank evaluates alone.
 
-If all ranks compare, all come. The other ranks may also come because they have not run a backward pass. So
-the ranks of a meeting tell each other whether any of them compares its options, and then all of them do.
+If all ranks compare, all come to the meeting. Ranks that have not run a backward pass also come, perhaps
+without comparing options. So the ranks of a meeting tell each other whether any of them compares its
+options. If one does, all of them compare theirs.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
 the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no

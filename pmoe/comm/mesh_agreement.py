@@ -12,7 +12,7 @@ counts the calls with one mesh. A refused call is counted, too: ranks that come 
 raise its error (`_next_call`).
 
 A rank waits until all ranks of its mesh have come. Meanwhile it reads the last call of each of these ranks.
-If this is a call with a different mesh or number, there are three cases:
+If the last call of a rank has a different mesh or number, there are three cases:
 
     its mesh contains this rank   the meshes differ: an error for the ranks of both calls
     the call was refused          an error, unless that rank makes another call within `PATIENCE_SECONDS`
@@ -61,7 +61,7 @@ class Refusal:
     """The reason for which ranks leave a call with an error.
 
     error: the text of the error.
-    num_calls: how many calls, with any mesh, the rank had made that wrote this refusal.
+    num_calls: number of calls, with any mesh, that the writer of this refusal had made when it wrote it.
     calls: the calls that ranks left for this reason: one, or two if the meshes of two calls differ.
     """
 
@@ -75,7 +75,7 @@ class OwnCalls:
     """A record of this rank's own calls with one default group.
 
     num_calls: how many calls this rank has made, with any mesh. The present call is counted.
-    agreed: the number of the last call in which all ranks agreed, by mesh.
+    agreed: for each mesh, by its text, the number of the last call in which all ranks agreed.
     left: the refused calls whose errors this rank has raised.
     """
 
@@ -95,10 +95,10 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     members: the global ranks of the mesh.
     check: checks this rank's mesh by itself, before other ranks can read of this rank's call.
 
-    Raises ValueError, on all ranks that wait for each other, if a rank of the mesh passes a different mesh
-    that contains this rank, or if that rank's call was refused. Raises the errors of ``check``. If a rank
-    does not come within the timeout of the default group, the first rank that notices raises RuntimeError,
-    and ranks that read of it raise ValueError.
+    Raises ValueError, on all ranks that wait for each other, in two cases: a rank of the mesh passes a
+    different mesh that contains this rank, or the call of a rank of the mesh was refused. Raises the errors
+    of ``check``. If a rank does not come within the timeout of the default group, the first rank that notices
+    raises RuntimeError, and ranks that read of this error raise ValueError.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -236,7 +236,7 @@ def _wait(
 
 
 def _in_turns(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yields parts of ``ranks`` of at most `READ_AT_ONCE` each, in turn and without an end."""
+    """Yields the ranks in groups of at most `READ_AT_ONCE`, over and over without an end."""
     while True:
         for start in range(0, max(len(ranks), 1), READ_AT_ONCE):
             yield ranks[start : start + READ_AT_ONCE]
@@ -251,7 +251,10 @@ def _contradiction(
 ) -> Refusal | None:
     """Returns a refusal of this rank's call, if the last call of another rank contradicts it; else None.
 
-    If that last call has a different mesh that contains this rank, it is refused, too.
+    The other rank's last call contradicts this rank's call in two cases:
+
+    - It has a different mesh that contains this rank. The function then refuses the other rank's call, too.
+    - It was refused, and the other rank has made no new call within `PATIENCE_SECONDS`.
 
     board: the keys of the store.
     own: this rank's call.
@@ -286,7 +289,7 @@ def _contradiction(
 
 
 def _late(board: _Board, own: MeshCall, members: Sequence[int], seconds: float) -> str:
-    """Returns the error for ranks that have not come to this rank's call within some seconds.
+    """Returns the text of an error: which rank has not come to this rank's call within some seconds.
 
     board: the keys of the store.
     own: this rank's call.

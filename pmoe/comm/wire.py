@@ -96,7 +96,7 @@ def _blocks(columns: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Yields the blocks of rows that are packed or unpacked at a time (`block_rows`).
 
     columns: columns of a row.
-    tensors: tensors with one entry for each row. Each block has the same entries of every tensor.
+    tensors: tensors with a line for each row. A block is a tuple with the same lines of every tensor.
     """
     size = block_rows(columns, tensors[0].device.type)
     if size is None or tensors[0].shape[0] <= size:
@@ -120,7 +120,7 @@ def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor, expendable: b
 
 
 def pack_copies(wire: WireName, tokens_TM: Tensor, token_N: Tensor, message_NC: Tensor) -> None:
-    """Writes the messages of rows that are copies of tokens, and copies one block of rows at a time.
+    """Writes the messages of rows that are copies of tokens. Copies and packs one block of rows at a time.
 
     wire: the format.
     tokens_TM: (T, M), T tokens with M columns.
@@ -191,7 +191,7 @@ def unpack_to_new(
 ) -> Tensor:
     """Unpacks messages to rows in new memory, all at once. Returns the rows, (N, M).
 
-    It takes one operator less than `unpack_rows`, for which the caller allocates memory.
+    The function runs one operator fewer than `unpack_rows`, to which the caller passes the memory.
 
     wire: the number format of the messages.
     message_NC: (N or more, C) uint8, the messages, C bytes each.

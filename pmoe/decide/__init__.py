@@ -5,8 +5,8 @@
                     exchange among ranks, the capacity, or the kernels of a single rank
     route           checks the input and calls the gate
     experts_call    `ExpertsCall.decide`: the ranks agree on row counts, number of chunks and restore pair
-                (how backward gets the experts' input and hidden activation); the result is a `Decision`.
-                `run`: sends the rows and computes the experts according to the `Decision`
+                    (how backward gets the experts' input and hidden activation); the result is a `Decision`.
+                    `run`: sends the rows and computes the experts according to the `Decision`
 
 The other modules are for features that only some layers use: custom gates, CUDA graphs, fused kernels, the
 solver, state dicts.

@@ -375,7 +375,7 @@ def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
 
 
 def unlike_experts(modules: LayerModules) -> str:
-    """Returns the error for experts that differ between ranks in more than their parameters and buffers.
+    """Returns the error's text for experts that differ between ranks in more than parameters and buffers.
 
     Collective, because it collects the experts' architectures.
 
@@ -541,7 +541,7 @@ def own_places(modules: LayerModules, experts: Sequence[int]) -> list[int]:
 def with_pairs(
     plan: CopyPlan, loads: Sequence[int], owners: Sequence[int], pairs: Collection[tuple[int, int]]
 ) -> CopyPlan:
-    """Returns a plan with additional copies that compute no rows.
+    """Returns a plan with more copies of experts on other ranks. The added copies get no rows to compute.
 
     Copies that were kept from an earlier call stay where they are in memory, even if a new plan does not need
     some of them. So the plan must list all kept copies. A copy that is not needed gets 0 rows.
@@ -593,12 +593,12 @@ class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
-    """Returns the copies, and notes in them how backward gets their weights: kept, or sent again.
+    """Returns the copies of busy experts, with a note of how backward gets the copies' weights.
 
-    The owners send the weights again if the restore pair sends the experts' input rows again. Otherwise the
-    weights are kept from forward. Copies that are kept for later calls are never sent again.
+    The owners of the experts send the weights again if the restore pair sends the experts' input rows again.
+    Otherwise the weights are kept from forward. Copies that are kept for later calls are never sent again.
 
-    copies: the copies of a call.
+    copies: the copies of busy experts on other ranks, in one call.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
     """
     if copies.kept is not None or restore.dispatched != "communicate":
@@ -640,7 +640,7 @@ def indices_of_rows(
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     """Returns the node (machine) of each rank, as an index. Collective in the first call of a layer.
 
-    If each expert is split over several ranks, the result has only one entry for these ranks together
+    If each expert is split over several ranks, the result has only one index for these ranks together
     (`Grid.ep`): the node of the first of them.
 
     modules: the modules of the layer, and the layer's argument ``nodes``.

@@ -165,8 +165,8 @@ class ExactCounts:
         """Waits for the row counts, then chooses n for both passes and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and the hidden activation. All ranks choose the same. A small call on the CPU
-        without gradients needs no n and no restore pair (`are_few`), so its result has only the counts.
+        the experts received, and the hidden activation. All ranks choose the same n and restore pair. A small
+        call on the CPU without gradients needs neither (`are_few`), so its result has only the counts.
 
         modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
             experts that the wrapper really calls.
@@ -230,7 +230,7 @@ def in_chunks(
     choice: the number of chunks of each pass, and the restore pair.
     max_tokens: the largest number of tokens of any rank.
     kept_device_E: (E,) on the device. For each of the E experts of all ranks, the number of this rank's rows
-        that are not padding. Statistics after the call read it. None if there is no padding.
+        that are not padding. Statistics after the call read these numbers. None if there is no padding.
     """
     call = source.call
     plan = orders.plan(counts, choice)
@@ -270,8 +270,8 @@ class LoadedExchange:
     """An exchange of row counts in which a rank can also report that its experts were loaded.
 
     Each rank must hold different experts. If a state dict was loaded on any rank, all ranks compare their
-    experts before the call goes on. In the exchange each rank sends one number, which says whether it has a
-    fault. A rank that has loaded a state dict sends `Fault.LOADED` as this number:
+    experts before the call goes on. In the exchange each rank sends one number beside its row counts, which
+    says whether it has a fault. A rank that has loaded a state dict sends `Fault.LOADED` as this number:
 
         first exchange    if any rank reports Fault.LOADED, all ranks discard the counts
         check_loaded      all ranks compare their experts

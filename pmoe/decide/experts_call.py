@@ -185,7 +185,8 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor, autocast: torch.dtype | None)
     autocast: the dtype to which pmoe casts the rows after the hook; None if pmoe does not cast them. If it is
         set, the hook may change the dtype, as FSDP2's hook does for mixed precision.
 
-    Raises ValueError if the new rows differ from the old ones in shape, dtype or device.
+    Raises ValueError if the hook returned no tensor, if the new rows differ from the old ones in shape or
+    device, or if their dtype is neither the old one nor ``autocast``.
     """
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     cast = (before_TM.shape, autocast, before_TM.device)

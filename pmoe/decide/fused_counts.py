@@ -79,11 +79,12 @@ class FusedCounts(ExactCounts):
 
     @functools.cached_property
     def _shard_TK(self) -> Tensor:
-        """The shards of each token's chosen experts, (T, K * L): K choices, L shards of an expert (ESP).
+        """The shards of each token's chosen experts, (T, K * L): K choices, L shards of an expert.
 
-        COMET's kernels send a row to each shard of its expert, as if each shard were an expert. The results
-        of the shards are sums over a part of the hidden columns, and the kernels add them like the results
-        of several experts. Without ESP, L is 1 and a shard is a whole expert.
+        With expert-sharding parallelism (ESP) each expert is split over L ranks. COMET's kernels send a row
+        to each shard of its expert, as if each shard were an expert. The results of the shards are sums over
+        a part of the hidden columns, and the kernels add them like the results of several experts. Without
+        ESP, L is 1 and a shard is a whole expert.
         """
         modules = self.call.modules
         expert_TK = self.orders.expert_TK
@@ -114,9 +115,9 @@ class FusedCounts(ExactCounts):
     def _in_chunks(self) -> LayerModules:
         """The modules and options for which n and the restore pair are chosen if the call runs in chunks.
 
-        n is the number of chunks. If fused kernels may compute some calls of the layer, the layer calls its
-        shared expert as a module in every call. The shared expert is then left out here, because no task of
-        the plan computes it. Whether it is left out is the same on every rank.
+        n is the number of chunks. Usually a task of the plan computes the shared expert. But if fused kernels
+        may compute some calls of the layer, the layer calls its shared expert outside of the plan in every
+        call, and the result of this method has no shared expert. This is the same on every rank.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels

@@ -60,8 +60,8 @@ class PaddedCounts:
     def __init__(self, call: Call) -> None:
         """Routes the call, or leaves the routing to the persistent kernel.
 
-        The kernel computes the routing if it may compute the call. The tensors of the routing then have no
-        values until the kernel is launched.
+        If the persistent kernel may compute the call, it also computes the routing. The tensors of the
+        routing then have no values until the kernel is launched.
         """
         self.call = call
         modules = call.modules

@@ -234,7 +234,7 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
 def _check_whose(
     experts: Experts, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Checks before loading which experts a state dict holds. A hook of ``load_state_dict()``.
+    """Checks whose experts a state dict holds, before it is loaded. A hook of ``load_state_dict()``.
 
     experts: the module that loads.
     state: the state dict of the whole model.

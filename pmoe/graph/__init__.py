@@ -1,6 +1,6 @@
 """The backend "pmoe" of torch.compile: overlaps all-to-alls with the computation of a whole model.
 
-It implements Lancet (paper 004) on the FX graphs that torch.compile traces. The batch of a graph is cut into
+It implements the paper Lancet on the FX graphs that torch.compile traces. The batch of a graph is cut into
 parts, so that the rows of one part are sent between ranks while another part is computed. Gradients of
 weights, for which no all-to-all waits, are computed while rows are sent. A graph passes through these files:
 

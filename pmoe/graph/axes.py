@@ -46,7 +46,7 @@ An axis is a dimension, `IRREGULAR`, `SUM`, or None if every part uses the whole
 
 @dataclass(frozen=True)
 class Combination:
-    """Axes of an operator's inputs and result with which the operator can run on parts of the batch.
+    """One way to cut an operator into parts of the batch: the axes of its inputs and of its result.
 
     inputs: the axis of each tensor among the operator's arguments, in order.
     result: the axis of the result. An operator with several results has a tuple with one axis for each.
@@ -254,8 +254,8 @@ class _Inference:
         """Returns whether all tensors of a combination can be cut so that each part has whole sequences.
 
         A part of the batch is a run of sequences. A dimension that is shorter than the batch cannot be cut.
-        Example: a batch of 4 sequences, (4, 6), is viewed as (2, 2, 6). The first dimension of the view has
-        2 entries only, so it cannot be cut.
+        Example: a batch of 4 sequences, (4, 6), is viewed as (2, 2, 6). The first dimension of the view
+        is 2 long, shorter than the batch, so it cannot be cut.
 
         node: the call of an operator.
         combination: the axes of its inputs and result.
@@ -280,7 +280,7 @@ class _Inference:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
         A tensor without an axis was computed as a whole. It may get a dimension as its axis, and is then cut
-        along this dimension. It may not get `SUM`, because that axis means that each part has computed a
+        along this dimension. It must not get `SUM`, because that axis means that each part has computed a
         summand of the tensor.
 
         node: the node of the tensor.

@@ -67,11 +67,11 @@ class Costs:
         self.seconds: dict[str, float] = self._stored()
 
     def _stored(self) -> dict[str, float]:
-        """Returns the seconds in the file; {}, with a warning, if the file cannot be used."""
+        """Returns the measured seconds in the costs' file; {}, with a warning, if it cannot be used."""
         remedy = "they are measured again, and the file is replaced"
 
         def read() -> dict[str, float]:
-            """Returns the seconds in the file. Raises OSError or ValueError if the file cannot be used."""
+            """Reads the seconds from the file. Raises OSError or ValueError if the file cannot be used."""
             return load_json(
                 self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
             )
@@ -79,7 +79,7 @@ class Costs:
         return read_or_default({}, "stored costs of operators are not used", read)
 
     def save(self) -> None:
-        """Writes the seconds to the file. If that fails, it warns; the next run then measures again.
+        """Writes the measured seconds to the file. If that fails, warns; the next run then measures again.
 
         Seconds that another run has stored in the meantime stay in the file.
         """
@@ -232,8 +232,8 @@ def link_of(
 
     ranks: the ranks of the all-to-alls.
     device, dtype: device and dtype of the measured message.
-    most_bytes: how many bytes a measurement may allocate. The ranks take the largest of their numbers. An
-        earlier result is measured again if its limit was lower than this number / `WIDER`.
+    most_bytes: how many bytes a measurement may allocate. All ranks use the largest number of any rank. If
+        beta was measured before with a limit below this number / `WIDER`, it is measured again.
 
     Collective.
     """
@@ -289,7 +289,7 @@ def instructions_of(module: fx.GraphModule, costs: Mapping[str, Cost]) -> list[I
     """Returns the operator calls of a graph as a list of instructions with costs, in the graph's order.
 
     module: the graph.
-    costs: the measured cost of each call and input, by its `label`. Calls without an entry cost nothing.
+    costs: the measured cost of each call and input, by its `label`. Calls that are not in it cost nothing.
     """
     nothing = Cost(0.0, 0)
 

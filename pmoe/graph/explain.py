@@ -103,7 +103,9 @@ class Explanation:
                 yield f"{direction}: behind {name or 'the beginning'}: {count} gradients are reduced"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
-        """Draws the predicted timeline of each pass, as traced and as it runs, into a PNG file.
+        """Draws two predicted timelines of each pass into a PNG file: in traced order, and in final order.
+
+        The final order is the order in which the instructions are really run.
 
         path: the file; or an open binary file.
 
@@ -160,8 +162,8 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 def _moved(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the moved weight gradients that run between it and the next all-to-all.
 
-    Returns {name of the all-to-all: number of weight gradients}, without numbers of 0. The name "" has those
-    that run before the first all-to-all.
+    Returns {name of the all-to-all: number of weight gradients}. All-to-alls without any are left out. The
+    name "" stands for the time before the first all-to-all.
 
     program: what was decided for a graph.
     """
@@ -174,8 +176,8 @@ def _moved(program: Program) -> Counter[str]:
 def _reduced(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the gradient reductions that begin between it and the next all-to-all.
 
-    Returns {name of the all-to-all: number of reductions}, without numbers of 0. The name "" has those that
-    begin before the first all-to-all.
+    Returns {name of the all-to-all: number of reductions}. All-to-alls without any are left out. The name ""
+    stands for the time before the first all-to-all.
 
     program: what was decided for a graph.
     """

@@ -87,7 +87,7 @@ class GraphTrial(Profiled):
             self._free_after(node, uses.get(node, [gradient]))
 
     def _free_after(self, node: fx.Node, uses: Iterable[fx.Node]) -> None:
-        """Lets the value of a node be freed after that node of ``uses`` which comes last in the graph."""
+        """Lets the value of a node be freed after the last node of ``uses``, in the order of the graph."""
         last = max(uses, key=self._place_of.__getitem__)
         self.user_to_last_uses.setdefault(last, []).append(node)
 

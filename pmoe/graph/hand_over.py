@@ -84,7 +84,7 @@ class GradientPass:
 
 
 class PendingGradient(Tensor):
-    """A tensor that stands for a gradient that is not computed yet. An operator that reads it computes it.
+    """A tensor that stands for a gradient that is not computed yet. Reading it computes the gradient.
 
     running: the pass that computes the gradient, as a weak reference. If an autograd node fails, autograd may
         keep this tensor after the backward pass. The weak reference lets the pass and its memory be freed
@@ -171,13 +171,13 @@ class HandOver(torch.autograd.Function):
 
 @dataclass
 class GraphInputs:
-    """The inputs of a compiled forward graph, whose gradients its backward graph hands over to autograd.
+    """The inputs of a compiled forward graph. The backward graph hands their gradients over to autograd.
 
     names: a name for each result of the backward graph, equal on all ranks that trace the same code.
     owners: for each result of the backward graph, the number of the input of which it is the gradient.
-    may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. False if the
-        graph changes an input that needs a gradient, because torch does not allow changing the result of a
-        `HandOver`.
+    may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. For this, each
+        input of the forward graph that needs a gradient must be the result of a `HandOver`, which torch does
+        not allow to change in place. So may_stop is False if the forward graph changes one of these inputs.
     layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
     order: function that returns the numbers of the results, in the order in which these will be handed over;
         [] before the order is known.
@@ -254,8 +254,8 @@ class GraphInputs:
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
         """Stores the ranks over which this call's gradients are reduced, and the bytes of the gradients.
 
-        `DistributedDataParallel` or `pmoe.GradientReducer` reduces these gradients. Those of experts are not
-        among them.
+        `DistributedDataParallel` or `pmoe.GradientReducer` reduces these gradients. Neither of them reduces
+        gradients of experts.
 
         inputs: the inputs of the call.
         """

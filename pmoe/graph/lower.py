@@ -197,9 +197,9 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
     after its last use. Without gradients in ``order``, the module returns the list of its results. With
     gradients, it returns a generator, which works in two steps:
 
-    - For each gradient, it yields the gradient's number and a list with the gradient as its only entry.
-    - At the end, its return value is the list of all results. A gradient's entry is the list that was
-      yielded.
+    - For each gradient, it yields the gradient's number and a list with the gradient as its only element.
+    - At the end, its return value is the list of all results. In place of each gradient, this list has the
+      one-element list that was yielded with the gradient.
     """
     graph = fx.Graph()
     new = {}

@@ -56,7 +56,9 @@ _NUMBERS = itertools.count(1)
 
 
 def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Runs a module by the operators, and returns its results. torch.compile traces this function.
+    """Runs a module as one operator of the graph, `run_and_keep`, and returns the module's results.
+
+    torch.compile traces this function. The operator's gradients are computed by `run_backward`.
 
     kind: the name of the module's `OperatorKind`.
     inputs: the module's inputs.
@@ -111,8 +113,8 @@ def run_and_keep(
     autocast: the dtype of autocast; None if autocast is off.
 
     The kept autograd graph reads the copies, not the inputs, because the compiler may overwrite an input
-    before backward runs, and compute the input again if it needs it. There are no copies if no gradient is
-    wanted. The ticket is an int64 scalar on the host. It is 0 if no autograd graph was kept.
+    before backward runs, and compute it again for its own use. There are no copies if no gradient is wanted.
+    The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was kept.
     """
     module = LAYERS[number]
     wants_grad = any(needs_grad) or bool(parameters)
@@ -151,7 +153,7 @@ def _(
 
 
 def _all_inputs(inputs: Sequence[Tensor], is_given: Sequence[bool]) -> list[Tensor | None]:
-    """Returns a module's inputs: the given ones in their places, and None elsewhere."""
+    """Returns the list of a module's inputs, with None for each input that was not passed."""
     remaining = iter(inputs)
     return [next(remaining) if given else None for given in is_given]
 
@@ -326,8 +328,8 @@ def forward_in_graph(
 
     Returns the layer's output, in the shape of x.
 
-    The graph breaks at the layer if x is of a tensor subclass, which the layer first converts, and in
-    torch.export, because another process has no layer with this number.
+    The graph breaks at the layer in two cases: if x is of a tensor subclass, which the layer first converts;
+    and in torch.export, because the graph names the layer by a number that another process does not know.
     """
     if type(x) is not Tensor or torch.compiler.is_exporting():
         return outside(layer, x, token_ids, mask)

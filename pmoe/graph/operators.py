@@ -89,8 +89,9 @@ def order(
         slot      (S,) slots in sorted order: | sent, by expert | stay on this rank, by expert | dropped |
         position  (S,) the inverse: the position of each slot in the sorted order
         counts    (E + 1,) int64, rows of each expert, without dropped ones; then 0 or the code of a `Fault`
-        used_E    (E,) for the next part of the batch (Lancet, section 2.3): the argument used_E. If
-                  ``capacity`` is used, the number of each expert's slots in expert_TK is added to it
+        used_E    (E,) the argument ``used_E`` for the next part of the batch (Lancet, section 2.3). If
+                  ``capacity`` limits the rows: this call's ``used_E`` plus the number of each expert's slots
+                  in expert_TK. Otherwise a copy of this call's ``used_E``
     """
     modules = modules_of(layer)
     used_E = used_E.clone()

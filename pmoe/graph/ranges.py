@@ -102,8 +102,9 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 
     num_stages: number of stages of the pipeline, two for each layer.
     k: number of parts.
-    lag: the second stage of part p of a layer runs after the first stage of part p + lag. With lag = k the
-        second stages run after the first stages of all parts, which is the paper's order.
+    lag: the second stage of part p of a layer runs after the first stage of part p + lag, or of the last part
+        if there is no part p + lag. With lag = k all first stages run before the second stages, which is the
+        paper's order.
 
     Example: (2, 3, 1) -> (0, 0), (0, 1), (1, 0), (0, 2), (1, 1), (1, 2).
     """
@@ -114,12 +115,11 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 def lags(k: int) -> list[int]:
     """Returns the values of ``lag`` that are tried for a pipeline over k parts of the batch.
 
-    A MoELayer has two stages: gate and dispatch, then experts and combine. The second stage of part p runs
-    after the first stage of part p + lag (`turns`). Two values are tried. The costs decide which of them is
-    faster:
+    A MoELayer has two stages: gate and dispatch, then experts and combine. ``lag`` says how many parts the
+    second stage is behind the first (`turns`). Two values are tried. The costs decide which is faster:
 
-        1   combines start as early as possible
-        k   no dispatch waits for a combine
+        1   the second stage of part p follows the first stage of part p + 1: combines start early
+        k   all first stages run before any second stage: no dispatch waits for a combine
     """
     return sorted({1, k})
 
@@ -209,7 +209,7 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
     A range is a run of consecutive instructions that is cut into parts of the batch.
 
     graph: the instructions, and which of them may be computed part by part.
-    costs: costs of the instructions for each number of parts. It must have an entry for 1, uncut.
+    costs: costs of the instructions, by number of parts. 1 part (uncut) must be among them.
     """
     instructions = graph.instructions
     users = users_of(instructions)

@@ -73,7 +73,8 @@ class Program:
     is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
         follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
-    places: when a backward graph hands each gradient over, by name: after how many all-to-alls have begun.
+    places: for each gradient of a backward graph, by name, how many all-to-alls begin before it is handed
+        over.
     reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
@@ -139,8 +140,8 @@ class GraphRunner:
         batch: positions of the inputs of a forward graph that hold the batch, along their first dimension.
         is_tiny: whether the batch has 0 or 1 sequence. torch.compile traces such small batches with other
             operators.
-        cuttings: for each direction, how its graph can be cut, for graphs that are compiled together. Each
-            graph adds its entry. A backward graph reads the forward graph's entry.
+        cuttings: how the graphs that are compiled together can be cut, by direction. Each graph adds its own
+            `GraphSplit`. A backward graph reads that of the forward graph.
         graph_inputs: the inputs of the forward graph, whose gradients a backward graph hands over.
         """
         for node in reversed(list(module.graph.nodes)):
@@ -463,7 +464,9 @@ def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
 
 
 def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: Key) -> None:
-    """Raises ValueError on every rank if ranks run different operators. The error names the first one.
+    """Raises ValueError on every rank if ranks run different operators.
+
+    The error names the first operator that differs.
 
     module: this rank's graph.
     is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than graphs of

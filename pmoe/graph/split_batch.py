@@ -62,8 +62,8 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     Each part has whole sequences.
 
     size: length of the dimension, a multiple of ``sequences``.
-    sequences: number of sequences in the batch. A dimension of tokens or rows has several entries for each
-        sequence.
+    sequences: number of sequences in the batch. A dimension of tokens or rows may be longer than this
+        number: it has several tokens or rows for each sequence.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 
@@ -78,8 +78,8 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 
     tensor: (...) of any shape.
     dim: the dimension along which the tensor is cut.
-    sequences: number of sequences in the batch. The dimension may be longer, if it has several entries (such
-        as tokens) for each sequence. Each part has all entries of its sequences.
+    sequences: number of sequences in the batch. The dimension may be longer, if it has several tokens (or
+        rows) for each sequence. A part has all tokens of its sequences.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
     """
@@ -210,9 +210,13 @@ class Route:
 def routes(graph: fx.Graph) -> list[Route]:
     """Finds the MoELayers of a backward graph, in order. Returns [] for a forward graph.
 
-    The backward pass of a layer can be cut into parts only under two conditions: its sorted slots (a slot is
-    one choice of one token) are an input of the backward graph, saved by forward, and gradients of rows are
-    sent between ranks. If any layer does not meet both conditions, the result is [], and no layer is cut.
+    The backward pass of a layer can be cut into parts only under two conditions:
+
+    - The layer's sorted slots are an input of the backward graph, saved by forward. A slot is one choice of
+      one token.
+    - Gradients of rows are sent between ranks.
+
+    If any layer does not meet both conditions, the result is [], and no layer is cut.
     """
     found_routes = []
     joins = graph.find_nodes(op="call_function", target=moe.join.default)
@@ -541,13 +545,11 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the MoELayer's operator that made an irregular tensor, and which of its results this is.
+    """Returns the MoELayer's operator that made a tensor, and the tensor's index among its results.
 
-    The second value is the index of the result.
-
-    A tensor is irregular if its size in each part depends on the routing. It holds rows, row counts or slots.
-    Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise
-    ones, may have changed the tensor since.
+    The tensor must be irregular: its size in each part depends on the routing. It holds rows, row counts or
+    slots. Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as
+    pointwise ones, may have changed the tensor since.
 
     node: the tensor.
     axes: for each node, the dimension along which it is cut.

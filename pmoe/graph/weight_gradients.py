@@ -9,8 +9,8 @@ dX is the gradient of a layer's input, for which the next all-to-all may wait; d
 
 In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
 may run at any time after its inputs. If it runs while all other computation waits for an all-to-all, it costs
-no time. An instruction that selects one of the results of another one always follows it directly: until then,
-all of these results stay in memory.
+no time. Some instructions only select one of the results of another instruction. They always come directly
+after that instruction, because all its results stay in memory until then.
 
 The list schedule (`listed`) gives faster orders than Lancet's pass (`assign`, `placed`). `pmoe.graph.run`
 predicts the time of both, and takes the faster order that fits into memory.

@@ -89,8 +89,9 @@ def initialize(
     model: its MoE layers must be built with ``group=group(ep_size)``, and `pmoe.parallelize` must not have
         changed them.
     config: DeepSpeed's configuration, as a mapping or as the path of a JSON file.
-    arguments: further arguments of ``deepspeed.initialize``. An ``optimizer`` of your own needs groups of
-        parameters that DeepSpeed splits by experts (deepspeed.moe.utils); call `mark` before you make them.
+    arguments: further arguments of ``deepspeed.initialize``. If you pass an ``optimizer`` of your own, first
+        call `mark`, then make its groups of parameters by the functions of deepspeed.moe.utils, which put
+        parameters of experts into groups of their own.
 
     Returns what ``deepspeed.initialize`` returns: (engine, optimizer, data loader, scheduler).
 

@@ -103,7 +103,7 @@ class ExpertUsage:
         self._layers[layer].add(last.counts, last.ran.num_slots)
 
     def take(self, layer: MoELayer) -> LayerUsage:
-        """Returns the load of a layer's experts since the last `take`, on this rank, and sets it back to 0.
+        """Returns the load of a layer's experts since the last `take`, on this rank, and resets the counts.
 
         The host waits for row counts that are still on the device.
 

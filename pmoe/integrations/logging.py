@@ -71,7 +71,7 @@ class Board:
         """Writes the scalars of one or more steps, and the layers' statistics of the newest step.
 
         Does nothing without scalars. A continued run writes some steps a second time. So the first call also
-        makes TensorBoard hide the values that an earlier run wrote for the step of the first scalar and for
+        makes TensorBoard hide the values that an earlier run wrote for the first of these steps and for all
         later steps.
 
         scalars: rows with the attributes step, name and value.

@@ -346,7 +346,7 @@ def _activation(config: Any) -> Any:
 
 @contextmanager
 def _expert_generator(config: Any) -> Iterator[None]:
-    """Returns a with-block in which random numbers on a GPU come from Megatron's generator for experts.
+    """Returns a context in which random numbers on a GPU come from Megatron's generator for experts.
 
     With initialization on the CPU, the generator is not changed.
     """

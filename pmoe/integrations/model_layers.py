@@ -18,8 +18,8 @@ transformers' experts modules, for example, are run by layers that are not submo
 def layers_of(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by name: its submodules, then layers that are kept outside of it.
 
-    Each function in `finders` returns some of the layers outside, for example those that run transformers'
-    experts modules.
+    Each function in `finders` returns some of the layers outside of the model, for example those that run
+    transformers' experts modules.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     for finder in finders:

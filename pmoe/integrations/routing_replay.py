@@ -48,7 +48,7 @@ def replay_routing(
     *,
     mask: Sequence[Tensor] | None = None,
 ) -> Iterator[None]:
-    """Returns a with-block in which the tokens of every MoE layer go to recorded experts.
+    """Returns a context in which the tokens of every MoE layer go to recorded experts.
 
         with pmoe.record_routing(model) as trace:
             old_logits = model(tokens)
@@ -83,9 +83,9 @@ def replay_routing(
     - ranks have traces with different numbers of calls;
     - a gate cannot give weights to experts that it did not choose.
 
-    A call raises ValueError if its number of tokens differs from that of the recorded call, if it was not
-    recorded, or if an `ExternalGate` has no ``weights_of`` in this call. The end of the block raises
-    ValueError if fewer calls were made than were recorded.
+    A call raises ValueError if no recorded call is left for it, if the recorded call has another number of
+    tokens, or if an `ExternalGate` has no ``weights_of`` in this call. The end of the block raises ValueError
+    if fewer calls were made than were recorded.
     """
     check_module(model=model)
     replays: list[_Replay] = []
@@ -309,8 +309,8 @@ def _call(what: str, expert_TK: Any, layer: MoELayer) -> Tensor:
     expert_TK: the recorded experts, as the user passed them.
     layer: the layer that was called.
 
-    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1: such
-    a token is not replayed.
+    Raises TypeError or ValueError unless each token has K different experts of the layer, or K times -1. With
+    -1 the token is not replayed.
     """
     check_integers(what, expert_TK, 2)
     wide_TK = expert_TK.long()

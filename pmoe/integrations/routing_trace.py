@@ -59,7 +59,7 @@ def _dtype(num_experts: list[int]) -> np.dtype[Any]:
 def record_routing(
     model: nn.Module, folder: str | os.PathLike[str] | None = None
 ) -> Iterator[dict[str, list[Tensor]]]:
-    """Returns a with-block in which the choices of every MoE layer's gate are recorded.
+    """Returns a context in which the choices of every MoE layer's gate are recorded.
 
         with pmoe.record_routing(model) as trace:
             old_logits = model(tokens)
@@ -153,9 +153,9 @@ class _Recorder(GateHook):
 def _writers(
     folder: str | os.PathLike[str], num_experts: Mapping[str, int]
 ) -> Iterator[list[Callable[[Tensor], None]]]:
-    """Returns a with-block with a function for each layer that appends choices to this rank's file.
+    """Opens this rank's file of a trace for a with-block, and yields a function for each layer.
 
-    The choices of a call are (T, K), K experts for each of T tokens.
+    The function appends the choices of a call to the file: (T, K), K experts for each of T tokens.
 
     folder: the folder of the trace.
     num_experts: the number of experts by layer name.

@@ -89,8 +89,8 @@ class Sent:
 
     slot: (S,) int32, the (token, choice) pair of each row, sorted by chunk, then by rank. Rows that stay on
         this rank are the last rows of their chunk.
-    weight: (T * K,) the routing weight of each pair; None if the order of weights is not wanted. Kernels read
-        float32 only.
+    weight: (T * K,) the routing weight of each pair, in the order of the pairs. The kernel "order" puts the
+        weights into the order in which they are sent; None if this is not needed. Kernels read float32 only.
     """
 
     slot: Tensor
@@ -258,7 +258,7 @@ class Messages:
         own_rank: this rank, if rows that it sends to itself do not arrive by a message; else None.
         num_pieces: the number of blocks of rows that stay on this rank, at most n.
         num_rows: N, the number of rows that arrive; None if their order is not wanted.
-        sent: this rank's sorted rows; None if the order of their routing weights is not wanted.
+        sent: this rank's sorted rows; None if their routing weights need not be put into an order.
         num_zeros: the number of zeros to write into `RowOrder.zeros`.
         """
         num_ranks, _, num_experts = self.sizes

@@ -54,17 +54,19 @@ def bucket(rows: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRequest:
-    """A grouped product that is to be computed: form, sizes and device. Choices are stored by request.
+    """A grouped product that is to be computed: its form, its sizes and its device.
+
+    The registry stores for each request which implementation it has chosen.
 
     form: "forward" (rows times weights), "input" (gradient of the rows) or "weight" (gradient of the
         weights).
     device: the device that computes. It does not count when requests are compared, so devices with the same
-        name share a choice.
+        name share the chosen implementation.
     device_name: name of the device; "" is replaced by torch's name for the device.
     dtype: dtype of the operands.
     experts: number of experts.
     rows: number of rows of all experts together. It is rounded up to a power of two, so that batches of
-        similar size share a choice.
+        similar size share the chosen implementation.
     in_features, out_features: columns and rows of each expert's weight matrix.
     bias: whether a bias is added.
     """
@@ -125,7 +127,7 @@ class ProductOperands(NamedTuple):
 
     @property
     def request(self) -> ProductRequest:
-        """The form, sizes, dtype and device of this product, by which the registry stores choices."""
+        """The form, sizes, dtype and device of this product. The registry stores its choices under them."""
         if self.form == "weight":
             num_out, num_in = self.first.shape[1], self.second.shape[1]
         else:

@@ -319,9 +319,9 @@ def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float
 def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compares how the best n_c changes with M and with TP: in the simulation and in the paper.
 
-    n_c is the best number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel
-    group. The paper reports two changes, and the result has a dict for each. The field "same way" is True if
-    n_c grows in both the paper and the simulation, or shrinks in both.
+    n_c is the number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel group.
+    The paper reports two changes, and the result has a dict for each. The field "same way" is True if the
+    best n_c grows in both the paper and the simulation, or shrinks in both.
 
     cases: the result of `figure8`.
     """

@@ -73,7 +73,7 @@ class SystemTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds with all launches."""
+        """Seconds of the forward pass: kernels, messages, and the time that the kernels' launches add."""
         return self.device + self.launches * LAUNCH_SECONDS
 
 

@@ -116,8 +116,8 @@ class Returning:
     """COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
     rows_E: number of rows of each expert of this rank.
-    partials_W: number of sums that this rank sends to each rank: one for each token that has rows on this
-        rank. partials_W[level] sums are sent to rank + level, and the same number arrives from rank - level.
+    partials_W: partials_W[level] is the number of sums that this rank sends to rank + level: one for each
+        token of that rank that has rows here. The same number of sums arrives from rank - level.
     tokens: tokens that this rank owns.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).

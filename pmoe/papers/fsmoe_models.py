@@ -5,7 +5,7 @@ of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). New in this file
 system all-reduces the gradients of the layers:
 
     DeepSpeed-MoE, Tutel    after the backward pass
-    Tutel-Improved          gradients of a layer during the attention of the layer that runs backward next
+    Tutel-Improved          gradients of a layer while the next layer of the backward pass runs its attention
     PipeMoE+Lina            in pieces of 30 MB, during experts or attention, whichever comes first
     FSMoE, FSMoE-No-IIO     as FSMoE's gradient partition says (Section 5, `partition`), over all layers
 
@@ -63,9 +63,9 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns ``line`` with another beta, by which it gives the seconds that Table 2 measured.
+        """Returns ``line`` with beta changed so that it passes through the seconds measured in Table 2.
 
-        The measured seconds are times * alpha + beta * size.
+        The new beta solves measured seconds = times * alpha + beta * size.
 
         line: the line of one operation: seconds = alpha + beta * size.
         operation: name of the operation in ``measured``.
@@ -90,8 +90,8 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
 def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
     """Returns a testbed with another number of nodes.
 
-    The seconds per byte (beta) of collectives between nodes are changed in proportion to the fraction of the
-    bytes that leaves a node, (nodes - 1) / nodes.
+    The fraction (nodes - 1) / nodes of the bytes leaves a node. The seconds per byte (beta) of collectives
+    between nodes are changed in proportion to this fraction.
     """
     scale = (nodes - 1) / nodes * testbed.nodes / (testbed.nodes - 1)
     slower = {
@@ -161,7 +161,7 @@ class ModelStep(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step."""
+        """Seconds of the whole step, with the all-reduces of gradients."""
         return self.passes + self.gradients
 
     def staged(self, stages: int, micro_batches: int) -> float:

@@ -517,7 +517,7 @@ def differing_degrees() -> dict[str, int]:
 
     layers             number of all layers
     differing          number of differing layers, if backward also all-reduces gradients, as in FSMoE
-    without gradients  number of differing layers, if it does not
+    without gradients  number of differing layers, if backward all-reduces no gradients
     paper              the number that the paper prints
     """
     degrees_of_layers = [best_degrees(moe_costs(layer), False) for layer, _ in planned()]

@@ -310,9 +310,9 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 def section7() -> list[dict[str, Any]]:
     """Returns the results of section 7: a row for each model, cluster and number of GPUs.
 
-    A row has the milliseconds of a step by each system, and the speed-ups of Lancet over two systems. Exposed
-    communication is the seconds of all-to-alls during which nothing is computed. Another field is the
-    percentage by which Lancet has less of it than Tutel.
+    A row has the milliseconds of a step by each system, and the speed-ups of Lancet over two systems. The
+    last field is the percentage by which Lancet has less exposed communication than Tutel. Exposed
+    communication is the seconds of all-to-alls during which nothing is computed.
     """
     rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):

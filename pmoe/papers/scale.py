@@ -79,7 +79,7 @@ class ScaledStep:
     """A training step to simulate.
 
     model: sizes of the model.
-    rates: the cluster, with the rates of the simulated rank. All others wait for this rank.
+    rates: the cluster, with the rates of the simulated rank. All other ranks wait for this rank.
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
     passes: number of forward and backward passes in a step, whose gradients are summed.
@@ -119,7 +119,7 @@ class ScaledStep:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of all forward and backward passes of the step. The last one also all-reduces gradients."""
+        """Seconds of all passes of the step. The last backward pass also all-reduces the gradients."""
         rates = self.rates
         sharing = self.sizes.num_ranks
         if self.free == "launches":

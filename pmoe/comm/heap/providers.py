@@ -433,7 +433,7 @@ def _fits(group: dist.ProcessGroup, spare: int) -> bool:
     """Returns whether NCCL can run a group's collectives on ``spare`` free multiprocessors of the GPU.
 
     The answer is yes if NCCL needs at most ``spare`` multiprocessors and uses no thread block clusters. A
-    cluster needs neighbouring multiprocessors, and the free multiprocessors may not be neighbours.
+    cluster needs neighbouring multiprocessors, and perhaps the free multiprocessors are not neighbours.
     """
     blocks = _asked(group, "NCCL_MAX_CTAS", "max_ctas")
     return 0 <= blocks <= spare and 0 <= _asked(group, "NCCL_CGA_CLUSTER_SIZE", "cga_cluster_size") <= 1

@@ -284,7 +284,7 @@ def _about_gaps(gaps: Mapping[str, Sequence[int]]) -> str:
 
     Returns "" if all values are finite.
 
-    gaps: the steps with such values, by name of a line.
+    gaps: the steps with values that are not finite, by name of the chart's line.
     """
     steps = [step for steps_of_name in gaps.values() for step in steps_of_name]
     if not steps:

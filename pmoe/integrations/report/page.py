@@ -202,7 +202,7 @@ def _heat_map(name: str, rows: Sequence[files.Row]) -> str:
 
 
 def _choices(history: History) -> list[list[str]]:
-    """Returns the lines of a table: in which steps each layer ran with which code, n and restore pair.
+    """Returns the lines of a table of settings: for each layer and range of steps, code, n, restore pair.
 
     n is the number of chunks; the restore pair says how backward got the dispatched rows (T_DI) and the
     hidden activation (T_M): kept, offloaded, sent or computed again. Layers with the same settings at all

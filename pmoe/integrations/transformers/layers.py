@@ -143,7 +143,7 @@ class _Known:
 
     @staticmethod
     def of(module: nn.Module, stacks: Stacks) -> _Known:
-        """Returns the layout of a module with the tensors ``stacks``. It does not keep the module alive."""
+        """Returns the layout of a module with the tensors ``stacks``. It has only weak references to them."""
         names = {id(tensor): name for name, tensor in module._parameters.items() if tensor is not None}
         own = {key: (names.get(id(tensor), ""), weakref.ref(tensor)) for key, tensor in stacks.named.items()}
         name = stacks.activation if isinstance(stacks.activation, str) else None

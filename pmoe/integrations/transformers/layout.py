@@ -199,8 +199,8 @@ def check_same_place(module: nn.Module, **inputs: Tensor) -> None:
     """Raises ValueError if tensors differ in device or dtype from the module's first weight.
 
     module: an experts module of transformers.
-    inputs: the tensors to check, of any shape, by name. Without any, the module's own parameters are checked,
-        and refused if they are on the meta device.
+    inputs: the tensors to check, of any shape, by name. If none is passed, the module's own parameters are
+        checked, and refused if they are on the meta device.
 
     Under autocast dtypes may differ.
     """

@@ -52,7 +52,7 @@ CACHES = ("cache", "past_key_values")
 
 
 def skip_padding(model: nn.Module) -> SkippedPadding:
-    """Keeps padding, as ``attention_mask`` marks it, away from the experts of ``model``.
+    """Keeps padding away from the experts of ``model``. ``attention_mask`` says which rows are padding.
 
     From the next call of the model on, rows of padding are neither sent nor computed. Their experts' output
     is 0, and ``tokens_per_expert`` and `pmoe.stats` do not count them. Outputs and gradients of all other
@@ -195,7 +195,7 @@ def _arguments(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class TokenRows:
-    """A mask of the rows in a model's call: tokens or padding.
+    """A mask that says which rows in a model's call are tokens, and which are padding.
 
     is_token_T: (T,) bool for the T rows of the call. It must not share memory with the attention mask,
         because the caller may overwrite the attention mask before backward.

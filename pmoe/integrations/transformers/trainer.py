@@ -45,9 +45,9 @@ class SpreadCheckpoints(Trainer):
     (transformers' own, a subclass of it, or one of TRL), and set ``save_only_model=True``: pmoe saves what
     the Trainer then leaves out. `Trainer.train(resume_from_checkpoint=...)` works as usual.
 
-    After resuming, losses equal those of a run that was not interrupted if a step has the same number of
-    samples as before: per_device_train_batch_size * gradient_accumulation_steps * number of ranks. Random
-    numbers, such as those of dropout, also continue if the number of ranks is the same.
+    If a step has as many samples as before (per_device_train_batch_size * gradient_accumulation_steps *
+    number of ranks), losses after resuming equal those of a run without an interruption. Random numbers,
+    such as those of dropout, also continue if the number of ranks is the same.
 
     A model of transformers is also saved as a whole, for from_pretrained. Other models are not, because a
     file from one rank would lack experts.
@@ -103,7 +103,7 @@ class SpreadCheckpoints(Trainer):
         super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Checks that training can be resumed from a folder. `_load_optimizer_and_scheduler` loads all of it.
+        """Checks that training can be resumed from a folder. `_load_optimizer_and_scheduler` loads the files.
 
         Raises ValueError if a part of the folder is missing. The message names the newest complete checkpoint
         beside it.

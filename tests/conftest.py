@@ -48,17 +48,20 @@ OF_TEST_ALL = 4
 def divide_sampled_tests(items: list[pytest.Item]) -> None:
     """Marks the cases of each test with ``@pytest.mark.sampled(n)``, so that each level runs some of them.
 
-    n cases are quick, evenly spread. One in `OF_TEST_ALL` of the others is slow, the first one among them. The
-    rest is for the nightly tests.
+    Of the cases that are not marked as slow, n are quick, evenly spread. One in `OF_TEST_ALL` of all others
+    is slow, the first one among them. The rest is for the nightly tests.
     """
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("nightly"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
         (count,) = of_test[0].get_closest_marker("sampled").args
-        quick = {(2 * i + 1) * len(of_test) // (2 * count) for i in range(count)}
-        others = [item for i, item in enumerate(of_test) if i not in quick]
+        may_be_quick = [item for item in of_test if not item.get_closest_marker("slow")]
+        quick = {
+            may_be_quick[(2 * i + 1) * len(may_be_quick) // (2 * count)] for i in range(count) if may_be_quick
+        }
+        others = [item for item in of_test if item not in quick]
         for i, item in enumerate(others):
             item.add_marker("nightly" if i % OF_TEST_ALL else "slow")
 

@@ -208,7 +208,7 @@ def learnt_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str
     return differences(found[1], found[0], 1e-12), sorted(name for name in tables if tables[name].ranges)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"memory_reuse": "S4"}], ids=str)
 def test_n_is_learnt_apart_for_calls_with_copies(options: dict[str, Any]) -> None:
     for wrong, tables in ranks(2).run(learnt_job, options):

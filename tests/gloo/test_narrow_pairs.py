@@ -416,7 +416,7 @@ def chosen_job(rank: int, world: int, allow: Any, budget: Any) -> tuple[str, set
     return str(layer.ran.restore), {str(pair) for pair in layer.layer_modules.pairs}
 
 
-@pytest.mark.parametrize("budget", [None, "1GiB"])
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), "1GiB"])
 def test_pmoe_itself_takes_narrow_pairs_only_if_they_are_allowed(budget: Any) -> None:
     narrow = {str(pair) for pair in NARROW_PAIRS}
     for taken, pairs in ranks(2).run(chosen_job, None, budget):

@@ -50,7 +50,7 @@ def compiled_job(rank: int, world: int, options: dict[str, Any], backend: str) -
     assert not one_operator.KEPT
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_graph_with_layers_of_two_ranks_gives_the_same_values(options: dict[str, Any]) -> None:
     ranks(2).run(compiled_job, options, "aot_eager", timeout=120)

@@ -185,7 +185,7 @@ def budget_job(rank: int, world: int, budget: int, reuse: Any) -> tuple[Any, ...
     return ran.forward, ran.backward, ran.restore, promised
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", ["S4", True])
 def test_the_solver_takes_the_fastest_pair_within_a_memory_budget(reuse: Any) -> None:
     every: list[tuple[int, int]] = []
@@ -631,6 +631,7 @@ def hierarchical_job(rank: int, world: int, folder: str, old: bool) -> dict[str,
     }
 
 
+@pytest.mark.slow
 def test_the_line_of_a_hierarchical_dispatch_is_measured_once_and_kept(
     tmp_path: Path,
 ) -> None:

@@ -310,6 +310,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(uninterrupted, tmp_path):
     assert_close([train_lm.evaluate(run, 1024)], [expected], relative=1e-6)
 
 
+@pytest.mark.slow
 def test_resume_refuses_what_would_not_be_the_same_run(uninterrupted, tmp_path):
     flags = [*TINY, *TEXT, *map(str, LONG), "--resume", "--out"]
     for change, message in (

@@ -72,6 +72,7 @@ def test_variables_are_those_that_machine_sh_reads() -> None:
     assert told == known - {"TORCHRUN", "RDZV"}
 
 
+@pytest.mark.slow
 def test_machine_sh_starts_again_what_failed_and_stops_when_told(tmp_path: Path) -> None:
     failing = tmp_path / "torchrun"
     failing.write_text(f"#!/bin/sh\necho x >> {tmp_path}/calls\n[ $(wc -l < {tmp_path}/calls) -ge 3 ]\n")

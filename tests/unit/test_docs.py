@@ -344,6 +344,7 @@ def words_of_nobody(message: str) -> set[str]:
     return {word for word in words if word.isalpha() and word not in FORMATTED}
 
 
+@pytest.mark.slow
 def test_messages_of_the_troubleshooting_page_are_the_codes_own() -> None:
     found = messages()
     assert len(found) >= 15
@@ -515,6 +516,7 @@ def difference(some: Path, other: Path) -> float:
     return sum(abs(a - b) for a, b in zip(*grey, strict=True)) / len(grey[0])
 
 
+@pytest.mark.slow
 def test_pictures_of_the_pages_say_simulated_and_are_those_that_the_planner_draws_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def ran() -> dict[int, dict[str, list[int]]]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_no_line_of_a_call_runs_once_a_rank(case: str, ran: Any) -> None:
     (few, _), (many, _) = ran[FEW][case], ran[MANY][case]
     assert few > 1000 and many - few < (MANY - FEW) / 2

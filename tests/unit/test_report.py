@@ -565,7 +565,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: run / "report.html" for name, run in runs.items()}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name, num_maps", [("usual", 2), ("large", 14), ("one step", 1)])
 def test_a_browser_shows_the_pages_whole_and_readable_on_phones_and_desktops(
     name: str, num_maps: int, pages: dict[str, Path], browser: Page
@@ -612,6 +612,7 @@ def test_without_a_browser_the_test_says_what_installs_one(monkeypatch: pytest.M
         pass
 
 
+@pytest.mark.slow
 def test_a_chromedriver_that_finds_its_port_taken_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

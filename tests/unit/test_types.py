@@ -110,7 +110,8 @@ def snippets(pages: Iterable[Path], folder: Path) -> list[Path]:
 # ---- what users write
 
 
-@pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.slow), "pyright"])
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_what_is_right_is_accepted_and_what_is_wrong_is_found(checker: str, tmp_path: Path) -> None:
     """Checks a script, the first pages' snippets and the examples."""
     shown = snippets(FIRST, tmp_path)

@@ -8,16 +8,16 @@ rarely, and trains as if nothing had ever been dropped. Example, in which a row 
     the optimizer            changes   changes   skips      skips      changes           changes
     the host reads about     -         batch 1   batch 2    batch 3    -                 -
 
-The device itself decides whether the optimizer skips a step. So the host may read one step late whether
-rows were dropped, and does not wait for the device. Once a step is skipped, all later steps are skipped, too,
-until the host has read it. All ranks share one answer, so all skip and repeat the same steps.
+The device itself decides whether the optimizer skips a step. The host reads the answer of a step only after
+it has launched the next step, so it does not wait for the device. Once a step is skipped, all later steps are
+skipped, too, until the host has read it. All ranks share one answer, so all skip and repeat the same steps.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,12 +27,15 @@ from torch.optim import Optimizer
 
 from pmoe.arguments import check_kind, check_module, shown
 from pmoe.call.decision import HostRowCounts
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import at_stage, publishing_failures
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
+
+SKIPPING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers that skip a step if a tensor on the device says so, with ``fused=True``."""
 
 
 class BoundedSteps(Generic[Batch, Result]):
@@ -46,23 +49,32 @@ class BoundedSteps(Generic[Batch, Result]):
         steps.finish()
 
     Parameters, buffers and the optimizer's state become those of a training run whose layers have neither
-    ``capacity_factor`` nor ``pad_to_capacity``. On layers without ``pad_to_capacity`` it has no influence.
+    ``capacity_factor`` nor ``pad_to_capacity``. Layers without ``pad_to_capacity`` are left as they are.
 
     Args:
         model: a model with at least one `MoELayer` that has ``pad_to_capacity=True``. Its ``capacity_factor``
             is the bound.
-        optimizer: the optimizer of the model's parameters. If torch's ``fused=True`` is set, the host reads
-            one step late whether rows were dropped. For other optimizers it waits for the answer in each
-            step, because they cannot skip a step on the device.
+        optimizer: the optimizer of the model's parameters. With torch's Adam, AdamW or SGD and ``fused=True``
+            the host reads one step late whether rows were dropped. With any other optimizer the host waits
+            for the answer in each step.
         run: takes a batch, sets all gradients to zero, and computes them: forward, backward, and all that
             follows before the optimizer's step, such as reducing and clipping gradients. It may replay a
             CUDA graph that was captured after this object was made.
-        run_exactly: does the same as ``run`` for a repeated step. It must not replay a CUDA graph, because
-            the layers' options differ. None uses ``run``.
+        run_exactly: does the same as ``run`` for a repeated step. It must not replay a CUDA graph, because a
+            graph would drop the same rows again. None uses ``run``.
+        after_step: is called after each step of the optimizer, for changes of buffers that belong to the
+            step, such as ``gate.update_bias()``. If the step is repeated, these changes are undone, and the
+            function is called again. None calls nothing.
         group: the ranks that train the model together. None is the default group, or this process.
 
-    Each step makes one all-reduce of one number, so all ranks must make the same calls. A batch is kept until
-    the next step has ended, and must not be changed until then.
+    Each step makes one all-reduce of two numbers, so all ranks must make the same calls. A batch is kept
+    until the next step has ended. It must not be changed until then, and ``run`` must be able to read it
+    again.
+
+    If a step is repeated, buffers of the model and random numbers start again from their values before it.
+    All else that ``run`` changes is changed a second time: metrics, objects such as `BalanceLoss`, the state
+    of iterators. GradScaler, several optimizers, and averages of weights that are updated after `step` do not
+    know which steps are skipped, so they do not go together with this class.
 
     The attribute ``repeated`` is the number of steps that were repeated so far.
 
@@ -76,21 +88,21 @@ class BoundedSteps(Generic[Batch, Result]):
         run: Callable[[Batch], Result],
         run_exactly: Callable[[Batch], Result] | None = None,
         *,
+        after_step: Callable[[], object] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         check_module(model=model)
         check_kind(Optimizer, "a torch.optim.Optimizer", optimizer=optimizer)
-        for name, function in {
-            "run": run,
-            "run_exactly": run if run_exactly is None else run_exactly,
-        }.items():
-            if not callable(function):
-                raise TypeError(f"{name} ({shown(function)}) must be a function that takes a batch")
+        functions = {"run": run, "run_exactly": run_exactly, "after_step": after_step}
+        for name, function in functions.items():
+            if not callable(function) and (name == "run" or function is not None):
+                raise TypeError(f"{name} ({shown(function)}) must be a function")
         self.model = model
         self.optimizer = optimizer
         self.repeated = 0
         self._run = run
         self._run_exactly = run if run_exactly is None else run_exactly
+        self._after_step = after_step
         self._ranks = Ranks(group)
         self._layers = {
             name: module
@@ -102,41 +114,48 @@ class BoundedSteps(Generic[Batch, Result]):
                 "model must have a MoELayer with pad_to_capacity (True) and a capacity_factor, which bounds "
                 "the rows of each expert; layers without it drop nothing that a step could repeat"
             )
-        device = _device_of(next(iter(self._layers.values())))
-        self._device = device
-        self._dropped = torch.zeros((), dtype=torch.int64, device=device)
-        self._skips = torch.zeros((), dtype=torch.float32, device=device)
-        self._is_exact = False
+        self._device = _device_of(next(iter(self._layers.values())))
+        self._rows = _DroppedRows(self._layers, self._device)
+        self._skips = torch.zeros((), dtype=torch.float32, device=self._device)
         self._unread: _Step[Batch] | None = None
-        for name, layer in self._layers.items():
-            layer.register_forward_hook(_Counter(self, name))
-        model.register_state_dict_pre_hook(self._refuse_while_skipped)
-        optimizer.register_state_dict_pre_hook(self._refuse_while_skipped)
+        self._hooks = [
+            *self._rows.hooks,
+            model.register_state_dict_pre_hook(self._refuse_while_skipped),
+            optimizer.register_state_dict_pre_hook(self._refuse_while_skipped),
+            model.register_load_state_dict_pre_hook(self._forget_skipped),
+            optimizer.register_load_state_dict_pre_hook(self._forget_skipped),
+        ]
 
     def step(self, batch: Batch) -> Result:
         """Runs one training step. If it finds that the step before was skipped, it repeats both steps.
 
-        batch: the argument of ``run``, of any type.
+        batch: the argument of ``run``, of any type that can be read twice.
 
-        Returns the result of ``run``. If rows were dropped in this very step, the result is that of the
-        bounded run: for a loss, the loss without these rows.
+        Returns the result of ``run``. If the host reads one step late, and rows are dropped in this very
+        step, the result is that of the bounded run: for a loss, the loss without these rows.
+
+        Raises RuntimeError on every rank if no layer with ``pad_to_capacity`` was called while its hook was
+        registered, or if the repeated step drops rows, too.
         """
+        reads_late = self._reads_late()
+        if not reads_late:
+            self.finish()  # the step before may have been read late
         step = _Step(batch, self._settings(), self._buffers(), _random_state(self._device))
         result = self._run_bounded(step)
-        if not self._skips_on_device:
-            if not step.exceeded_bound():
-                self.optimizer.step()
-                return result
-            self._skips.zero_()
-            return self._repeat(step)
-        before = self._unread
-        self._unread = step
-        if before is None or not before.exceeded_bound():
+        if not reads_late:
+            if step.exceeded_bound():
+                return self._repeat(step)
+            self._finish_optimizer_step()
             return result
-        self._unread = None
-        self._skips.zero_()
-        self._repeat(before)
-        return self.step(batch)
+        self._step_unless_skipped()
+        before = self._unread
+        if before is not None and before.exceeded_bound():
+            self._repeat(before)
+            self._unread = None
+            _set_random_state(self._device, step.random_state)
+            return self.step(batch)
+        self._unread = step
+        return result
 
     def finish(self) -> None:
         """Repeats the last step if rows were dropped in it. All ranks must call it after the last step.
@@ -145,39 +164,78 @@ class BoundedSteps(Generic[Batch, Result]):
         lack its last step.
         """
         last = self._unread
-        self._unread = None
         if last is not None and last.exceeded_bound():
-            self._skips.zero_()
+            random_state = _random_state(self._device)
             self._repeat(last)
+            _set_random_state(self._device, random_state)
+        self._unread = None
 
-    @property
-    def _skips_on_device(self) -> bool:
-        """Whether the optimizer skips a step itself if a tensor on the device says so, as for GradScaler."""
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+    def remove(self) -> None:
+        """Removes all hooks of this object from the model and the optimizer. Call `finish` first."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoundedSteps[Batch, Result]:
+        """Returns this object itself, because a copy of the model also copies the hooks that refer to it."""
+        return self
+
+    def _reads_late(self) -> bool:
+        """Returns whether the host reads the answer of the next step one step late.
+
+        The optimizer must skip steps on the device. SGD with momentum cannot skip the first step of a
+        parameter, because the momentum would keep memory without values.
+        """
+        groups = self.optimizer.param_groups
+        if type(self.optimizer) not in SKIPPING or not all(group.get("fused") for group in groups):
+            return False
+        if type(self.optimizer) is not torch.optim.SGD:
+            return True
+        state = self.optimizer.state
+        return all(
+            state.get(parameter, {}).get("momentum_buffer") is not None
+            for group in groups
+            if group["momentum"]
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
 
     def _run_bounded(self, step: _Step[Batch]) -> Result:
-        """Runs a step with bounded rows, and makes the optimizer's step if the optimizer can skip it.
+        """Runs a step with bounded rows, and agrees with all ranks whether rows were dropped.
 
-        step: gets the answer whether rows were dropped.
+        step: gets the answer.
         """
-        self._dropped.zero_()
-        result = self._run(step.batch)
-        dropped = self._dropped.sign().float()
+        self._rows.begin()
+        with publishing_failures(self._ranks, "a training step"):
+            result = self._run(step.batch)
+        answer = self._agreed()
+        torch.maximum(self._skips, answer[0], out=self._skips)
+        step.note(self._skips, answer[1])
+        return result
+
+    def _agreed(self) -> Tensor:
+        """Returns two numbers, the largest of all ranks: 1 if rows were dropped, and 1 if no hook ran."""
+        answer = self._rows.answer()
         if self._ranks.size > 1:
             with at_stage("agreeing whether rows of a step were dropped", self._ranks):
-                dist.all_reduce(dropped, dist.ReduceOp.MAX, group=self._ranks.group)
-        torch.maximum(self._skips, dropped, out=self._skips)
-        step.note_skipped(self._skips)
-        if self._skips_on_device:
-            # The attributes by which torch's GradScaler tells a fused optimizer to skip a step.
-            optimizer: Any = self.optimizer
-            optimizer.grad_scale = None
-            optimizer.found_inf = self._skips
-            try:
-                optimizer.step()
-            finally:
-                del optimizer.grad_scale, optimizer.found_inf
-        return result
+                dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._ranks.group)
+        return answer
+
+    def _step_unless_skipped(self) -> None:
+        """Makes the optimizer's step, which changes nothing if ``_skips`` is 1 on the device."""
+        # The attributes by which torch's GradScaler tells a fused optimizer to skip a step.
+        optimizer: Any = self.optimizer
+        optimizer.grad_scale = None
+        optimizer.found_inf = self._skips
+        try:
+            self._finish_optimizer_step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+
+    def _finish_optimizer_step(self) -> None:
+        """Makes the optimizer's step, and calls ``after_step``."""
+        self.optimizer.step()
+        if self._after_step is not None:
+            self._after_step()
 
     def _repeat(self, step: _Step[Batch]) -> Result:
         """Runs a step again from the state before it, without a bound on rows, and returns its result.
@@ -186,16 +244,31 @@ class BoundedSteps(Generic[Batch, Result]):
             learning rate, hold during the repetition.
         """
         settings = self._settings()
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        last_calls = [(layer, layer.last) for layer in self._layers.values()]
         for buffer, value in zip(self.model.buffers(), step.buffers, strict=True):
             buffer.data.copy_(value)
         _set_random_state(self._device, step.random_state)
         self._set(step.settings)
         try:
-            with self._without_bound():
+            self._rows.begin()
+            with self._without_bound(), publishing_failures(self._ranks, "a repeated training step"):
                 result = self._run_exactly(step.batch)
-                self.optimizer.step()
+            if self._agreed()[0].item():
+                raise RuntimeError(
+                    "rows were dropped in a repeated step: run_exactly must call the model itself, and must "
+                    "not replay a CUDA graph that holds calls with a bound"
+                )
+            self._finish_optimizer_step()
         finally:
             self._set(settings)
+            # A CUDA graph writes into the tensors of its capture. So the parameters and layers refer to these
+            # tensors again.
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for layer, last in last_calls:
+                layer.last = last
+        self._skips.zero_()
         self.repeated += 1
         return result
 
@@ -203,7 +276,6 @@ class BoundedSteps(Generic[Batch, Result]):
     def _without_bound(self) -> Iterator[None]:
         """Lets the layers keep every row within the with-block."""
         factors = {name: layer.capacity_factor for name, layer in self._layers.items()}
-        self._is_exact = True
         try:
             for layer in self._layers.values():
                 layer.pad_to_capacity = False
@@ -213,13 +285,12 @@ class BoundedSteps(Generic[Batch, Result]):
             for name, layer in self._layers.items():
                 layer.capacity_factor = factors[name]
                 layer.pad_to_capacity = True
-            self._is_exact = False
 
     def _settings(self) -> list[dict[str, Any]]:
         """Returns copies of the options of all parameter groups, such as the learning rate."""
-        groups = self.optimizer.param_groups
         return [
-            {name: _copied(value) for name, value in group.items() if name != "params"} for group in groups
+            {name: _copied(value) for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
         ]
 
     def _set(self, settings: list[dict[str, Any]]) -> None:
@@ -246,6 +317,11 @@ class BoundedSteps(Generic[Batch, Result]):
                 "on every rank before state_dict() is called"
             )
 
+    def _forget_skipped(self, *_: object) -> None:
+        """Forgets a step that waits to be repeated, because other values are loaded."""
+        self._unread = None
+        self._skips.zero_()
+
 
 @dataclass
 class _Step(Generic[Batch]):
@@ -255,59 +331,90 @@ class _Step(Generic[Batch]):
     settings      the options of the optimizer's parameter groups
     buffers       values of the model's buffers before the step
     random_state  states of the random number generators before the step
-    skipped       on the host: 1.0 if the optimizer skipped the step, else 0.0
-    was_copied    on CUDA, an event after the copy to ``skipped``
+    answer        on the host, (2,) float32: 1 if the optimizer skips the step, and 1 if no hook ran
+    was_copied    on CUDA, an event after the copy to ``answer``
     """
 
     batch: Batch
     settings: list[dict[str, Any]]
     buffers: list[Tensor]
     random_state: tuple[Tensor, ...]
-    skipped: Tensor = field(default_factory=lambda: torch.zeros(()))
+    answer: Tensor | None = None
     was_copied: torch.cuda.Event | None = None
 
-    def note_skipped(self, skips: Tensor) -> None:
-        """Copies the answer whether the optimizer skips this step. On CUDA the host does not wait for it.
+    def note(self, skips: Tensor, unseen: Tensor) -> None:
+        """Copies the answers to the host. On CUDA the host does not wait for them.
 
-        skips: a float32 scalar on the device, 1.0 if the optimizer skips the step.
+        skips: a float32 scalar on the device, 1 if the optimizer skips the step.
+        unseen: a float32 scalar on the device, 1 if no hook of a layer ran in the step.
         """
-        if skips.is_cuda:
-            self.skipped = torch.empty((), pin_memory=True)
-            self.was_copied = torch.cuda.Event()
-        self.skipped.copy_(skips, non_blocking=True)
-        if self.was_copied is not None:
-            self.was_copied.record()
+        answer = torch.stack([skips, unseen])
+        if not answer.is_cuda:
+            self.answer = answer
+            return
+        self.answer = torch.empty(2, pin_memory=True).copy_(answer, non_blocking=True)
+        self.was_copied = torch.cuda.Event()
+        self.was_copied.record(torch.cuda.current_stream(answer.device))
 
     def exceeded_bound(self) -> bool:
-        """Returns whether the optimizer skipped this step: the same on all ranks. The host waits for it."""
+        """Returns whether the optimizer skips this step: the same on all ranks. The host waits for it.
+
+        Raises RuntimeError on every rank if no layer was called whose hook counts rows.
+        """
         if self.was_copied is not None:
             self.was_copied.synchronize()
-        return bool(self.skipped.item())
+        assert self.answer is not None
+        skipped, unseen = self.answer.tolist()
+        if unseen:
+            raise RuntimeError(
+                "no MoELayer of the model counted its dropped rows in a step: make BoundedSteps before a "
+                "CUDA graph is captured and before a compiled model is called first, and let run call this "
+                "model"
+            )
+        return bool(skipped)
 
 
-class _Counter:
-    """A forward hook that adds the number of dropped rows of each call to a tensor on the device.
+class _DroppedRows:
+    """Counts rows that layers with ``pad_to_capacity`` drop, by a forward hook on each of these layers.
 
-    The hook only launches operators, so a CUDA graph that holds the call holds the count, too.
+    A hook only launches operators, so a CUDA graph that holds the call of a layer holds the count, too.
+
+    hooks: handles that remove the hooks.
     """
 
-    def __init__(self, steps: BoundedSteps[Any, Any], name: str) -> None:
-        self.steps = steps
-        self.name = name
+    def __init__(self, layers: dict[str, MoELayer], device: torch.device) -> None:
+        self._names = {layer: name for name, layer in layers.items()}
+        self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self._calls = torch.zeros((), dtype=torch.int64, device=device)
+        self.hooks = [layer.register_forward_hook(self) for layer in layers.values()]
+
+    def begin(self) -> None:
+        """Sets both counts to zero, before a step."""
+        self._dropped.zero_()
+        self._calls.zero_()
+
+    def answer(self) -> Tensor:
+        """Returns (2,) float32 on the device: 1 if rows were dropped, and 1 if no hook ran, since `begin`."""
+        return torch.stack([self._dropped.sign(), 1 - self._calls.sign()]).float()
 
     def __call__(self, layer: nn.Module, *_: object) -> None:
-        assert isinstance(layer, MoELayer)
-        if self.steps._is_exact or not layer.pad_to_capacity:
+        if not isinstance(layer, MoELayer) or layer not in self._names:
+            return  # a copy of a layer of the model, which has copies of its hooks
+        self._calls.add_(1)
+        if not layer.pad_to_capacity:
             return
         ran = layer.last.ran
         counts = layer.last.counts
         kept_E = counts.kept_device_E if isinstance(counts, HostRowCounts) else None
         if ran is None or ran.num_slots is None or kept_E is None:
             raise ValueError(
-                f"the gate of layer {self.name!r} ({type(layer.gate).__name__}) does not choose experts for "
-                "each token, so BoundedSteps cannot count rows that were dropped: use a gate that does"
+                f"the gate of layer {self._names[layer]!r} ({type(layer.gate).__name__}) does not choose "
+                "experts for each token, so BoundedSteps cannot count dropped rows: use a gate that does"
             )
-        self.steps._dropped.add_(ran.num_slots - kept_E.sum())
+        self._dropped.add_(ran.num_slots - kept_E.sum())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _DroppedRows:
+        return self
 
 
 def _device_of(layer: MoELayer) -> torch.device:

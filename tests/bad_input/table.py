@@ -94,7 +94,8 @@ TAKEN: dict[str, dict[str, str]] = {
     "GradientReducer": {"model": "module", "group": NONE, "average": FLAG, "partition": "None False"},
     "BoundedSteps": {
         "model": NOTHING, "optimizer": NOTHING, "run": "class function module",
-        "run_exactly": "None class function module", "group": NONE,
+        "run_exactly": "None class function module", "after_step": "None class function module",
+        "group": NONE,
     },
     "GradScaler": {"device": NOTHING, "group": NONE},
     "parameter_groups": {

@@ -27,8 +27,9 @@ Letters:
     F, n      bins and chunks
     K         choices of a token
     E_local   experts of a rank
-    X         counts for one rank in one bin: one for each of its experts, and one more if a token is sent
-              only once to a rank that holds several of its experts (send_once)
+    X         counts for one rank in one bin: the rows for each of its experts. With send_once, a token is
+              sent only once to a rank that holds several of its experts. One more count is then the number of
+              rows that are sent
 """
 
 from __future__ import annotations
@@ -357,8 +358,8 @@ class Loads:
         """Returns a copy of the row counts that also has the load of each expert and the largest marks.
 
         Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
-        over ranks is the load of each expert. A mark is one of the numbers in this object's field ``marks``.
-        The result has the maximum of each mark over all ranks.
+        over ranks is the load of each expert. Marks are other numbers that the ranks write beside the loads,
+        such as 1 if a rank's experts have changed. The result has the maximum of each mark over all ranks.
 
         counts: the row counts.
         agreed: the result of the max-reduction. Its last `size` numbers are the maxima of what `write` wrote.
@@ -480,9 +481,9 @@ KiB from a rank to all others, even among thousands of ranks. That is less than 
 
     tokens       number of its tokens
     fault        number of its `Fault`
-    mode         sum of bits such as TRAINING, and of LIFE times `GroupRecord.life`: the number of the default
-                 process group in this job, which distinguishes groups of the same name
-    type, layer  index of the rows' dtype in TYPES, plus LAYER times the layer's number (`Ranks.number`)
+    mode         LIFE * `GroupRecord.life` plus the bits that are set, such as TRAINING. The life is the
+                 number of the default process group in this job. It distinguishes groups of the same name
+    type, layer  LAYER * the layer's number (`Ranks.number`) plus the index of the rows' dtype in TYPES
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -551,8 +552,9 @@ class CountsExchange:
     the only host synchronisation of a layer's forward pass.
 
     The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
-    message has X counts: the rows for each expert of the receiving rank, and one more number if a token is
-    sent only once to a rank that holds several of its experts.
+    message has X counts: the rows for each expert of the receiving rank. A token may have several experts on
+    the receiving rank, and the layer may send the token only once to them. One more count then follows: the
+    number of rows that are sent.
 
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
@@ -756,8 +758,8 @@ class CountsExchange:
         """Separates two sorts of counts: rows for each expert, and rows that are sent only once.
 
         counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
-            E_local of the X counts are rows for each expert of a rank. One more count follows if a token is
-            sent only once to a rank that holds several of its experts.
+            E_local of the X counts are rows for each expert of a rank. If a token is sent only once to a rank
+            that holds several of its experts, one more count follows: the number of rows that are sent.
 
         Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once. The second
         result is None if a token is sent separately for each of its experts.
@@ -777,8 +779,9 @@ class CountsExchange:
         `Exchange.relay_counts`: R numbers for each bin. R is 0 if this rank passes on no rows.
 
         device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order in which
-            rows arrive (`Grid.by_arrival`). The X counts of a bin are rows for each expert of this rank, and
-            one more count if a token is sent only once to a rank that holds several of its experts.
+            rows arrive (`Grid.by_arrival`). The X counts of a bin are rows for each expert of this rank. If a
+            token is sent only once to a rank that holds several of its experts, one more count follows: the
+            number of rows that are sent.
         """
         if not any(exchange.in_steps for exchange in self._exchanges):
             return []
@@ -917,10 +920,10 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     for the second, and so on. The function sets this rank's number to the largest number of any rank, so that
     all ranks use the same keys in the store.
 
-    modes: for each rank, the third number of its header: the sum of bits such as TRAINING, and of LIFE times
-        its `GroupRecord.life`.
-    kinds: for each rank, the fourth number of its header: the index of the rows' dtype, plus LAYER times the
-        layer's number.
+    modes: for each rank, the third number of its header: LIFE * `GroupRecord.life` plus the bits that are
+        set, such as TRAINING.
+    kinds: for each rank, the fourth number of its header: LAYER * the layer's number plus the index of the
+        rows' dtype.
     ranks: the ranks of the layer.
     """
     ranks.record.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks

@@ -128,8 +128,9 @@ class FusedCounts(ExactCounts):
 
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
-        restore: the restore pair that must be used, if fused kernels compute the forward pass; None if the
-            options decide.
+        restore: None if the pipeline engine computes both passes. The options then decide the restore pair.
+            If fused kernels compute the forward pass, and the engine only the backward pass: the restore pair
+            of the fused kernels (`fused_pair`), which the engine must then use.
         """
         return choose(self._in_chunks, counts, inputs, self.orders, restore)
 

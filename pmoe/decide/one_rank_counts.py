@@ -56,8 +56,8 @@ class OneRankCounts:
         call: the call.
         x: (..., M), the input after the callbacks' ``before_moe_start``; M is d_model.
         x_TM: (T, M), the T rows of x.
-        agreed: which kernels compute the call: the fused kernels that its ``steps`` launch, or the kernels of
-            `pmoe.runners.one_rank` if ``steps`` is None.
+        agreed: says which kernels compute the call. If ``agreed.steps`` is None, the kernels of
+            `pmoe.runners.one_rank` do. Otherwise fused kernels do, and ``agreed.steps`` are their operators.
         """
         self.call = call
         modules = call.modules

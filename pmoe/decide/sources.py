@@ -18,8 +18,9 @@ def counts_source(call: Call) -> CountsSource:
         BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
                         rank, they exchange counts a second time
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
-        SolverCounts    the layer has pipeline="solve": ranks exchange counts. If the solver then takes
-                        numbers of chunks that these counts do not fit, they exchange counts a second time
+        SolverCounts    the layer has pipeline="solve": ranks exchange counts for the numbers of chunks that
+                        they expect. If the solver then chooses other numbers of chunks, they exchange counts
+                        a second time
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
     modules = call.modules

@@ -106,7 +106,7 @@ def infer(
     graph: the graph.
     known_axes: the axes of inputs of the graph. Inputs that are not in this dict, such as parameters, are not
         cut: each part uses them whole.
-    free: inputs whose axis is not known. Each gets the axis that the first operator that reads it needs.
+    free: inputs whose axis is not known. Each gets its axis from the first operator that is cut and reads it.
     sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
         only along dimensions whose size is a multiple of this number. None allows all dimensions.
 
@@ -133,8 +133,8 @@ def follow(
     body: calls of a graph, in order.
     known_axes: axes of tensors that are computed before ``body``. Tensors that are not in this dict are not
         cut: each part uses them whole.
-    free: tensors that are computed before ``body`` and whose axis is not known. Each gets the axis that the
-        first operator that reads it needs.
+    free: tensors that are computed before ``body``, and whose axis is not known. Each gets its axis from the
+        first operator that is cut and reads it.
     sequences: number of sequences or tokens in the batch. A tensor is cut only along dimensions whose size is
         a multiple of this number.
 
@@ -160,8 +160,8 @@ class _Inference:
     axes: the axis of each node so far; a tuple for a node with several results.
     refused: the reason for each node that cannot be cut.
 
-    A tensor is called free while its axis is undecided. The first operator that needs a free tensor to have a
-    certain axis decides the axis. These tensors are free:
+    A tensor is called free while its axis is undecided. The first operator that is cut and reads a free
+    tensor decides its axis. These tensors are free:
 
     - inputs that the caller names,
     - results of operators that could not be cut, and of operators that take no tensor,
@@ -280,8 +280,8 @@ class _Inference:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
         A tensor without an axis was computed as a whole. It may get a dimension as its axis, and is then cut
-        along this dimension. It must not get `SUM`, because that axis means that each part has computed a
-        summand of the tensor.
+        along this dimension. It must not get `SUM`: with this axis, each part would have computed a summand
+        of the tensor.
 
         node: the node of the tensor.
         axis: the dimension along which it would be cut, `IRREGULAR`, `SUM` or None.

@@ -225,8 +225,8 @@ def link_of(
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
     On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
-    beta, the time per byte, is measured by one message that takes about `LONG_SECONDS`, or less if
-    ``most_bytes`` does not allow a message of that length. The profile's beta is not used. The profile
+    beta, the time per byte, is measured by one message. The message takes about `LONG_SECONDS`, or less if it
+    would have more than ``most_bytes``. The profile's beta is not used. The profile
     measured messages of a few milliseconds, so a single interruption may have changed its beta much. The
     predicted seconds of every long message would then be wrong.
 

@@ -84,7 +84,7 @@ class GradientPass:
 
 
 class PendingGradient(Tensor):
-    """A tensor that stands for a gradient that is not computed yet. Reading it computes the gradient.
+    """A tensor in place of a gradient that is not computed yet. Reading it computes the gradient.
 
     running: the pass that computes the gradient, as a weak reference. If an autograd node fails, autograd may
         keep this tensor after the backward pass. The weak reference lets the pass and its memory be freed
@@ -97,7 +97,7 @@ class PendingGradient(Tensor):
 
     @staticmethod
     def of(running: GradientPass, number: int, example: Tensor, sizes: Sequence[int]) -> PendingGradient:
-        """Returns a tensor that stands for a gradient that is not computed yet.
+        """Returns a tensor in place of a gradient that is not computed yet.
 
         running: the pass that computes the gradient.
         number: the number of the gradient among the results of the graph.
@@ -176,8 +176,9 @@ class GraphInputs:
     names: a name for each result of the backward graph, equal on all ranks that trace the same code.
     owners: for each result of the backward graph, the number of the input of which it is the gradient.
     may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. For this, each
-        input of the forward graph that needs a gradient must be the result of a `HandOver`, which torch does
-        not allow to change in place. So may_stop is False if the forward graph changes one of these inputs.
+        input of the forward graph that needs a gradient must be the result of a `HandOver`. torch raises an
+        error if code changes this result in place. So may_stop is False if the forward graph changes one of
+        these inputs in place.
     layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
     order: function that returns the numbers of the results, in the order in which these will be handed over;
         [] before the order is known.

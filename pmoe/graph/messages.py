@@ -105,7 +105,7 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
     Rows arrive from an all-to-all sorted by rank. Experts need them sorted by expert. N is the number of
     rows, W the number of ranks, E_local the number of experts of one rank.
 
-    rows: tensors (N, ...), all in the same order.
+    rows: tensors (N, ...). The rows of all tensors have the same order.
     counts_WE: (W, E_local), number of rows of each rank and expert.
     back: True sorts from (expert, rank) to (rank, expert).
 
@@ -197,9 +197,10 @@ def exchange_rows(
         dispatch   sends rows sorted by (rank, expert), returns rows sorted by (expert, rank)
         combine    sends rows sorted by (expert, rank), returns rows sorted by (rank, expert)
 
-    rows: tensors (N, ...), in the same order. N is the sum of send_WE.
+    rows: tensors (N, ...). The rows of all tensors have the same order (see the table). N is the sum of
+        send_WE.
     send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each rank.
-    num_out: number of rows that come, if the graph knows it when it is traced; else None. Only tracing reads
+    num_out: number of rows that come; None if it is not known when the graph is traced. Only tracing reads
         it.
     returns: whether this is the combine.
     layer: the number that stands for the layer (`number_of`).

@@ -107,13 +107,13 @@ def run_and_keep(
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
-    parameters: the parameters that need gradients; empty if gradients are disabled. They are arguments only
-        so that the graph knows that the results depend on them. The module itself reads its own attributes.
+    parameters: the parameters that need gradients; empty if gradients are disabled. As arguments, they show
+        the graph on which parameters the results depend. The module itself reads its own attributes.
     needs_grad: for each of ``inputs``, whether it needs a gradient.
     autocast: the dtype of autocast; None if autocast is off.
 
-    The kept autograd graph reads the copies, not the inputs, because the compiler may overwrite an input
-    before backward runs, and compute it again for its own use. There are no copies if no gradient is wanted.
+    The kept autograd graph reads the copies, not the inputs. The compiler may overwrite an input before
+    backward runs, and compute it again for its own use. There are no copies if no gradient is wanted.
     The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was kept.
     """
     module = LAYERS[number]
@@ -242,8 +242,8 @@ def _with_autograd() -> Any:
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Runs the block without the tensors' own hooks (`torch.Tensor.register_hook`).
 
-    Autograd calls these hooks with the gradients that the operator returns. The kept graph must not call them
-    a second time.
+    Autograd calls these hooks with the gradients that the operator returns. The block runs the autograd graph
+    that the operator kept (`KeptGraph`). This graph would call the hooks, too, so each would run twice.
     """
     hooks = [tensor._backward_hooks or {} for tensor in tensors]
     before = [dict(own) for own in hooks]

@@ -143,10 +143,10 @@ class GraphSplit:
 
         A range is a run of consecutive instructions that is cut. A range must not end at these positions:
 
-        - between a call that makes routed rows and the last call that reads these rows, because only inside
-          the range is it known which rows belong to which part;
-        - between a call with several results and the nodes that select one of them, because only single
-          tensors can be joined.
+        - Between a call that makes routed rows and the last call that reads these rows. Only inside the range
+          is it known which rows belong to which part.
+        - Between a call with several results and the nodes that select one of them. Only single tensors can
+          be joined.
 
         instructions: the instructions of the graph, with their costs.
         """
@@ -163,8 +163,11 @@ class GraphSplit:
         """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
 
         A range is a run of consecutive instructions, which may hold several MoE layers and the operators
-        between them. Ranges can be cut along the sequences of the batch only if there are two or more
-        sequences, and if this graph has the same instructions as the graph on which the ranges were chosen.
+        between them. Ranges are cut along the sequences of the batch under two conditions:
+
+        - the batch has two or more sequences;
+        - this graph has the same instructions as the graph on which the ranges were chosen.
+
         Otherwise only the MoE layers of each range are cut, one by one, along their tokens.
 
         plan: the ranges, which may have been chosen on a graph for another batch.
@@ -201,7 +204,7 @@ NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
-    """Returns the tensors that a layer reads and that have an entry for each token, or choice of a token.
+    """Returns the tensors with an entry for each token, or choice of a token, that a layer reads.
 
     The result maps each tensor to 0, the dimension along which the tensor is cut into parts of the batch.
 

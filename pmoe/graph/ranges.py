@@ -49,8 +49,8 @@ class PartCosts:
     """Costs of instructions that are cut into k parts of the batch, for one k, by the instruction's name.
 
     part: seconds of the instruction for one part, on average.
-    join: seconds for joining the parts of the instruction's result to one tensor. That is needed if an
-        instruction outside the range, the run of instructions that is cut, reads the result.
+    join: seconds for joining the parts of the instruction's result to one tensor. Parts are joined if an
+        instruction that is not cut with them reads the result.
     """
 
     part: Mapping[str, float]

@@ -392,8 +392,8 @@ class GraphRunner:
         """Finds the order of a module's calls that is predicted to be fastest within the memory limit.
 
         Orders that move weight gradients beside all-to-alls are compared with the module's own order. In each
-        order, gradients are handed over at the places on which ranks agreed, or, before they agree, at the
-        places that make the pass fastest.
+        order, gradients are handed over at the places on which ranks agreed. Before ranks agree, the places
+        are those that make the pass fastest.
 
         module: the graph, possibly in parts.
         costs: the cost of each call and input, by label.

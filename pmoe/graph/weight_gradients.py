@@ -295,8 +295,8 @@ class _List:
     def _message_begins(self) -> float:
         """Returns the time, in seconds, at which the rows that the next all-to-all sends are complete.
 
-        The result is infinity if no all-to-all is left, or if an instruction that computes these rows has not
-        been scheduled.
+        The result is infinity in two cases: no all-to-all is left, or an instruction that computes these rows
+        has not been scheduled.
         """
         if not self.messages or self.messages[-1] not in self.ready:
             return float("inf")

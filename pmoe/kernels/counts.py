@@ -63,7 +63,8 @@ class Heading:
     """The header of a rank's messages of row counts, and the sizes with which kernels write the messages.
 
     num_ranks: W.
-    num_degrees: the number of degrees (numbers of chunks); each has an agreed number in `Messages`.
+    num_degrees: the number of degrees that may be chosen; a degree is a number of chunks. For each degree the
+        ranks agree on a number: how many more times the chunks must be cut to fit into every rank's buffers.
     header: the HEADER numbers in front of each message. The second is the code of a fault of this rank.
     """
 

@@ -1,9 +1,12 @@
 """Computes rows in tiles of a fixed size, so that a row's result does not depend on other rows.
 
-A library chooses the method of a product by the number of rows, and the method for a tensor's last elements
-by the tensor's size. So the last bits of a row's result can change with the batch that the row is in. If all
-rows are computed in tiles of one shape, the library uses the same method for every tile. The result of a row
-may then still depend on the row's place in the tile. `rows_of_tile` checks that it does not.
+The number of rows decides by which method a library computes a product. Elementwise operations may compute
+the last few elements of a tensor by another method, for example without vector instructions. The tensor's
+size decides which elements these are. So the last bits of a row's result can change with the batch that the
+row is in.
+
+If all rows are computed in tiles of one shape, the library uses the same method for every tile. The result of
+a row may then still depend on the row's place in the tile. `rows_of_tile` checks that it does not.
 """
 
 from __future__ import annotations

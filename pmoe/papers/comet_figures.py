@@ -104,9 +104,13 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    Three things work side by side: computing blocks, communicating blocks, and the link between ranks. For
-    each, a time is computed: the seconds of its own work, and of work of the other two that must come before
-    or after it. The bound is the largest of these three times.
+    Computing blocks, communicating blocks and the link between ranks work side by side. For each of the three
+    the function adds up seconds of work that cannot overlap. The bound is the largest of the three sums:
+
+                               layer 0                            layer 1
+        computing blocks       all tiles                          all tiles, sending the last chunk
+        communicating blocks   sending all rows, one tile         tiles of the first chunk, sending all sums
+        link                   bytes for other ranks, one tile    tiles of the first chunk, bytes for others
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).

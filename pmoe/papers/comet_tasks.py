@@ -116,8 +116,8 @@ class Returning:
     """COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
     rows_E: number of rows of each expert of this rank.
-    partials_W: partials_W[level] is the number of sums that this rank sends to rank + level: one for each
-        token of that rank that has rows here. The same number of sums arrives from rank - level.
+    partials_W: partials_W[level] is the number of sums that this rank sends to rank + level. One sum is sent
+        for each token of rank + level with rows here. The same number of sums arrives from rank - level.
     tokens: tokens that this rank owns.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).
@@ -203,8 +203,9 @@ class FusedTask:
         wait for it.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
-    part: in COMET's layer 0 (dispatch and first product) the level: how many ranks away the rank is that the
-        rows come from. In layer 1 (second product and combine) the index of the chunk of columns.
+    part: in COMET's layer 0 (dispatch and first product) the level, which is the distance in ranks from this
+        rank to the rank that sends the rows. In layer 1 (second product and combine) the index of the chunk
+        of columns.
     seconds: how long the task takes if no other task slows it.
     """
 
@@ -308,8 +309,7 @@ class Launch:
 class Tile:
     """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: the tile can start when the rows from rank + level have arrived, the last of the tile's rows to
-        arrive.
+    level: the tile's last rows to arrive come from rank + level. The tile can start when they have arrived.
     expert: number of the expert on this rank.
     row, column: place of the tile in the grid of the expert's tiles.
     """

@@ -233,9 +233,9 @@ A row is (first letters of the names of its tasks' lanes, number of these lanes)
 
 
 def actors_figure() -> Figure:
-    """Draws two timelines of FlashDMoE's kernel on one of 8 ranks: without and with another late rank.
+    """Draws two timelines of FlashDMoE's kernel on one of 8 ranks. In the second, another rank is late.
 
-    Needs matplotlib.
+    In the first, no rank is late. Needs matplotlib.
     """
     late = late_peers()[0]["late ms"] / 1e3
     lanes = LANES | {"processors": (("processor", "comm "), H100.blocks - 1)}

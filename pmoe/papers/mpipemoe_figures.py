@@ -2,8 +2,10 @@
 
 Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's rows by the ranks to which
 they are sent (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits the rows along the
-tokens (Fig. 5b). Fig. 12 has the time of a step by the number of chunks. In this picture, the numbers in a
-cell are the chunks of its rows.
+tokens (Fig. 5b). Fig. 12 has the time of a step by the number of chunks.
+
+The drawing below shows both splits. A cell is for the rows of a rank that are sent to one rank. The digits in
+the cell are the numbers of the chunks in which these rows are sent.
 
     rows of a rank, for 4 ranks     by destination, 2 chunks     along tokens, 2 chunks
     | to 0 | to 1 | to 2 | to 3 |   | 0 0 | 0 0 | 1 1 | 1 1 |    | 0 1 | 0 1 | 0 1 | 0 1 |

@@ -235,8 +235,10 @@ def _range(ordered: Any, floor: float | None) -> tuple[float, float, float | Non
     ordered: (N,) the N finite values, ascending.
     floor: a value that the axis must include; None for none.
 
-    The cut value is the largest value if it lies above the upper end, otherwise None. The axis ends below the
-    largest values if otherwise the smallest 95 percent of the values would lie in its lowest third.
+    A few very large values could press all other values together at the bottom of the chart. If the smallest
+    95 percent of the values would lie in the lowest third of the axis, the axis is cut: it ends below the
+    largest values. The cut value is then the largest value, otherwise None. With fewer than 40 values, the
+    axis is never cut.
     """
     low, high = float(ordered[0]), float(ordered[-1])
     if floor is not None:

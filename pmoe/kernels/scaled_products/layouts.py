@@ -1,7 +1,7 @@
 """The order in which Blackwell's tensor cores read the scales of MXFP8 operands (SWIZZLE_32_4_4).
 
-Scales are read in tiles of 128 rows and 4 blocks, 512 bytes each. Within a tile, the scale of row r and block
-b is at byte
+Scales are read in tiles of 512 bytes. A tile has the scales of 128 rows for 4 neighbouring blocks of columns,
+one byte each. Within a tile, the scale of row r and block b is at byte
 
     16 * (r % 32) + 4 * (r // 32) + b
 
@@ -36,9 +36,10 @@ def filled(count: int, multiple: int) -> int:
 
 
 def in_tiles(scales: Tensor) -> Tensor:
-    """Returns the scales of matrices in tiles of 128 rows and 4 blocks. Each matrix begins a new tile.
+    """Rearranges the scales of matrices into tiles, and returns them. Each matrix begins a new tile.
 
-    The scales of a tile are next to each other in memory. Zeros fill up the last tiles of a matrix.
+    A tile has the scales of 128 rows for 4 neighbouring blocks of columns. They are next to each other in
+    memory. Zeros fill up the last tiles of a matrix.
 
     scales: (..., R, B), one byte each: for each of R rows of a matrix, a scale for each of B blocks of
         columns.
@@ -59,10 +60,10 @@ def in_tiles(scales: Tensor) -> Tensor:
 
 
 def rows_in_tiles(scales_NB: Tensor, counts: Sequence[int], ends_E: Tensor) -> Tensor:
-    """Returns the scales of rows in tiles of 128 rows and 4 blocks. The rows of each expert begin a new tile.
+    """Rearranges the scales of rows into tiles, and returns them. Each expert's rows begin a new tile.
 
-    The scales of a tile are next to each other in memory. Zeros fill up the last tiles of each expert. The
-    host does not wait for the device.
+    A tile has the scales of 128 rows for 4 neighbouring blocks of columns. They are next to each other in
+    memory. Zeros fill up the last tiles of each expert. The host does not wait for the device.
 
     scales_NB: (N, B), one byte each: for each of N rows, a scale for each of B blocks of columns. The rows
         are sorted by expert.

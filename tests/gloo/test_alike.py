@@ -167,7 +167,6 @@ def test_the_first_difference_has_its_values_told_and_the_others_their_names() -
 
 WRONG: dict[str, tuple[Any, str]] = {
     "shared_expert": ("8", "TypeError: shared_expert ('8') must be None, an int or a torch.nn.Module"),
-    "nodes": ("x", "TypeError: nodes ('x') must be a number of ranks, or an id of its node for each rank"),
 }
 """For some arguments a wrong value, and the error that it raises."""
 

@@ -25,6 +25,7 @@ NO_SETTINGS = (
     "may_be_equal",
     "are_equal",
     "keeps_gathered",
+    "next_call",
 )
 """Attributes that a module's text leaves out, because they change neither results nor times."""
 

@@ -40,7 +40,8 @@ class LayerCache:
     differed       whether the experts of different ranks had different values, as they should, when the ranks
                    last compared them; None before the first comparison
     compared       `LayerModules.compared_options` at the last call. It refers to no modules, because a
-                   reference would keep replaced modules alive
+                   reference would keep replaced modules alive. () after a setting of the gate or of the
+                   experts was set (`pmoe.settings`)
     words          the layer's options as texts, as they were when ranks last compared them
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
@@ -53,6 +54,7 @@ class LayerCache:
                    the next call is not equal to this one
     calls_alike    (calls since the experts last changed, calls between their last two changes)
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
+    is_of_copy     whether the layer is a copy (copy.deepcopy) of a layer that was called before
     """
 
     differed: bool | None = None
@@ -66,6 +68,18 @@ class LayerCache:
     kept_copies: KeptCopies | None = None
     experts_state: object = None
     calls_alike: tuple[int, int] = (0, 0)
+    is_of_copy: bool = False
+
+    def for_copy(self) -> LayerCache:
+        """Returns the cache of a copy of the layer, which may be used with other ranks: it knows nothing."""
+        return LayerCache(is_of_copy=self.differed is not None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LayerCache:
+        return LayerCache(is_of_copy=self.is_of_copy)
+
+    def __reduce__(self) -> tuple[type[LayerCache], tuple[()]]:
+        # A pickled layer may be loaded by one rank, while the other ranks build theirs.
+        return LayerCache, ()
 
     def forget_ranks(self) -> None:
         """Forgets the facts that depend on the layer's process group, because the layer got another one.

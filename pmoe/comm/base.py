@@ -92,14 +92,22 @@ class Exchange(abc.ABC):
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Stores the ranks among which rows are exchanged, and the counter of sent bytes.
 
-        The layer calls this method on every rank when the layer is built. A subclass that needs process
-        groups of its own makes them in this method.
+        The layer calls this method when the layer is built. The method must not communicate, because another
+        rank may have been given another exchange: `connect` may.
 
         ranks: the ranks that exchange rows.
         traffic: where `exchange` counts the bytes that it sends.
         """
         self.ranks = ranks
         self.traffic = traffic
+
+    def connect(self) -> object:
+        """Makes the process groups that an exchange needs for itself. A collective; here it does nothing.
+
+        The layer calls this method in its first call, after the ranks have compared their options. A second
+        call must be cheap. The layer ignores the result.
+        """
+        return None
 
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.

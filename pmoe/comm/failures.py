@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import itertools
 import threading
 import time
@@ -120,15 +121,45 @@ def publish_outside_pass(error: BaseException) -> None:
     leaves no collective unfinished, so the group can still be used. If the program goes on after the error,
     this rank's next call withdraws the report.
     """
-    world = dist.group.WORLD
-    if world is None:
+    _publish_report(error, place="")
+
+
+def publish_construction(error: Exception) -> None:
+    """Publishes an error raised when this rank built a layer, for peers that have built it and call it.
+
+    If all ranks raise the same error, nobody waits. So a rank ignores reports of an error that it has raised
+    itself when it built a layer.
+    """
+    text = f"{type(error).__name__}: {error}"
+    place = f"construction {hashlib.sha256(text.encode()).hexdigest()}"
+    _failed_constructions[place] = None
+    if len(_failed_constructions) > MOST_CONSTRUCTIONS:
+        del _failed_constructions[next(iter(_failed_constructions))]
+    _publish_report(error, place)
+
+
+_failed_constructions: dict[str, None] = {}
+"""This rank's errors of `publish_construction`: the names of their places in reports; an ordered set."""
+
+MOST_CONSTRUCTIONS = 100
+"""The most names that `_failed_constructions` keeps."""
+
+
+def _publish_report(error: BaseException, place: str) -> None:
+    """Publishes an error that leaves no collective unfinished. This rank's next call withdraws the report.
+
+    place: the text that stands for the name of a left group in the report (`FAILED`). Ranks with the same
+        name in `_failed_constructions` ignore the report. "" if no rank may ignore it.
+    """
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None or not has_peers(world):
         return
     record = record_of_group(world)
     rank = dist.get_rank()
     text = f"global rank {rank} raised {type(error).__name__}: {error}"[:4000]
     failure_published.set()
     _to_take_back.add(_key(record, rank))
-    _write({_key(record, rank): f"\n\n{text}", _any_failed(record): ""})
+    _write({_key(record, rank): f"{place}\n\n{text}", _any_failed(record): ""})
 
 
 PATIENCE_SECONDS = 3.0
@@ -297,7 +328,8 @@ def failures(group: dist.ProcessGroup) -> list[str]:
       collectives, nobody waits, and the error is not returned.
     - The rank has left a different group H (of another layer, say), so it may never start the collective of
       G. But if the calling rank has left H, too, the error is old and is not returned.
-    - The rank failed outside of any pass (`publish_outside_pass`).
+    - The rank failed outside of any pass (`publish_outside_pass`), or could not build a layer that the
+      calling rank has built (`publish_construction`).
     """
     store = dist.distributed_c10d._get_default_store()
     record = record_of_group(group)
@@ -308,7 +340,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         return store.get(key).decode() if store.check([key]) else ""
 
     texts = []
-    known_here = names_of_left_groups() - {record.name}
+    known_here = {*names_of_left_groups(), *_failed_constructions} - {record.name}
     for rank in dist.get_process_group_ranks(group):
         # The rank has left this group, and not all ranks left it at the same place (`settle`).
         place, _, in_group = value_of(f"{_key(record, rank)}/{record.name}").partition("\n")

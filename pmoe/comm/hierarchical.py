@@ -11,7 +11,7 @@ from torch import Tensor
 from pmoe.comm.base import Combine, Dispatch, RowCounts, Traffic, all_to_all
 from pmoe.comm.failures import wait_for
 from pmoe.comm.ranks import Ranks
-from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, find_topology
+from pmoe.comm.topology import NodeGroups, Nodes, Topology, connect, own_topology
 
 
 class HierarchicalExchange(Dispatch, Combine):
@@ -27,29 +27,29 @@ class HierarchicalExchange(Dispatch, Combine):
     - `exchange` needs the numbers that `relay_counts` returned for the same rows.
 
     nodes: which ranks share a node (`pmoe.comm.topology.Nodes`): the number of ranks on each node, an id of
-        its node for each rank, or None for the number in LOCAL_WORLD_SIZE.
+        its node for each rank, or None for the number in LOCAL_WORLD_SIZE. `bind` replaces the attribute by a
+        text, which the ranks of a layer compare.
     topology: the nodes of the ranks. `bind` sets it.
     """
 
     in_steps = True
     topology: Topology
+    nodes: str
 
     def __init__(self, nodes: Nodes = None) -> None:
         self._nodes = nodes
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
-        """Finds the nodes of the ranks and makes the process groups. A collective.
+        """Finds the nodes of the ranks, as this rank's argument ``nodes`` says.
 
         traffic: where the bytes that are sent are counted.
 
-        Raises ValueError or TypeError on every rank, before any group is made, if ``nodes`` is invalid or the
-        exchange cannot work with these nodes.
+        Raises ValueError or TypeError if ``nodes`` is invalid or the exchange cannot work with these nodes.
         """
         super().bind(ranks, traffic)
-        self.topology = find_topology(ranks, self._nodes)
+        self.topology = own_topology(ranks, self._nodes)
+        self.nodes = self.topology.origin
         self.check_topology()
-        if ranks.size > 1:
-            self.connect()
 
     def check_topology(self) -> None:
         """Raises ValueError if the exchange cannot work with the nodes of its ranks.
@@ -61,11 +61,12 @@ class HierarchicalExchange(Dispatch, Combine):
         """Returns this rank's process groups inside its node and across nodes.
 
         The first call makes the groups, and is a collective. This object does not store the groups, so that
-        layers can be copied and pickled; each call looks the groups up. An unpickled layer makes its groups
-        at its first exchange of row counts.
+        layers can be copied and pickled; each call looks the groups up.
+
+        The argument ``nodes`` must be the same on all ranks. A layer compares it before.
         """
-        assert self.ranks.group is not None
-        return connect(self.ranks.group, self.topology)
+        group = self.ranks.group
+        return NodeGroups(None, None) if group is None else connect(group, self.topology)
 
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         if self.ranks.size == 1:

@@ -17,8 +17,9 @@ A rank also comes to a meeting before it compares its options with the other ran
 without a comparison. Their messages may have another size, which would abort processes. There are two cases:
 
 - The layer's options were changed since its last call.
-- The layer is called for the first time, after layers of the group were called repeatedly. It may be new on
-  this rank only: a copy of a layer, for example, that one rank evaluates alone.
+- The layer is called for the first time, after layers of the group were called repeatedly, or as a copy
+  (copy.deepcopy) of a layer that was called. It may be new on this rank only: a copy that one rank evaluates
+  alone, for example.
 
 If all ranks compare, all come to the meeting. Ranks that have not run a backward pass also come, perhaps
 without comparing options. So the ranks of a meeting tell each other whether any of them compares its

@@ -163,14 +163,32 @@ def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
 
     Raises ValueError or TypeError, on every rank, if ``nodes`` differs between ranks or is invalid.
     """
-    name = LOCAL_WORLD_SIZE if nodes is None else "nodes"
-    origin = f"{name} ({os.environ.get(LOCAL_WORLD_SIZE) if nodes is None else nodes!r})"
-    first, *others = gathered(ranks, origin, stage="comparing the nodes of ranks")
+    first, *others = gathered(ranks, origin_of(nodes), stage="comparing the nodes of ranks")
     for rank, other in enumerate(others, start=1):
         if other != first:
             raise ValueError(f"{first} must be the same on every rank of the group: rank {rank} has {other}")
+    return own_topology(ranks, nodes)
+
+
+def own_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
+    """Returns the topology of ``ranks`` as this rank's argument ``nodes`` describes it. Not a collective.
+
+    nodes: which ranks share a node (`Nodes`).
+
+    Raises ValueError or TypeError if ``nodes`` is invalid.
+    """
     global_ranks = ranks.members or [0]
-    return Topology.of_nodes(node_ids(nodes, global_ranks), global_ranks, origin)
+    return Topology.of_nodes(node_ids(nodes, global_ranks), global_ranks, origin_of(nodes))
+
+
+def origin_of(nodes: Nodes) -> str:
+    """Returns the argument ``nodes`` in words, or the environment variable that is used if it is None.
+
+    Example: 2 -> "nodes (2)"
+    """
+    if nodes is None:
+        return f"{LOCAL_WORLD_SIZE} ({os.environ.get(LOCAL_WORLD_SIZE)!r})"
+    return f"nodes ({nodes!r})"
 
 
 def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
@@ -238,6 +256,8 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     The groups exist until torch.distributed is shut down. Later calls for the same topology return the same
     groups. They make no new groups, because a new group could get the name of an old one, and would then find
     the old group's keys in the store.
+
+    The topology must be the same on all ranks. A layer compares its ``nodes`` between ranks before.
 
     Raises ValueError on every rank of ``group``, before any group is made, if ``group`` has only some of the
     processes and its members belong to different numbers of groups.

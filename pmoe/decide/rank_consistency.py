@@ -20,6 +20,7 @@ from pmoe.decide.route import is_fetched
 from pmoe.decide.stored_state import check_loaded
 from pmoe.experts.values import check_not_meta
 from pmoe.experts.wrapper_checks import COPIED, check_peft, check_wrapped, sampled
+from pmoe.settings import note_comparison
 from pmoe.warn import warn_once
 
 
@@ -29,7 +30,7 @@ def check_same_options(modules: LayerModules) -> None:
     The function is a collective only in the following calls of a layer:
 
     - the first call;
-    - the next call after an option was set on any rank;
+    - the next call after an option, or a setting of the gate or the experts, was set on any rank;
     - a call that is the first one of a layer on some ranks only;
     - the next call after a new default process group has replaced a destroyed one.
 
@@ -42,7 +43,9 @@ def check_same_options(modules: LayerModules) -> None:
     enter_call(modules.ranks)
     why = ""
     if cache.differed is None:
-        why = NEW_LAYER if modules.ranks.record.has_repeated else ""
+        # One rank may evaluate a copy of a layer alone, while the other ranks call the layer itself.
+        may_be_alone = cache.is_of_copy or modules.ranks.record.has_repeated
+        why = NEW_LAYER if may_be_alone else ""
     elif cache.compared != modules.compared_options:
         why = changed_options(cache.words, modules)
     must_compare = meet_before_call(modules.ranks, why)
@@ -56,6 +59,11 @@ def check_same_options(modules: LayerModules) -> None:
         with hidden_from_checkpoints():
             cache.differed = compare_options(modules)
         cache.words = options_in_words(modules)
+        for exchange in (modules.dispatch, modules.combine):
+            exchange.connect()
+        for module in (modules.gate, modules.experts, modules.shared_expert):
+            if module is not None:
+                note_comparison(module, cache)
 
 
 def compare_options(modules: LayerModules) -> bool:

@@ -18,10 +18,15 @@ the gradients of their outputs dT_DO, T_M after the nonlinearity, and the gradie
 buffers (``memory_reuse``), the next chunk overwrites these operands. In that case the first half computes all
 gradients, and keeps the gradients of the parameters for the second half. All implementations of a call other
 than the pipeline (`pmoe.runners`) do the same.
+
+A rank may have no parameters to train, although other ranks do, and train only its gate. Its second call then
+asks only for the gradient of the gate, which the first half has computed. So this rank divides its calls as
+the other ranks do, and its second call sends nothing, either.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,13 +72,14 @@ class Later:
     version: the version counter of grad_TM in the first half, to detect changes in place.
     of_inputs: the gradients of x_TM, weight_TK and shared_weight_T. The entry of x_TM is None, because
         autograd does not ask for this gradient again.
-    parameters: the function that computes the gradients of all parameters.
+    parameters: the function that computes the gradients of all parameters. None if autograd asked for some of
+        them together with the input's: a later call for others runs the whole pass again.
     """
 
     grad_TM: Tensor
     version: int
     of_inputs: list[Tensor | None]
-    parameters: Callable[[], list[Tensor | None]]
+    parameters: Callable[[], list[Tensor | None]] | None
 
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
         """Returns whether the first half ran for the same gradient of the output; equal on all ranks.
@@ -109,51 +115,73 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
         backward pass needs.
     """
     start = len(ctx.needs_input_grad) - len(ctx.inputs.all)
-    asks_for_x, asks_for_parameters = asked(ctx)
-    has_halves = asks_for_x and not asks_for_parameters and any(ctx.needs_input_grad[start + NUM_INPUTS :])
+    has_parameters = any(ctx.needs_input_grad[start + NUM_INPUTS :])
     keeps = _get_current_graph_task_keep_graph()
+    asks_for_all, asks_for_x, asks_for_parameters = asked(ctx)
     later: Later | None = getattr(ctx, "later", None)
-    if later is not None and not asks_for_x and later.is_for(grad_TM, ctx.ranks):
-        num_parameters = len(ctx.inputs.all) - NUM_INPUTS
-        of_parameters: list[Tensor | None] = [None] * num_parameters
-        if asks_for_parameters:
+    if later is not None and not (asks_for_all or asks_for_x):
+        parameters = later.parameters if asks_for_parameters else no_gradients(ctx)
+        if parameters is not None and later.is_for(grad_TM, ctx.ranks):
             with without_autocast(grad_TM.device.type):
-                of_parameters = later.parameters()
-            # Autograd may make these tensors the parameters' gradients, so they are not kept for a third run.
-            ctx.later = None
-        return *(None,) * start, *later.of_inputs, *of_parameters
+                of_parameters = parameters()
+            if keeps and asks_for_parameters:
+                # Autograd may make these tensors the parameters' gradients, so a third call gets copies. It
+                # must not run the pass again: a rank that trains only its gate would not take part.
+                later.parameters = functools.partial(copies_of, of_parameters)
+                of_parameters = copies_of(of_parameters)
+            if not keeps:
+                ctx.later = None
+            return *(None,) * start, *later.of_inputs, *of_parameters
     ctx.later = None
-    # One rank may need no gradients of its parameters, or of its input, although other ranks do. It then has
-    # no second half. It takes part in the other ranks' whole passes, or in their first half, which sends the
-    # same messages.
-    if not has_halves or not keeps:
+    # `y.backward()` asks for everything, so no second half follows. No rank may take such a call for a first
+    # half, not even a rank whose input alone needs a gradient.
+    if asks_for_all or not asks_for_x or not keeps:
         return run(ctx, grad_TM, ctx.backward_from)
 
-    def first_half(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+    def with_record(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+        parameters: Callable[[], list[Tensor | None]] | None
         inputs_first = getattr(ctx.backward_from, "inputs_first", None)
-        if inputs_first is None:
+        if asks_for_parameters:
+            found = ctx.backward_from(tensors, wanted, grad_TM)
+            parameters = None
+        elif inputs_first is None or not has_parameters:
             found, parameters = all_at_once(ctx.backward_from, tensors, wanted, grad_TM)
         else:
             found, parameters = inputs_first(tensors, wanted, grad_TM)
-        of_inputs = found[:NUM_INPUTS]
-        ctx.later = Later(grad_TM, grad_TM._version, [None, *of_inputs[1:]], parameters)
-        return [*of_inputs, *(None for _ in found[NUM_INPUTS:])]
+        ctx.later = Later(grad_TM, grad_TM._version, [None, *found[1:NUM_INPUTS]], parameters)
+        return found if asks_for_parameters else [*found[:NUM_INPUTS], *no_gradients(ctx)()]
 
-    return run(ctx, grad_TM, first_half)
+    return run(ctx, grad_TM, with_record)
 
 
-def asked(ctx: Any) -> tuple[bool, bool]:
-    """Returns two flags: whether autograd asks for the gradient of the layer's input, and of any parameter.
+def copies_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Returns a copy of each tensor of a list, and None for None."""
+    return [None if gradient is None else gradient.clone() for gradient in gradients]
+
+
+def no_gradients(ctx: Any) -> Callable[[], list[Tensor | None]]:
+    """Returns a function for a call in which autograd asks for no gradient of a parameter: None for each.
+
+    ctx: the context of the call's autograd Function.
+    """
+    return lambda: [None] * (len(ctx.inputs.all) - NUM_INPUTS)
+
+
+def asked(ctx: Any) -> tuple[bool, bool, bool]:
+    """Returns whether autograd asks for all gradients, for the layer's input's, and for any parameter's.
+
+    Autograd asks for all gradients in `y.backward()`, and for some in `torch.autograd.grad(y, inputs)`. The
+    anchor (`pmoe.engine.autograd.make_anchor`) tells them apart: no user can ask for its gradient.
 
     ctx: the context of the call's autograd Function. Its ``next_functions`` are the nodes that get the
         gradients. Autograd asks for a gradient if it will run the node.
     """
     nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)
-    of_rows = nodes[1]
+    anchor, of_rows = nodes[:2]
     if getattr(of_rows, "passes_rows", False):  # the gate's node, which also runs for the gate's weight
         of_rows = of_rows.next_functions[0][0]
-    return runs_now(of_rows), any(runs_now(node) for node in nodes[first_parameter:])
+    return runs_now(anchor), runs_now(of_rows), any(runs_now(node) for node in nodes[first_parameter:])
 
 
 def runs_now(node: Any) -> bool:

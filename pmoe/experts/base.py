@@ -29,6 +29,7 @@ from pmoe.experts.operands import read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.schedule.buffer_sizes import HiddenColumns
+from pmoe.settings import ModuleWithSettings
 
 if TYPE_CHECKING:
     from pmoe.experts.dtensor_layout import Reduce
@@ -162,7 +163,7 @@ class Shard:
 WHOLE = Shard()
 
 
-class Experts(nn.Module, abc.ABC):
+class Experts(ModuleWithSettings, abc.ABC):
     """The E_local experts of one rank. Subclass this class to give a layer another kind of experts.
 
     The methods of a pass compute one chunk (micro-batch) of N rows with M = d_model columns. Their arguments:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_flag, check_int, check_not_negative, check_place
+from pmoe.settings import ModuleWithSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def _kept(gate: nn.Module) -> list[str]:
     return [name for name in names if name in gate._buffers]
 
 
-class Gate(nn.Module, abc.ABC):
+class Gate(ModuleWithSettings, abc.ABC):
     """Base class of gates: modules that map the tokens of a rank to a `Routing`.
 
     MoELayer also accepts any other module that returns a `Routing`.

@@ -6,10 +6,11 @@ keeps `import pmoe` fast.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from pmoe.arguments import check_flag, check_kind, check_not_negative, check_pla
 from pmoe.call.modules import LayerModules
 from pmoe.call.narrow_pairs import check_narrow
 from pmoe.call.options import LayerOptions, Switches
+from pmoe.comm.base import Combine, Dispatch, Exchange
+from pmoe.comm.failures import publish_construction
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
@@ -27,6 +30,7 @@ from pmoe.experts.base import Experts
 from pmoe.experts.ffn import ActivationName, find_activation
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates import GateName, make_gate
+from pmoe.ordering.base import Order
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.wire import AS_THEY_ARE
 from pmoe.warn import warn_once
@@ -34,6 +38,26 @@ from pmoe.warn import warn_once
 if TYPE_CHECKING:
     from pmoe.engine.plan.callbacks import Callback
     from pmoe.layer.moe_layer import MoELayer
+
+
+Arguments = ParamSpec("Arguments")
+
+
+def publishing(build: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """Returns a constructor that publishes its error, so that peers which have built the layer do not wait.
+
+    build: the constructor.
+    """
+
+    @functools.wraps(build)
+    def build_or_publish(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            build(*args, **kwargs)
+        except Exception as error:
+            publish_construction(error)
+            raise
+
+    return build_or_publish
 
 
 def check_arguments(
@@ -179,6 +203,25 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
     except ValueError:
         layer.options = options_before
         raise
+
+
+def check_replacement(layer: MoELayer, name: str, value: object) -> None:
+    """Raises TypeError if ``value`` cannot be the layer's order, dispatch or combine; binds a new exchange.
+
+    layer: the layer, which may be under construction.
+    name: name of a field of `LayerModules`. Other fields than these three are not checked.
+    value: the value that the field will get. Names such as "flat" are arguments of `MoELayer` only.
+    """
+    kind = {"order": Order, "dispatch": Dispatch, "combine": Combine}.get(name)
+    if kind is None:
+        return
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{name} ({value!r}) must be a pmoe.{kind.__name__} object on a built layer: pass a name when "
+            f"the layer is built, MoELayer(..., {name}={value!r})"
+        )
+    if isinstance(value, Exchange) and "scalars" in vars(layer):
+        value.bind(layer.grid.ep, layer.traffic)
 
 
 def make_layer_gate(

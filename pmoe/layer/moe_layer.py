@@ -155,6 +155,7 @@ class MoELayer(OldAttributes, nn.Module):
     """The record of the last call: the auxiliary loss, the row counts, and the `RunReport`."""
     _layer_modules: LayerModules | None
 
+    @construct.publishing
     def __init__(
         self,
         d_model: int,
@@ -333,14 +334,15 @@ class MoELayer(OldAttributes, nn.Module):
         `options` is a frozen record, so setting an option replaces the record by a new one. Setting a module
         or an option also discards the cached `layer_modules`.
 
-        Raises what `pmoe.layer.construct.set_option` raises.
+        Raises what `pmoe.layer.construct.set_option` and `check_replacement` raise.
         """
         if name in LayerOptions.__dataclass_fields__ or name in Switches.__dataclass_fields__:
             construct.set_option(self, name, value)
             return
-        super().__setattr__(name, value)
         if name in LayerModules.__dataclass_fields__:
+            construct.check_replacement(self, name, value)
             self.__dict__["_layer_modules"] = None
+        super().__setattr__(name, value)
 
     @property
     def ranks(self) -> Ranks:
@@ -606,7 +608,7 @@ class MoELayer(OldAttributes, nn.Module):
             **self.__dict__,
             "last": last,
             "gradients": None,
-            "cache": LayerCache(),
+            "cache": self.cache.for_copy(),
             "_layer_modules": None,
         }
 

@@ -172,7 +172,8 @@ class BalanceLoss:
     includes this loss.
 
     Raises ValueError or TypeError if an argument is wrong, if the model has no MoE layers, or if a gate
-    cannot be balanced by a loss. Raises on every rank if ranks have different layers.
+    cannot be balanced by a loss. Raises on every rank if ranks have different layers or arguments;
+    ``sequence_length`` may differ.
     """
 
     def __init__(
@@ -213,12 +214,26 @@ class BalanceLoss:
                 f"({sorted(sizes)})"
             )
         experts = {name: layer.num_experts for name, layer in self._layers.items()}
-        for rank, others in enumerate(gathered(self._ranks, experts, stage="comparing balanced layers")):
-            if others != experts:
+        arguments = {
+            "over": over,
+            "layers": layers,
+            "window": window,
+            "z_loss_weight": z_loss_weight,
+            "averaged": averaged,
+        }
+        of_ranks = gathered(self._ranks, (experts, arguments), stage="comparing balanced layers")
+        for rank, (other_experts, other_arguments) in enumerate(of_ranks):
+            if other_experts != experts:
                 raise ValueError(
                     f"model (experts by layer: {experts} on rank {self._ranks.rank}) must have the same "
-                    f"layers on every rank of the group, but rank {rank} has {others}"
+                    f"layers on every rank of the group, but rank {rank} has {other_experts}"
                 )
+            for name, value in arguments.items():
+                if other_arguments[name] != value:
+                    raise ValueError(
+                        f"{name} ({value!r} on rank {self._ranks.rank}) must be the same on every rank of "
+                        f"the group, but rank {rank} has {other_arguments[name]!r}"
+                    )
         self.over = over
         self.layers = layers
         self.z_loss_weight = z_loss_weight

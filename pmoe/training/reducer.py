@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_flag, check_module
 from pmoe.comm.agreement import gathered
+from pmoe.comm.failures import at_stage, publishing_failures, wait_for
 from pmoe.comm.group_options import options_like
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import mark_all
@@ -46,6 +47,9 @@ from pmoe.training.gradient_partitioning import (
     timetable_of,
 )
 from pmoe.warn import warn_once
+
+FINISH = "GradientReducer.finish"
+"""Words for what a rank does in that method, for errors of the other ranks."""
 
 
 class GradientReducer:
@@ -149,22 +153,30 @@ class GradientReducer:
         """Sends the gradients that were not sent during backward, and waits for all all-reduces. Collective.
 
         Call it after each backward pass; when gradients are accumulated, after the last one. The first call
-        also chooses the partition: which bytes are sent at which moment. Raises ValueError if the caller's
-        partition belongs to another model, or if a dense parameter requires a gradient that required none
-        when the reducer was made: this reducer would never reduce it.
+        also chooses the partition: which bytes are sent at which moment.
+
+        Raises ValueError if the caller's partition belongs to another model, or if a dense parameter requires
+        a gradient that required none when the reducer was made: this reducer would never reduce it. If a
+        parameter requires one on some ranks only, the other ranks raise RuntimeError with the text of that
+        error; on a GPU they do so only after the group's timeout.
         """
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad and not is_expert(parameter):
-                raise ValueError(
-                    f"{name} (requires_grad=True) must require a gradient when the GradientReducer is made: "
-                    "call reducer.remove(), and make another reducer"
-                )
+        with publishing_failures(self.ranks, FINISH):
+            self._check_frozen()
         step = self._step
         buffers = self._finish_first(step) if isinstance(step, FirstStep) else step.finish()
         if self.average:
             for memory in buffers.memories:
                 memory.div_(self.ranks.size)
         self._step = self._new_step()
+
+    def _check_frozen(self) -> None:
+        """Raises ValueError if a parameter that was frozen when the reducer was made requires a gradient."""
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad and not is_expert(parameter):
+                raise ValueError(
+                    f"{name} (requires_grad=True) must require a gradient when the GradientReducer is made: "
+                    "call reducer.remove(), and make another reducer, both on all ranks"
+                )
 
     def _finish_first(self, seen: FirstStep) -> GradientBuffers:
         """All-reduces all gradients after the first step, and plans when later steps send gradients.
@@ -473,8 +485,9 @@ class PartitionedStep(BackwardStep):
             pieces = self._timetable.pieces[self._num_pieces :]
             self._works += [self._all_reduce(piece.memory) for piece in pieces]
             self._works += [self._all_reduce(memory) for memory in self._timetable.end]
-        for work in self._works:
-            work.wait()
+        with at_stage(FINISH, self._ranks):
+            for work in self._works:
+                wait_for(work, self._ranks.group, on_gpu=self._buffers.memories[0].is_cuda)
         return self._buffers
 
     def _send(self, part: GradientRange) -> dist.Work:

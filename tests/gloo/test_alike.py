@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import time
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,10 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe.call.options import Switches
 from pmoe.comm.base import FlatAllToAll
+from pmoe.comm.hierarchical_2d import HierarchicalAllToAll2D
+from pmoe.comm.ranks import Ranks
 from pmoe.decide import rank_consistency
+from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
 
 D_MODEL, D_HIDDEN = 6, 12
@@ -45,7 +49,7 @@ def build(**options: Any) -> pmoe.MoELayer:
 
 
 class OwnDispatch(FlatAllToAll):
-    """A dispatch of a user's own. Hierarchical ones are compared by a collective when they are built."""
+    """A dispatch of a user's own."""
 
 
 class OwnCombine(FlatAllToAll):
@@ -92,16 +96,16 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("order", ("sorted", "einsum"), {}, "", ("SortedOrder()", "EinsumOrder()")),
     ("dispatch", ("flat", OwnDispatch()), {}, "", ("FlatAllToAll()", "OwnDispatch")),
     ("combine", ("flat", OwnCombine()), {}, "", ("FlatAllToAll()", "OwnCombine")),
+    ("dispatch", ("flat", "hierarchical_2d"), {}, "", ("FlatAllToAll()", "HierarchicalAllToAll2D(")),
+    ("nodes", (1, 2), {"dispatch": "hierarchical_1d"}, "dispatch", ("'nodes (1)'", "'nodes (2)'")),
     *(
         ("switches", (Switches(), Switches(**{name: not getattr(Switches(), name)})), {}, "", (name, name))
         for name in ("bypass_local", "one_lane", "sequential")
     ),
 ]
 
-NOT_COMPARED = {"self", "group", "mesh", "device", "nodes", "callbacks"}
-"""Arguments that are not compared: they say who takes part and where; nodes and callbacks have tests of their
-own.
-"""
+NOT_COMPARED = {"self", "group", "mesh", "device", "callbacks"}
+"""Arguments that are not compared: they say who takes part and where; callbacks have a test of their own."""
 
 
 def test_every_argument_of_a_layer_is_compared() -> None:
@@ -159,6 +163,79 @@ def test_the_first_difference_has_its_values_told_and_the_others_their_names() -
         "capacity_factor must be the same on every rank of a MoELayer, and differs (and so do pipeline, "
         "slack): rank 0: 1; rank 1: 2; rank 2: 1; rank 3: 2"
     )
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "shared_expert": ("8", "TypeError: shared_expert ('8') must be None, an int or a torch.nn.Module"),
+}
+"""For some arguments a wrong value, and the error that it raises."""
+
+
+def wrong_job(rank: int, world: int) -> list[str]:
+    """Passes each wrong value on rank 1 alone. Returns this rank's errors, those of rank 0 from its calls.
+
+    Two more errors follow: of a layer for which both ranks pass a wrong value, and of the call after it, to
+    which rank 1 comes late.
+    """
+    messages = list[str]()
+    x = torch.randn(3, D_MODEL)
+    store = dist.distributed_c10d._get_default_store()
+    for name, (value, _) in WRONG.items():
+        group = dist.new_group(list(range(world)))
+        options = {"dispatch": "hierarchical_2d", "group": group}
+        if rank == 1:
+            options[name] = value
+        messages.append(error_of(lambda options=options: build(**options)(x)))
+        store.set(f"{group.group_name} raised {rank}", "")
+        store.wait([f"{group.group_name} raised {other}" for other in range(world)])
+        build(group=Ranks.single())(x)  # withdraws rank 1's report
+        dist.barrier()
+    both = error_of(lambda: build(shared_expert="8"))
+    layer = build()
+    if rank == 1:
+        time.sleep(0.8)
+    return [*messages, both, error_of(lambda: layer(x))]
+
+
+def test_an_argument_that_is_wrong_on_one_rank_is_named_on_all() -> None:
+    """The other ranks built the layer, and waited for that rank in its first call until the timeout."""
+    told, own = ranks(2).run(wrong_job)
+    for at, (_, error) in enumerate(WRONG.values()):
+        assert own[at].startswith(error)
+        assert "failed in comparing the layer's options" in told[at]
+        assert f"global rank 1 raised {error}" in told[at]
+    # Nobody waits if all ranks raise, however late a rank comes to the next call.
+    assert told[-2:] == own[-2:] == [told[-2], ""] and told[-2].startswith(WRONG["shared_expert"][1])
+
+
+def set_job(rank: int, world: int) -> list[str]:
+    """Sets modules of a built layer. Returns the errors of the assignments, and of a call after the last."""
+    layer = build()
+    x = torch.randn(3, D_MODEL)
+    expected = layer(x)
+    messages = [
+        error_of(lambda name=name: setattr(layer, name, "hierarchical_2d"))
+        for name in ("dispatch", "combine", "order")
+    ]
+    assert torch.equal(layer(x), expected)
+    layer.dispatch = HierarchicalAllToAll2D(1)
+    assert torch.equal(layer(x), expected)
+    if rank == 1:
+        layer.combine = HierarchicalAllToAll2D(1)
+    return [*messages, error_of(lambda: layer(x))]
+
+
+def test_names_are_no_modules_of_a_built_layer_and_other_exchanges_are_compared() -> None:
+    """The name was stored, and the next call failed: "'str' object has no attribute 'exchange'"."""
+    for *messages, differs in ranks(2).run(set_job):
+        for name, kind, message in zip(
+            ("dispatch", "combine", "order"), ("Dispatch", "Combine", "Order"), messages, strict=True
+        ):
+            assert message == (
+                f"TypeError: {name} ('hierarchical_2d') must be a pmoe.{kind} object on a built layer: pass "
+                f"a name when the layer is built, MoELayer(..., {name}='hierarchical_2d')"
+            )
+        assert differs.startswith("ValueError: combine must be the same on every rank of a MoELayer")
 
 
 def once_job(rank: int, world: int) -> list[int]:

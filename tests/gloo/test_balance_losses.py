@@ -285,6 +285,8 @@ def fault_job(rank: int, world: int, fault: str) -> str:
     if fault == "layers":
         other = build(gate="sigmoid") if rank == 0 else nn.ModuleList([build()])
         return error_of(lambda: pmoe.BalanceLoss(other))
+    if fault == "z_loss_weight":
+        return error_of(lambda: pmoe.BalanceLoss(layer, z_loss_weight=0.1 * (rank == 0)))
     balance = pmoe.BalanceLoss(layer, over="sequence")
 
     def run() -> None:
@@ -299,6 +301,10 @@ def fault_job(rank: int, world: int, fault: str) -> str:
     ("fault", "message"),
     [
         ("layers", "must have the same layers on every rank"),
+        (
+            "z_loss_weight",
+            "z_loss_weight (0.0 on rank 1) must be the same on every rank of the group, but rank 0",
+        ),
         ("lengths", "must add up to the 5 tokens"),
         ("evaluation", "another rank cannot compute its balance loss"),
     ],

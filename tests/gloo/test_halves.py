@@ -66,3 +66,48 @@ def test_a_rank_that_needs_fewer_gradients_than_others_runs_their_pass(
     frozen: bool, is_constant: bool
 ) -> None:
     ranks(2).run(alone_job, frozen, is_constant)
+
+
+def frozen_job(rank: int, world: int, options: dict[str, Any], first: str, is_same: bool) -> list[list[str]]:
+    """Asks for gradients twice, with all experts of rank 1 frozen. Returns the second call's collectives.
+
+    first: "input" asks for the input's gradient first, "some" for the gradients of w1, too.
+    is_same: whether the second call has the tensor of the first one as the output's gradient.
+    """
+    counted = []
+    for is_divided in (False, True):
+        layer = build(**options)
+        layer.experts.requires_grad_(rank != 1)
+        x, dy = inputs(rank, world)
+        x.requires_grad_()
+        y = layer(x * 2)
+        early = [x] if first == "input" or rank == 1 else [x, layer.experts.w1]
+        trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        late = trained if first == "input" else [layer.gate.weight]
+        if not is_divided:
+            expected = torch.autograd.grad(y, [*early, *late], dy)
+            continue
+        got = torch.autograd.grad(y, early, dy, retain_graph=True)
+        with counted_collectives() as calls:
+            got += torch.autograd.grad(y, late, dy if is_same else dy.clone(), retain_graph=True)
+        counted.append(list(calls))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        again = torch.autograd.grad(y, late, dy)
+        assert all(torch.equal(a, b) for a, b in zip(again, expected[len(early) :], strict=True))
+    return counted
+
+
+@pytest.mark.parametrize(
+    "options, first, is_same",
+    [
+        ({}, "input", True),
+        ({}, "input", False),
+        ({"memory_reuse": "S4"}, "input", True),
+        ({"balance": 1}, "input", True),
+        ({}, "some", True),
+    ],
+)
+def test_a_rank_that_trains_only_its_gate_has_a_second_half_as_the_others(
+    options: dict[str, Any], first: str, is_same: bool
+) -> None:
+    assert ranks(2).run(frozen_job, options, first, is_same) == [[[] if is_same else ONCE]] * 2

@@ -25,6 +25,7 @@ from pmoe.planner.profile import Operations
 from pmoe.schedule.tasks import Kind
 from pmoe.training import gradient_partitioning
 from pmoe.training.reducer import PartitionedStep
+from tests.gloo.kit import error_of
 from tests.pool import ranks
 from tests.spread import named, spread
 from tests.switched import switched_layer
@@ -302,6 +303,34 @@ def test_parameters_may_be_frozen_later_but_not_be_trained_only_later(partition:
     for have_gradients, message in ranks(2).run(frozen_job, partition):
         assert have_gradients == [True, False, True]
         assert "first.weight (requires_grad=True) must require a gradient when the GradientR" in message
+
+
+def unfrozen_job(rank: int, world: int) -> tuple[str, bool]:
+    """Trains a frozen parameter on rank 1 alone. Returns the error, and whether another reducer works."""
+    model = build({"pipeline": 2})
+    model.first.weight.requires_grad_(False)
+    hook = pmoe.GradientReducer(model, partition=False)
+    model.first.weight.requires_grad_(rank == 1)
+    step(model, rank, 0)
+    message = error_of(hook.finish)
+    hook.remove()
+    model.first.weight.requires_grad_(True)
+    model.zero_grad()
+    hook = pmoe.GradientReducer(model, partition=False)
+    step(model, rank, 0)
+    hook.finish()
+    sums = model.first.weight.grad.clone()
+    dist.all_reduce(sums)
+    return message, torch.allclose(sums, world * model.first.weight.grad)
+
+
+def test_a_parameter_that_one_rank_trains_only_later_is_named_on_all_ranks() -> None:
+    """The other ranks waited for that rank's gradients until the group's timeout."""
+    (other, is_reduced), (own, _) = ranks(2).run(unfrozen_job)
+    cause = "ValueError: first.weight (requires_grad=True) must require a gradient when the GradientReducer"
+    assert own.startswith(cause) and "on all ranks" in own
+    assert "failed in GradientReducer.finish" in other and f"global rank 1 raised {cause}" in other
+    assert is_reduced
 
 
 def test_a_copy_of_the_model_carries_no_gradients_and_remove_takes_the_hooks_off() -> None:

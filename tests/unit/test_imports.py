@@ -35,7 +35,7 @@ FLOORS: list[set[str]] = [
     {"pmoe.gates", "pmoe.ordering", "pmoe.experts", "pmoe.comm"},
     {"pmoe.kernels"},
     {"pmoe.schedule"},
-    {"pmoe.arguments", "pmoe.text", "pmoe.warn"},
+    {"pmoe.arguments", "pmoe.settings", "pmoe.text", "pmoe.warn"},
 ]
 # Imports that do not point downwards. The stages of one floor know nothing of each other. pmoe/__init__.py
 # imports `stats` at its first use; what stands in the file is for type checkers alone. A layer

@@ -843,7 +843,7 @@ OTHER_LAYERS: dict[str, dict[str, Any]] = {
     "with more copies": {"pipeline": 4, "balance": 2},
     "with slots": {"pipeline": 2, "memory_reuse": "S4"},
     # As many bins as the first layer's, so that the messages of row counts have one size.
-    "with slots and copies": {"pipeline": 1, "memory_reuse": "S4", "balance": 1},
+    "with slots and copies": {"pipeline": 1, "memory_reuse": "S4", "balance": 1, "slack": 2.0},
 }
 
 

@@ -75,7 +75,7 @@ def bound(
     checked: tuple[int, ...] = degrees
     of_slots = 1.0
     limit_both = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
-    if sizes.copies.hosted:
+    if sizes.copies.limits_rows:
         of_slots = slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
         checked = with_two(degrees)
     if bins is None:
@@ -98,11 +98,12 @@ def bound(
         return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
 
     at_most = worst(degrees)
-    if not sizes.copies.hosted:
-        return at_most
-    if sizes.rotates:  # one chunk that does not fit is cut as two chunks
-        return _largest(at_most, worst((max(degrees[0], 2), max(degrees[1], 2)))) if 1 in degrees else at_most
-    if not sizes.bypass_local:
+    if sizes.rotates:
+        if not sizes.copies.limits_rows or 1 not in degrees:
+            return at_most
+        # One chunk that does not fit is cut as two chunks are.
+        return _largest(at_most, worst((max(choice.forward, 2), max(choice.backward, 2))))
+    if not (sizes.copies.hosted and sizes.bypass_local):
         return at_most
     # A row for a copy arrives, also on its own rank, and a row for an own expert stays. If some of the rank's
     # rows arrive and others stay, the bytes are no more than in the larger of the two cases.

@@ -144,10 +144,10 @@ def worst_rows(
         Only for layers without ring slots that may have copies: their own rows either arrive or stay.
     """
     own_rows_stay = sizes.bypass_local and not all_arrive
+    is_limited = sizes.rotates and sizes.copies.limits_rows
     # Rows for a copy on the tokens' own rank count as received. With ring slots, one chunk may have as many
     # received rows as its slot holds, and another chunk as many rows that stay.
-    has_both = sizes.rotates and sizes.copies.hosted > 0
-    own_rows_arrive = not own_rows_stay or has_both
+    own_rows_arrive = not own_rows_stay or (sizes.rotates and sizes.copies.hosted > 0)
     sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
     own = _most_of_chunk(call, n)
     finest = bins if bins % n == 0 else n
@@ -158,11 +158,11 @@ def worst_rows(
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
         # larger number, because a ring has at most two slots. With copies, one chunk that does not fit is cut
         # as two chunks, so the caller asks for these.
-        is_cut = sources > 0 and not (has_both and n == 1)
+        is_cut = sources > 0 and not (is_limited and n == 1)
         chunks = max(n, 3) if is_cut else n
     local = own if own_rows_stay else 0
     sent = own
-    if has_both and own_rows_stay:
+    if is_limited and own_rows_stay:
         # A slot needs no more bytes for a row that stays than for one that arrives. So the largest number of
         # rows that arrive, and the rest of the limit of both, need the most memory.
         of_bin = _most_of_chunk(call, finest)

@@ -16,7 +16,7 @@ from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
 from pmoe.call.narrow_pairs import possible_pairs
 from pmoe.call.options import LayerOptions
-from pmoe.comm.counts import max_bins, num_bins, slack_with_copies
+from pmoe.comm.counts import max_bins, num_bins, slack_with_copies, with_two
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
@@ -318,7 +318,8 @@ class LayerModules(PassModules):
         """
         if not self.options.rotates:
             return math.lcm(*degrees)
-        return num_bins(degrees, self.ranks.size, self.options.num_experts, self.slack)
+        checked = with_two(degrees) if self.has_copies else degrees
+        return num_bins(checked, self.ranks.size, self.options.num_experts, self.slack)
 
     @functools.cached_property
     def num_bins(self) -> int:

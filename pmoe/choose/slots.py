@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.comm.counts import RankCounts, Slots
+from pmoe.comm.counts import RankCounts, Slots, with_two
 from pmoe.engine.buffers.arena import pool
 from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import Restore
@@ -24,8 +24,8 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
 
     - The ring slot: a buffer of fixed size that several chunks use one after the other. The rows of a chunk
       must fit into it. If they do not fit on some rank, all ranks cut the batch into more chunks. If busy
-      experts may have copies, ring slots are smaller (`slack_with_copies`), and the rows that stay on their
-      rank must fit into them, too.
+      experts may have copies, ring slots are smaller (`slack_with_copies`), and more rows of a chunk are
+      limited (`Slots.total_slack`). One chunk that does not fit is cut as two chunks are (`Slots.agreed`).
     - The free host memory. If a restore pair offloads the dispatched rows (T_DI), these rows must fit into
       it. If they do not fit on some rank, no rank offloads them (`without_host_offload`).
 
@@ -44,11 +44,11 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
     return Slots(
         slack=modules.slack,
         top_k=options.top_k * modules.grid.esp.size,
-        degrees=degrees,
+        degrees=with_two(degrees) if modules.has_copies else degrees,
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
         num_staying=modules.experts.num_local_experts,
-        limits_own=modules.has_copies,
+        total_slack=options.slack if modules.has_copies else None,
     )
 
 

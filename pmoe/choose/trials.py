@@ -107,6 +107,7 @@ class TrialBatch:
         sizes = agreed_sizes(self.modules, self.inputs.x_TM)
         num_local = self.modules.experts.num_local_experts
         copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.grid.ep.size)
+        copies = replace(copies, limits_rows=self.modules.has_copies)
         return replace(sizes, copies=copies, copy_work=self.copy_work)
 
     @property

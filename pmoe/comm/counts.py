@@ -261,7 +261,10 @@ class Slots:
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
         without being sent. The experts after them are copies of other ranks' experts. Rows for copies are
         always sent. None if there are no copies.
-    limits_own: whether the rows of a chunk that stay on this rank must fit into a slot, too.
+    total_slack: limits more rows, in a layer with copies. The rows that a chunk sends, and the rows that stay
+        on this rank, must then fit into slots, too. The most rows of a chunk that arrive, and the most rows
+        of a chunk that stay, are together at most ceil(total_slack * max_tokens * top_k / n). None limits
+        only the rows that arrive.
     """
 
     slack: float
@@ -270,9 +273,9 @@ class Slots:
     own_rank: int | None
     host_rows: int | None = None
     num_staying: int | None = None
-    limits_own: bool = False
+    total_slack: float | None = None
 
-    def depths(self, recv_FWE: Tensor, max_tokens: Tensor) -> list[Tensor]:
+    def depths(self, recv_FWE: Tensor, max_tokens: Tensor, own_F: Tensor | None = None) -> list[Tensor]:
         """Returns, for each n in ``degrees``, how often n chunks must be cut finer to fit on this rank.
 
         A chunk fits if the rows that it brings to this rank fit into a ring slot, a buffer of fixed size. If
@@ -284,6 +287,8 @@ class Slots:
         recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
             each expert.
         max_tokens: int64 scalar on the device, the largest number of tokens of any rank.
+        own_F: (F,) int64 on the device: the rows of this rank's tokens in each bin. Only read with
+            ``total_slack``, if rows stay on this rank.
         """
         if all(n == recv_FWE.shape[0] for n in self.degrees):  # chunks of single bins are not tested
             return [torch.zeros_like(max_tokens) for _ in self.degrees]
@@ -291,25 +296,47 @@ class Slots:
         if self.own_rank is not None:
             staying_GF = recv_FWE[:, self.own_rank, : self.num_staying].sum(1).unsqueeze(0)
             rows_GF = rows_GF - staying_GF
-            if self.limits_own:
-                rows_GF = torch.cat([rows_GF, staying_GF])
-        # Rows of the largest of n chunks. Kept, because several n may be cut into the same number of chunks.
+            if self.total_slack is not None:
+                assert own_F is not None
+                rows_GF = torch.cat([rows_GF, staying_GF, own_F - staying_GF])
+        # The most rows of a chunk that arrive and, if they are limited, that stay and that are sent. Kept,
+        # because several n may be cut into the same number of chunks.
         largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
             # In float64, as `slot_rows` does on the host. float32 would round large numbers of tokens.
             limit = (max_tokens.double() * (self.slack * self.top_k / n)).ceil()
+            total_limit = None
+            if self.total_slack is not None:
+                total_limit = (max_tokens.double() * (self.total_slack * self.top_k / n)).ceil()
             depth: Tensor | None = None
             # Finer chunks never have more rows, and the limit stays. So the first cuts overflow, and all
             # later cuts fit: the depth is the number of cuts that overflow. The last cut is not tested,
             # because no cut is finer.
             for chunks in cuts(n, rows_GF.shape[1])[:-1]:
                 if chunks not in largest:
-                    largest[chunks] = rows_GF.unflatten(1, (chunks, -1)).sum(2).max()
-                overflows = (largest[chunks] > limit).to(max_tokens.dtype)
-                depth = overflows if depth is None else depth + overflows
+                    largest[chunks] = rows_GF.unflatten(1, (chunks, -1)).sum(2).amax(1)
+                overflows = (largest[chunks] > limit).any()
+                if total_limit is not None:
+                    overflows |= largest[chunks][:2].sum() > total_limit
+                number = overflows.to(max_tokens.dtype)
+                depth = number if depth is None else depth + number
             depths.append(torch.zeros_like(max_tokens) if depth is None else depth)
         return depths
+
+    def agreed(self, depths: Sequence[int]) -> dict[int, int]:
+        """Returns `RankCounts.depth`: how often the chunks are cut finer, for each n in ``degrees``.
+
+        In a layer with copies, a batch of one chunk that does not fit is cut as a batch of two chunks: into
+        chunks of which each fits into half the slot. One chunk needs one slot of each ring, and several
+        chunks need two. So the cut batch needs no more memory than the one chunk for which slots are made.
+
+        depths: for each n in ``degrees``, the largest of the depths of all ranks (`depths`).
+        """
+        depth = dict(zip(self.degrees, depths, strict=False))
+        if self.total_slack is not None and depth.get(1):
+            depth[1] = 1 + depth[2]
+        return depth
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +430,8 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
 
     Rows for copies never stay on their rank: they are always sent. So a rank that hosts copies would fill the
     reserve in every call. Therefore slots have no reserve in a layer with copies. If a chunk has more rows
-    than a slot has room for, it is cut into smaller chunks. The result is
+    than a slot has room for, it is cut into smaller chunks. The rows that it sends, and those that stay, are
+    limited, too (`Slots.total_slack`). The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -429,6 +457,17 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     Example: slack 1.25, top_k 2, 1000 tokens in 4 chunks -> 625.
     """
     return math.ceil(max_tokens * (slack * top_k / n))
+
+
+def with_two(degrees: Sequence[int]) -> tuple[int, ...]:
+    """Returns the numbers of chunks that a layer with copies checks against its ring slots.
+
+    If a batch of one chunk does not fit, it is cut as a batch of two chunks (`Slots.agreed`). So 2 is added
+    if ``degrees`` has 1 but not 2.
+
+    degrees: the numbers of chunks that may be chosen.
+    """
+    return (*degrees, 2) if 1 in degrees and 2 not in degrees else tuple(degrees)
 
 
 def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: float = 1.0) -> int:
@@ -690,7 +729,7 @@ class CountsExchange:
             recv_device=recv_device,
             max_tokens=max_tokens,
             needs_grad=mode >= WANTS_GRADIENTS,
-            depth={} if self._slots is None else dict(zip(self._slots.degrees, others, strict=False)),
+            depth={} if self._slots is None else self._slots.agreed(others),
             host_shortage=bool(host_shortage),
             max_rows=max_rows if self._asks_max_rows and not irregular else None,
             sent_once=sent_once,
@@ -833,7 +872,8 @@ class CountsExchange:
         if slots is not None:
             if slots.host_rows is not None:
                 agreed[HEADER] = recv_FWE.sum() > slots.host_rows
-            for i, depth in enumerate(slots.depths(recv_FWE, header[0])):
+            own_F = self._own_FPX.sum((1, 2))
+            for i, depth in enumerate(slots.depths(recv_FWE, header[0], own_F)):
                 agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()

@@ -47,11 +47,15 @@ class CopyNumbers:
     sent: experts of this rank that have copies on other ranks.
     relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
         weights on to each other.
+    limits_rows: whether chunks with ring slots are cut as in a layer with copies
+        (`pmoe.comm.counts.Slots.total_slack`). It is so in all calls of the layer, also in calls without
+        copies.
     """
 
     hosted: int = 0
     sent: int = 0
     relays: bool = False
+    limits_rows: bool = False
 
     @staticmethod
     def at_most(per_rank: int, num_local: int, num_ranks: int) -> CopyNumbers:
@@ -66,6 +70,7 @@ class CopyNumbers:
             hosted=per_rank,
             sent=min(num_local, per_rank * (num_ranks - 1)),
             relays=num_ranks > 2 and per_rank > 0,
+            limits_rows=per_rank > 0,
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pmoe.comm import ExchangeName
-from pmoe.comm.counts import num_bins, slack_with_copies, slot_rows
+from pmoe.comm.counts import num_bins, slack_with_copies, slot_rows, with_two
 from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
 from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_seconds import simulated_step, step_seconds
@@ -72,25 +72,42 @@ def bound(
             layer uses if it has only this choice.
     """
     degrees = (choice.forward, choice.backward)
+    checked: tuple[int, ...] = degrees
     of_slots = 1.0
-    if sizes.copies.hosted:
+    limit_both = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
+    if sizes.copies.limits_rows:
         of_slots = slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
+        checked = with_two(degrees)
     if bins is None:
-        bins = num_bins(degrees, sizes.num_ranks, sizes.num_experts, of_slots)
+        bins = num_bins(checked, sizes.num_ranks, sizes.num_experts, of_slots)
     limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
 
-    def worst(*, all_arrive: bool) -> PredictedMemory:
+    def worst(degrees: tuple[int, int], *, all_arrive: bool = False) -> PredictedMemory:
         forward, backward = (
-            worst_rows(sizes, call, n, bins, limit(n), all_arrive=all_arrive) for n in degrees
+            worst_rows(
+                sizes,
+                call,
+                n,
+                bins,
+                limit(n),
+                staying_rows=limit_both(n) - limit(n),
+                all_arrive=all_arrive,
+            )
+            for n in degrees
         )
         return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
 
-    own_rows_stay = worst(all_arrive=False)
-    if sizes.rotates or not (sizes.copies.hosted and sizes.bypass_local):
-        return own_rows_stay
+    at_most = worst(degrees)
+    if sizes.rotates:
+        if not sizes.copies.limits_rows or 1 not in degrees:
+            return at_most
+        # One chunk that does not fit is cut as two chunks are.
+        return _largest(at_most, worst((max(choice.forward, 2), max(choice.backward, 2))))
+    if not (sizes.copies.hosted and sizes.bypass_local):
+        return at_most
     # A row for a copy arrives, also on its own rank, and a row for an own expert stays. If some of the rank's
     # rows arrive and others stay, the bytes are no more than in the larger of the two cases.
-    return _largest(own_rows_stay, worst(all_arrive=True))
+    return _largest(at_most, worst(degrees, all_arrive=True))
 
 
 def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:

@@ -119,7 +119,14 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
 
 
 def worst_rows(
-    sizes: LayerSizes, call: CallRows, n: int, bins: int, slot_rows: int, *, all_arrive: bool = False
+    sizes: LayerSizes,
+    call: CallRows,
+    n: int,
+    bins: int,
+    slot_rows: int,
+    *,
+    staying_rows: int = 0,
+    all_arrive: bool = False,
 ) -> PassRows:
     """Returns upper bounds, for any routing, of the numbers of rows that a rank handles in one pass.
 
@@ -131,12 +138,15 @@ def worst_rows(
     slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a chunk brings more rows than a
         slot holds, the batch is cut into more chunks, at most into ``bins``. Ignored for layers without ring
         slots.
+    staying_rows: rows of a chunk that may stay on their rank beside ``slot_rows`` rows that arrive. Only read
+        for layers with ring slots that may have copies: a chunk with more of both is cut, too.
     all_arrive: whether the rank's own rows arrive as messages, as rows for copies do, and none of them stays.
         Only for layers without ring slots that may have copies: their own rows either arrive or stay.
     """
     own_rows_stay = sizes.bypass_local and not all_arrive
-    # Rows for a copy on the tokens' own rank count as received. Ring slots limit received rows and rows that
-    # stay, each by themselves, so with slots both may be at their limit.
+    is_limited = sizes.rotates and sizes.copies.limits_rows
+    # Rows for a copy on the tokens' own rank count as received. With ring slots, one chunk may have as many
+    # received rows as its slot holds, and another chunk as many rows that stay.
     own_rows_arrive = not own_rows_stay or (sizes.rotates and sizes.copies.hosted > 0)
     sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
     own = _most_of_chunk(call, n)
@@ -146,14 +156,21 @@ def worst_rows(
     if sizes.rotates:
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, finest)))
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
-        # larger number, because a ring has at most two slots.
-        chunks = max(n, 3) if sources else n
+        # larger number, because a ring has at most two slots. With copies, one chunk that does not fit is cut
+        # as two chunks, so the caller asks for these.
+        is_cut = sources > 0 and not (is_limited and n == 1)
+        chunks = max(n, 3) if is_cut else n
     local = own if own_rows_stay else 0
-    if sizes.rotates and sizes.copies.hosted:  # slots then limit the rows that stay, too
-        local = min(local, max(slot_rows, _most_of_chunk(call, finest)))
+    sent = own
+    if is_limited and own_rows_stay:
+        # A slot needs no more bytes for a row that stays than for one that arrives. So the largest number of
+        # rows that arrive, and the rest of the limit of both, need the most memory.
+        of_bin = _most_of_chunk(call, finest)
+        local = min(own, max(staying_rows, of_bin))
+        sent = min(own, max(slot_rows, of_bin))
     apart = sizes.esp_size > 1 or sizes.merges
     extent = ChunkRows(
-        send=(own * sizes.sends_rows,) * chunks,
+        send=(sent * sizes.sends_rows,) * chunks,
         received=(received,) * chunks,
         local=(local,) * chunks,
         home=(own + (sizes.has_drops or sizes.merges),) * chunks,
@@ -166,7 +183,7 @@ def worst_rows(
     return PassRows(
         extent=extent,
         received=sources * call.slots,
-        local=call.slots if own_rows_stay else 0,
+        local=0 if own_rows_arrive else call.slots,
         sent=call.slots * sizes.sends_rows,
         exact=False,
         relayed=sizes.relays * own,

@@ -148,10 +148,17 @@ def worst_job(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world, k", [(2, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (4, 1), (4, 2)))]
+    "world, k, n, pair",
+    [
+        (2, 2, 4, "S4"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 1, 4, "S4"), (4, 1, 4, "S4"), (4, 2, 1, "S4"), (2, 1, 1, "S4"), (4, 2, 4, "S1"))
+        ),
+    ],
 )
-def test_with_copies_the_worst_peak_is_near_the_even_one(world: int, k: int) -> None:
-    options = {"pipeline": 4, "memory_reuse": "S4"}
+def test_with_copies_the_worst_peak_is_near_the_even_one(world: int, k: int, n: int, pair: str) -> None:
+    options = {"pipeline": n, "memory_reuse": pair}
     of_ranks = ranks(world).run(worst_job, k, options, (D_MODEL, D_HIDDEN, 2 * TOKENS))
     even = max(of_rank[0]["measured"] for of_rank in of_ranks)
     for of_rank in of_ranks:

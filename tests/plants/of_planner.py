@@ -61,6 +61,14 @@ PLANNER = (
         tests="tests/unit/test_footprint.py -k no_cutting_avoids",
     ),
     Plant(
+        name="one-chunk-cut-into-whole-slots",
+        breaks="with copies, one chunk that does not fit is cut into two of the size that one may have",
+        file="pmoe/comm/counts.py",
+        old="            depth[1] = 1 + depth[2]\n",
+        new="            depth[1] = 1\n",
+        tests="tests/unit/test_reuse_schedule.py -k cut_as_two_chunks",
+    ),
+    Plant(
         name="arena-of-forward-alone",
         breaks="the prediction of backward takes forward's slots",
         file="pmoe/planner/memory.py",

@@ -38,8 +38,8 @@ RANKS = (
         name="chunks-cut-at-the-limit",
         breaks="a chunk that just fits its slot is cut again",
         file=COUNTS,
-        old="(largest[chunks] > limit).to(",
-        new="(largest[chunks] >= limit).to(",
+        old="(largest[chunks] > limit).any()",
+        new="(largest[chunks] >= limit).any()",
         tests="tests/gloo/test_reuse.py -k skew",
     ),
     Plant(

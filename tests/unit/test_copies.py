@@ -243,6 +243,38 @@ def test_equal_loads_and_copies_that_cost_more_than_they_save_give_no_copies() -
     assert not plan_copies([7], [0], [0], CopyLimits(per_rank=2)).hosts
 
 
+# What went wrong in other balancers: a rank got an expert twice, so that one of the two kept old weights; the
+# number of copies had to divide; rows were counted twice, or lost; experts without rows got copies.
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+@pytest.mark.parametrize("num_experts, num_ranks", [(256, 32), (60, 5), (21, 7), (12, 3)])
+def test_no_rank_gets_an_expert_twice_and_no_row_is_lost(
+    num_experts: int, num_ranks: int, per_rank: int
+) -> None:
+    draw = random.Random(num_experts)
+    owners = [expert * num_ranks // num_experts for expert in range(num_experts)]
+    nodes = [2 * rank // num_ranks for rank in range(num_ranks)]
+    present: set[tuple[int, int]] = set()
+    for _ in range(4):  # copies of each call are present in the next, whose loads are others
+        loads = [draw.choice((0, 1)) * int(draw.lognormvariate(8, 1.5)) for _ in range(num_experts)]
+        problem = (loads, owners, nodes, CopyLimits(per_rank=per_rank, near=20, far=60), present)
+        plan = plan_copies(*problem)
+        check(problem, plan)
+        assert all(loads[expert] for expert in plan.hosts)
+        present = set(plan.pairs)
+
+
+def test_old_copies_do_not_hinder_a_plan_for_other_loads() -> None:
+    owners = [expert // 2 for expert in range(16)]
+    limits = CopyLimits(per_rank=1, near=10, far=10)
+    for hot in range(1, 16):
+        before, now = ([5000 if expert == busy else 100 for expert in range(16)] for busy in (0, hot))
+        old = plan_copies(before, owners, [0] * 8, limits)
+        new = plan_copies(now, owners, [0] * 8, limits, old.pairs)
+        assert new.after <= 1.02 * plan_copies(now, owners, [0] * 8, limits).after
+
+
 def test_a_plan_depends_on_nothing_but_its_arguments() -> None:
     loads, owners, nodes, limits, _ = random_problem(3)
     pairs = [(expert, rank) for expert in range(len(loads)) for rank in range(len(nodes))]

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from pmoe import Restore
-from pmoe.comm.counts import HEADER, Slots, cuts, num_bins, slot_rows
+from pmoe.comm.counts import HEADER, Slots, cuts, num_bins, slot_rows, with_two
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Schedule, Stages, link
@@ -74,6 +75,40 @@ def test_bins_of_two_degrees_let_each_of_them_be_cut_until_all_chunks_fit() -> N
         assert [int(depth) for depth in slots.depths(counts, torch.tensor(1200))] == depths
     counts[:] = 100  # as even as rows can be
     assert [int(depth) for depth in slots.depths(counts, torch.tensor(1200))] == [0, 0]
+
+
+def test_with_copies_rows_that_are_sent_or_stay_must_fit_too() -> None:
+    """A rank has 800 tokens in 8 bins. A slot of one chunk holds 500 rows on 2 ranks, and 750 on 4."""
+
+    def depths(slack: float, staying: int, hosted: int, peers: int) -> list[int]:
+        """Rows in each bin: that stay, of own tokens for a copy on this rank, and from other ranks."""
+        slots = Slots(slack=slack, top_k=1, degrees=(1, 2), own_rank=0, num_staying=1, total_slack=1.25)
+        recv_FWE = torch.tensor([[staying, hosted], [peers, 0]]).expand(8, 2, 2)
+        return [int(depth) for depth in slots.depths(recv_FWE, torch.tensor(800), torch.full((8,), 100))]
+
+    assert depths(0.625, 50, 0, 50) == [0, 0]  # even
+    assert depths(0.625, 0, 0, 50) == [1, 1]  # all 800 rows are sent
+    assert depths(0.625, 100, 0, 0) == [1, 1]  # all 800 rows stay
+    assert depths(0.625, 40, 30, 40) == [1, 1]  # 560 rows arrive
+    assert depths(0.9375, 40, 0, 85) == [0, 0]  # 320 rows stay and 680 arrive, together 1,000
+    assert depths(0.9375, 40, 0, 86) == [1, 1]
+
+
+def test_one_chunk_that_does_not_fit_is_cut_as_two_chunks_where_there_are_copies() -> None:
+    with_copies = Slots(slack=0.625, top_k=1, degrees=(4, 1, 2), own_rank=0, total_slack=1.25)
+    without = replace(with_copies, total_slack=None)
+    for depths, expected in (([1, 0, 2], 0), ([1, 1, 0], 1), ([1, 1, 2], 3), ([1, 3, 2], 3)):
+        assert without.agreed(depths) == {4: depths[0], 1: depths[1], 2: depths[2]}
+        agreed = with_copies.agreed(depths)
+        assert agreed == {4: depths[0], 1: expected, 2: depths[2]}
+        if expected:
+            assert cuts(1, 48)[agreed[1]] == cuts(2, 48)[agreed[2]]
+    assert [with_two(degrees) for degrees in ((1,), (4, 1), (1, 2), (3,))] == [
+        (1, 2),
+        (4, 1, 2),
+        (1, 2),
+        (3,),
+    ]
 
 
 def test_there_are_bins_enough_to_cut_a_batch_of_one_rank_into_all_ranks_shares() -> None:

@@ -10,6 +10,9 @@ and the restore pair S4. Rows are spread evenly over experts.
 
 The time of a run is the CPU time of the thread for all calls of a round, divided by their number; of the
 rounds the median and the smallest. No GPU is used.
+
+A second table predicts the host's time of a pass over CUDA and NCCL, from the numbers of calls and from
+assumed costs of a call. Nobody has measured either on a GPU.
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ import sys
 import tempfile
 import time
 from array import array
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.recorded_program import RecordedProgram, compile_library, load_library
+from bench.recorded_program import Issue, RecordedProgram, Signal, Wait, compile_library, load_library
 from bench.timing import counted, write_json
 from pmoe.program.compiler import compile_pass
 from pmoe.program.layer_shape import LayerShape
-from pmoe.program.records import Base, PassProgram
+from pmoe.program.records import Base, Kernel, PassProgram
 from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.restore import STRATEGIES
 from pmoe.schedule.ring_buffers import rotating
@@ -43,6 +47,13 @@ D_MODEL = 1024
 D_HIDDEN = 4096
 CASES = [(ranks, n) for ranks in (1, 2, 8) for n in (1, 4, 8)]
 DIRECTIONS = ("forward", "backward")
+LAUNCH_MICROSECONDS = 2.5
+EVENT_MICROSECONDS = 0.5
+GROUP_MICROSECONDS = 9.0
+ENTRY_MICROSECONDS = 10.0
+"""Assumed costs for the host: of a launch or a copy, of an event that is recorded or waited for, of a group
+of NCCL's calls, and of all else in a pass (Python's call, row counts and addresses).
+"""
 GOAL_MICROSECONDS = 20
 """The goal for two ranks and n = 4, a pass."""
 
@@ -66,6 +77,67 @@ def compiled(ranks: int, n: int, direction: str) -> PassProgram:
         sum_bytes=4,
     )
     return compile_pass(rotating(direction, n, stages, restore=restore), shape, restore)
+
+
+@dataclass(frozen=True)
+class HostCalls:
+    """The calls of CUDA and NCCL of one pass by ``cuda/program/cuda_backend.h``.
+
+    launches: launches of kernels.
+    copies: copies and fills of memory.
+    groups: groups of NCCL's sends and receives; ``messages`` are the sends and receives in them.
+    records, waits: events that are recorded, and waits of a stream for an event.
+    """
+
+    launches: int
+    copies: int
+    groups: int
+    messages: int
+    records: int
+    waits: int
+
+    @property
+    def predicted_microseconds(self) -> float:
+        """The host's time, predicted from the assumed costs."""
+        launches = (self.launches + self.copies) * LAUNCH_MICROSECONDS
+        events = (self.records + self.waits) * EVENT_MICROSECONDS
+        return ENTRY_MICROSECONDS + launches + events + self.groups * GROUP_MICROSECONDS
+
+
+def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
+    """Counts the calls of a pass of the benchmark's layer, with an even load, on Hopper."""
+    calls = RecordedProgram(library, compiled(ranks, n, direction).words())
+    rows = TOKENS * TOP_K // n // EXPERTS
+    counts = [rows] * (n * EXPERTS)
+    calls.cut(TOKENS, 0, counts, counts)
+    ends = array("i", [0] * (2 * n * EXPERTS))
+    issued = calls.run({base: base << 32 for base in Base} | {Base.ENDS_HOST: ends.buffer_info()[0]})
+    kernels = [call.kernel for call in issued if isinstance(call, Issue)]
+    groups = kernels.count(Kernel.EXCHANGE)
+    copies = kernels.count(Kernel.UPLOAD) + kernels.count(Kernel.COPY)
+    # HIDDEN_GRADIENT is two launches: the second adds up partial sums.
+    launches = len(kernels) - groups - copies + kernels.count(Kernel.HIDDEN_GRADIENT)
+    zeroes_counters = ranks > 1 and n > 1
+    return HostCalls(
+        launches=launches,
+        copies=copies + zeroes_counters,
+        groups=groups,
+        messages=groups * 2 * (ranks - 1),
+        records=sum(isinstance(call, Signal) for call in issued),
+        waits=sum(isinstance(call, Wait) for call in issued),
+    )
+
+
+def prediction_table(library: Any) -> str:
+    """Returns the table of predicted host times."""
+    headings = ("ranks", "n", "pass", "launches", "copies", "groups", "messages", "records", "waits")
+    rows = []
+    for ranks, n in CASES:
+        for direction in DIRECTIONS:
+            calls = host_calls(library, ranks, n, direction)
+            numbers = (f"{number}" for number in astuple(calls))
+            rows.append((f"{ranks}", f"{n}", direction, *numbers, f"{calls.predicted_microseconds:.0f}"))
+    return table([(*headings, "us, predicted"), *rows], left=(2,))
 
 
 def timed(library: Any, ranks: int, n: int, direction: str, rounds: int, calls: int) -> dict[str, Any]:
@@ -106,6 +178,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         path = Path(folder, "program.so")
         compile_library(path)
         library = load_library(path)
+        predicted = prediction_table(library)
         found = [
             timed(library, ranks, n, direction, given.rounds, given.calls)
             for ranks, n in CASES
@@ -119,6 +192,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     ]  # fmt: skip
     print(table([headings, *rows], left=(2,)))
     print(f"Goal: at most {GOAL_MICROSECONDS} us for 2 ranks, n = 4.")
+    print(f"\nPredicted for CUDA and NCCL, from assumed costs of a call:\n{predicted}")
     if given.json is not None:
         write_json(given.json, passes=found)
     return found

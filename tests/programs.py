@@ -372,7 +372,10 @@ class ProgramCall:
 
     def __post_init__(self) -> None:
         plan, inputs = self.call.plan, self.call.inputs
-        self.shape = LayerShape.of(plan, inputs.x_TM, inputs.weight_TK)
+        self.shape = self.layer_shape()
+        row = inputs.x_TM.dtype
+        scalar = inputs.weight_TK.dtype
+        total = torch.float32 if row.itemsize == 2 else row
         self.generator = random.Random(self.seed)
         self.held: dict[Base, Tensor] = {}
         self.computing = Computing(plan.modules.experts, self.exchange)  # type: ignore[arg-type]
@@ -392,19 +395,30 @@ class ProgramCall:
         parameters = dict(zip(names, inputs.parameters, strict=True))
         self.put(T_I=inputs.x_TM, WEIGHT=inputs.weight_TK)
         self.put(**{name.upper(): value for name, value in parameters.items()})
-        self.put(**{f"D{name.upper()}": unset(*value.shape) for name, value in parameters.items()})
+        self.put(
+            **{f"D{name.upper()}": unset(*value.shape, dtype=total) for name, value in parameters.items()}
+        )
         self.put(POSITION=pass_plan.position.int(), PAIR_BY_NUMBER=torch.cat(pairs).int())
         self.put(REGROUP=torch.cat(regroups).int())
         if message is not None:
             self.put(REGROUP_WEIGHTS=message.int())
         rows = self.held[Base.PAIR_BY_NUMBER].shape[0]
         for kind in ("WEIGHT", "DWEIGHT"):
-            self.put(**{f"{kind}_BY_NUMBER": unset(rows), f"{kind}_RECEIVED": unset(num_received)})
-        self.put(WEIGHT_ARRIVED=unset(num_received), DWEIGHT_LEAVING=unset(num_received))
-        self.put(SAVED_T_DI=unset(num_received, width), SAVED_T_DI_L=unset(num_local, width))
-        self.put(SAVED_T_M=unset(num_received, columns), SAVED_T_M_L=unset(num_local, columns))
+            by_number = unset(rows, dtype=scalar)
+            received = unset(num_received, dtype=scalar)
+            self.put(**{f"{kind}_BY_NUMBER": by_number, f"{kind}_RECEIVED": received})
+        self.put(WEIGHT_ARRIVED=unset(num_received, dtype=scalar))
+        self.put(DWEIGHT_LEAVING=unset(num_received, dtype=scalar))
+        self.put(SAVED_T_DI=unset(num_received, width, dtype=row))
+        self.put(SAVED_T_DI_L=unset(num_local, width, dtype=row))
+        self.put(SAVED_T_M=unset(num_received, columns, dtype=row))
+        self.put(SAVED_T_M_L=unset(num_local, columns, dtype=row))
         ends = torch.zeros(2 * self.send.shape[0] * self.shape.local_experts, dtype=torch.int32)
         self.put(ENDS_HOST=ends, ENDS=ends.clone())
+
+    def layer_shape(self) -> LayerShape:
+        inputs = self.call.inputs
+        return LayerShape.of(self.call.plan, inputs.x_TM, inputs.weight_TK)
 
     def put(self, **tensors: Tensor) -> None:
         """Places tensors at the bases of these names."""
@@ -428,23 +442,24 @@ class ProgramCall:
             self.computing.run(call)
 
     def forward(self) -> Tensor:
-        self.put(T_O=unset(*self.call.y_TM.shape))
+        self.put(T_O=unset(*self.call.y_TM.shape, dtype=self.call.y_TM.dtype))
         self.run("forward")
         return self.held[Base.T_O]
 
     def backward(self) -> list[Tensor]:
         """Returns the gradients of x, of the routing weights, and of the experts' parameters."""
         assert self.call.grad_TM is not None
-        self.put(DT_O=self.call.grad_TM, DT_I=unset(*self.call.y_TM.shape))
-        self.put(DWEIGHT=unset(*self.call.inputs.weight_TK.shape))
+        weight_TK = self.call.inputs.weight_TK
+        self.put(DT_O=self.call.grad_TM, DT_I=unset(*self.call.y_TM.shape, dtype=self.call.y_TM.dtype))
+        self.put(DWEIGHT=unset(*weight_TK.shape, dtype=weight_TK.dtype))
         self.run("backward")
         bases = [Base.DT_I, Base.DWEIGHT, Base.DW1, Base.DW2, Base.DB1, Base.DB2]
         return [self.held[base] for base in bases if base in self.held]
 
 
-def unset(*shape: int) -> Tensor:
+def unset(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Returns memory of NaN: a number that is read before it is written spoils the result."""
-    return torch.full(shape, float("nan"), dtype=torch.float64)
+    return torch.full(shape, float("nan"), dtype=dtype)
 
 
 def check_against_engine(program: ProgramCall, told: object) -> None:

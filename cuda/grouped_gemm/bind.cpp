@@ -41,14 +41,6 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
-// Sets which operand the two blocks of a cluster share. For kByRule, best_sharing() chooses by the product's
-// sizes.
-void share(GroupedGemm& which, pmoe::Problem& p, Sharing sharing) {
-  if (sharing == Sharing::kByRule) sharing = pmoe::best_sharing(which.form, p.m, p.n, p.a_gathered != 0);
-  which.cluster = sharing == Sharing::kB ? 2 : 1;
-  p.blocks_across = sharing == Sharing::kA ? 2 : 1;
-}
-
 int multiprocessors() {
   int device = 0, count = 0;
   pmoe::check(cudaGetDevice(&device), "cudaGetDevice");
@@ -81,11 +73,10 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.row_dots = at<float>(row_dots);
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
-  if (hopper) share(which, p, static_cast<Sharing>(sharing));
+  if (hopper) pmoe::share(which, p, static_cast<Sharing>(sharing));
   const pmoe::OnDevice on_device(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
-  const int blocks =
-      pmoe::larger(multiprocessors() - spare, which.cluster * p.blocks_across) * (hopper ? 1 : 2);
+  const int blocks = pmoe::num_blocks(which, p, hopper, multiprocessors(), spare);
   path.launch(which, p, a_rows, b_rows, blocks, at<void>(stream));
 }
 

@@ -1,5 +1,5 @@
-// The rule by which the two blocks of a cluster share an operand, if the caller names none. Only the binding
-// includes it, so that a change of the rule compiles no kernel again.
+// The rule by which the two blocks of a cluster share an operand, if the caller names none; and the number of
+// blocks. Only bindings include it, so that a change of the rule compiles no kernel again.
 #pragma once
 #include "launch.h"
 
@@ -18,6 +18,21 @@ inline Sharing best_sharing(Form form, int m, int n, bool a_gathered) {
   constexpr int kTileRows = 128, kTileColumns = 256;
   if (form == Form::kWeight && ceil_div(m, kTileRows) % 2 == 0) return Sharing::kB;
   return !a_gathered && ceil_div(n, kTileColumns) % 2 == 0 ? Sharing::kA : Sharing::kNothing;
+}
+
+// Sets which operand the two blocks of a cluster share, for Hopper's path. For kByRule, best_sharing()
+// chooses by the product's sizes.
+inline void share(GroupedGemm& which, Problem& p, Sharing sharing) {
+  if (sharing == Sharing::kByRule) sharing = best_sharing(which.form, p.m, p.n, p.a_gathered != 0);
+  which.cluster = sharing == Sharing::kB ? 2 : 1;
+  p.blocks_across = sharing == Sharing::kA ? 2 : 1;
+}
+
+// Returns the number of blocks of a launch: one for each multiprocessor that is not left free, or two on the
+// path for sm_80.
+inline int num_blocks(const GroupedGemm& which, const Problem& p, bool hopper, int multiprocessors,
+                      int spare) {
+  return larger(multiprocessors - spare, which.cluster * p.blocks_across) * (hopper ? 1 : 2);
 }
 
 }  // namespace pmoe

@@ -5,8 +5,9 @@
 //   kernel hidden, 6 operands          launch({hidden, lane 0, 6 addresses})
 //   signal 6                           signal(lane 0, event 6)
 //
-// The interpreter knows no kernel and no device: a backend is a table of functions. A backend over CUDA would
-// launch kernels on the lane's stream, and record CUDA events. The one of recorder.cpp writes the calls down.
+// The interpreter knows no kernel and no device: a backend is a table of functions. The one of cuda_backend.h
+// launches kernels on the lane's stream, and records CUDA events. The one of recorder.cpp writes the calls
+// down.
 #pragma once
 
 #include <cstring>

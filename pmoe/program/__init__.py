@@ -4,6 +4,7 @@
     compiler      compiles a schedule into a program
     operands      where the buffers of a pass lie
     layer_shape   the facts of a layer that a program depends on; refuses layers that it does not take
+    on_cuda       loads a program for a CUDA device, and issues its passes over CUDA and NCCL
 
 A pass of two chunks becomes records such as these. A record is one call of a kernel, a copy or an all-to-all
 on one lane. It waits for events of other lanes, and may signal one:

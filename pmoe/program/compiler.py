@@ -65,11 +65,6 @@ class _PassCompiler:
         self.schedule = schedule
         self.shape = shape
         self.memory = PassOperands(schedule, shape, restore)
-        self.is_forward = self.memory.is_forward
-        self.dispatched = self.memory.dispatched
-        self.hidden = self.memory.hidden
-        self.n = self.memory.n
-        self.may_sort = SORTED in self.memory.forms
         self.records: list[Record] = []
         self.task = NO_TASK
         self.lane = Lane.COMPUTE
@@ -126,7 +121,7 @@ class _PassCompiler:
 
     def sort(self, name: str, target: Operand, i: int) -> None:
         """Appends the copy that sorts chunk i's arrived rows by expert, if they may need it."""
-        if self.may_sort:
+        if self.memory.may_sort:
             condition = chunk_number(ChunkNumber.SORTED, i)
             self.add(
                 Kernel.TAKE, self.memory.buffer(name, i), self.memory.regroup(i), target, condition=condition
@@ -134,7 +129,7 @@ class _PassCompiler:
 
     def sort_back(self, name: str, i: int) -> None:
         """Appends the copy of chunk i's results to the order in which its rows arrived."""
-        if self.may_sort:
+        if self.memory.may_sort:
             condition = chunk_number(ChunkNumber.SORTED, i)
             source = self.memory.buffer(f"{name}_sorted", i)
             target = self.memory.buffer(name, i)
@@ -162,7 +157,7 @@ class _PassCompiler:
 
     def gather(self, i: int) -> None:
         """Copies the tokens that chunk i sends to its send buffer (task G)."""
-        source = Base.T_I if self.is_forward else Base.DT_O
+        source = Base.T_I if self.memory.is_forward else Base.DT_O
         self.place(source, self.memory.buffer("send", i), i, ChunkNumber.ROW_BEGIN)
 
     def gather_again(self, i: int) -> None:
@@ -172,9 +167,9 @@ class _PassCompiler:
     def dispatch(self, i: int) -> None:
         """Sends the rows of chunk i to the ranks of their experts (task S)."""
         send = self.memory.buffer("send", i)
-        if not self.is_forward:
+        if not self.memory.is_forward:
             self.exchange(send, self.memory.buffer("dT_DO", i), 2 * i, back=False, condition=CallNumber.ONE)
-        elif self.dispatched != "keep":
+        elif self.memory.dispatched != "keep":
             self.exchange(send, self.memory.buffer("T_DI", i), 2 * i, back=False, condition=CallNumber.ONE)
         else:
             for unit in self.memory.units(i, ""):
@@ -190,44 +185,44 @@ class _PassCompiler:
 
     def combine(self, i: int) -> None:
         """Sends the results of chunk i back to the tokens' ranks (task R)."""
-        leaving = self.memory.buffer("T_DO" if self.is_forward else "dT_DI", i)
+        leaving = self.memory.buffer("T_DO" if self.memory.is_forward else "dT_DI", i)
         self.exchange(
             leaving, self.memory.part_of_home(i, stays=False), 2 * i, back=True, condition=CallNumber.ONE
         )
 
     def output(self, i: int) -> None:
         """Sums the results of each token of chunk i (task O)."""
-        home = self.memory.buffer("home" if self.is_forward else "dhome", i)
-        out = self.memory.tokens(Base.T_O if self.is_forward else Base.DT_I, i)
+        home = self.memory.buffer("home" if self.memory.is_forward else "dhome", i)
+        out = self.memory.tokens(Base.T_O if self.memory.is_forward else Base.DT_I, i)
         first_row = chunk_number(ChunkNumber.ROW_BEGIN, i)
         self.add(Kernel.SUM, home, self.memory.position(i), out, condition=out.rows, first=first_row)
 
     def weights(self, _: int) -> None:
         """Sends the routing weights of all chunks, or returns their gradients (task P)."""
-        line = 2 * self.n
-        sorted_base = Base.WEIGHT_ARRIVED if self.is_forward else Base.DWEIGHT_LEAVING
-        straight_base = Base.WEIGHT_RECEIVED if self.is_forward else Base.DWEIGHT_RECEIVED
-        by_number = Base.WEIGHT_BY_NUMBER if self.is_forward else Base.DWEIGHT_BY_NUMBER
+        line = 2 * self.memory.n
+        sorted_base = Base.WEIGHT_ARRIVED if self.memory.is_forward else Base.DWEIGHT_LEAVING
+        straight_base = Base.WEIGHT_RECEIVED if self.memory.is_forward else Base.DWEIGHT_RECEIVED
+        by_number = Base.WEIGHT_BY_NUMBER if self.memory.is_forward else Base.DWEIGHT_BY_NUMBER
         home = self.memory.numbers_of_rows(by_number, CallNumber.SENT_ROWS)
         forms = [(straight_base, CallNumber.MESSAGE_IS_STRAIGHT)]
-        if self.may_sort:
+        if self.memory.may_sort:
             forms.insert(0, (sorted_base, CallNumber.MESSAGE_IS_SORTED))
         for base, condition in forms:
             away = self.memory.numbers_of_rows(base, CallNumber.RECEIVED_ROWS)
-            if self.is_forward:
+            if self.memory.is_forward:
                 self.exchange(home, away, line, back=False, condition=condition)
             else:
                 self.exchange(away, home, line, back=True, condition=condition)
 
     def sort_weights(self) -> None:
         """Appends the copy that sorts all routing weights by chunk and expert; in backward the way back."""
-        if not self.may_sort:
+        if not self.memory.may_sort:
             return
         rows = CallNumber.RECEIVED_ROWS
         index = self.memory.operand(Base.REGROUP_WEIGHTS, rows, 1, INDEX_BYTES)
-        kernel = Kernel.TAKE if self.is_forward else Kernel.PUT
-        source = Base.WEIGHT_ARRIVED if self.is_forward else Base.DWEIGHT_RECEIVED
-        target = Base.WEIGHT_RECEIVED if self.is_forward else Base.DWEIGHT_LEAVING
+        kernel = Kernel.TAKE if self.memory.is_forward else Kernel.PUT
+        source = Base.WEIGHT_ARRIVED if self.memory.is_forward else Base.DWEIGHT_RECEIVED
+        target = Base.WEIGHT_RECEIVED if self.memory.is_forward else Base.DWEIGHT_LEAVING
         operands = (
             self.memory.numbers_of_rows(source, rows),
             index,
@@ -238,22 +233,22 @@ class _PassCompiler:
     def local(self, i: int) -> None:
         """Computes the rows of chunk i that stay on this rank (task L)."""
         (unit,) = self.memory.units(i, "_L")
-        if self.is_forward:
+        if self.memory.is_forward:
             self.place(Base.T_I, self.memory.rows_for_experts(unit), i, ChunkNumber.LOCAL_ROW_BEGIN)
             self.experts(unit, self.memory.part_of_home(i, stays=True))
             return
         self.place_local(Base.DT_O, "dT_DO_L", i)
-        if self.dispatched == "communicate" and self.hidden != "recompute":
+        if self.memory.dispatched == "communicate" and self.memory.hidden != "recompute":
             self.place_local(Base.T_I, "T_DI_L", i)
         self.gradients(unit, self.memory.buffer("dT_DO_L", i), self.memory.part_of_home(i, stays=True))
 
     def compute(self, i: int) -> None:
         """Computes the rows that this rank received in chunk i (task C)."""
-        if self.is_forward:
+        if self.memory.is_forward:
             if i == self.first_computed:
                 self.sort_weights()
-            keeps = self.dispatched == "keep"
-            if self.may_sort:
+            keeps = self.memory.dispatched == "keep"
+            if self.memory.may_sort:
                 target = (
                     self.memory.saved("T_DI", RowUnit(chunk=i, place="", form=SORTED))
                     if keeps
@@ -264,9 +259,9 @@ class _PassCompiler:
                 self.experts(unit, self.memory.buffer(f"T_DO{unit.form.ending}", i))
             self.sort_back("T_DO", i)
             return
-        if self.may_sort:
+        if self.memory.may_sort:
             self.sort("dT_DO", self.memory.buffer("dT_DO_sorted", i), i)
-            if self.dispatched == "communicate" and self.hidden != "recompute":
+            if self.memory.dispatched == "communicate" and self.memory.hidden != "recompute":
                 self.sort("T_DI", self.memory.buffer("T_DI_sorted", i), i)
         for unit in self.memory.units(i, ""):
             grad = self.memory.buffer(f"dT_DO{unit.form.ending}", i)
@@ -293,9 +288,9 @@ class _PassCompiler:
 
     def recompute(self, i: int, place: str = "") -> None:
         """Recomputes the hidden activation T_M of one part of chunk i (task M, or LM with place="_L")."""
-        if self.dispatched == "communicate" and place:
+        if self.memory.dispatched == "communicate" and place:
             self.place_local(Base.T_I, "T_DI_L", i)
-        elif self.dispatched == "communicate" and self.may_sort:
+        elif self.memory.dispatched == "communicate" and self.memory.may_sort:
             self.sort("T_DI", self.memory.buffer("T_DI_sorted", i), i)
         w1 = self.memory.parameter(Base.W1)
         b1 = self.memory.parameter(Base.B1)
@@ -344,15 +339,20 @@ class _PassCompiler:
             rows = self.memory.rows_for_experts(unit)
             active = self.memory.active_of(unit)
             ends = self.memory.ends(unit)
-            dw1 = self.memory.parameter(Base.DW1)
-            dw2 = self.memory.parameter(Base.DW2)
-            self.add(Kernel.WEIGHT_GRADIENT, grad_hidden, rows, dw1, ends, condition=condition, flag=adds)
-            self.add(Kernel.WEIGHT_GRADIENT, grad, active, dw2, ends, condition=condition, flag=adds)
-            if self.shape.bias:
-                db1 = self.memory.parameter(Base.DB1)
-                db2 = self.memory.parameter(Base.DB2)
-                self.add(Kernel.BIAS_GRADIENT, grad_hidden, db1, ends, condition=condition, flag=adds)
-                self.add(Kernel.BIAS_GRADIENT, grad, db2, ends, condition=condition, flag=adds)
+            trained = self.shape.trained
+            for name, base, of_rows, factors in (
+                ("w1", Base.DW1, grad_hidden, rows),
+                ("w2", Base.DW2, grad, active),
+            ):
+                if name in trained:
+                    total = self.memory.parameter(base)
+                    self.add(
+                        Kernel.WEIGHT_GRADIENT, of_rows, factors, total, ends, condition=condition, flag=adds
+                    )
+            for name, base, of_rows in (("b1", Base.DB1, grad_hidden), ("b2", Base.DB2, grad)):
+                if self.shape.bias and name in trained:
+                    total = self.memory.parameter(base)
+                    self.add(Kernel.BIAS_GRADIENT, of_rows, total, ends, condition=condition, flag=adds)
 
     # ---- copies to the host and back
 
@@ -442,12 +442,12 @@ class _PassCompiler:
                 event_of[task.name] = num_events
                 self.records[-1] = replace(self.records[-1], signal=num_events)
                 num_events += 1
-        if not self.is_forward:
+        if not self.memory.is_forward:
             weights, index_of_numbers, numbers = self.memory.weights_by_number()
             self.add(Kernel.PUT, numbers, index_of_numbers, weights, condition=CallNumber.ROWS)
         shape = self.shape
         return PassProgram(
-            chunks=self.n,
+            chunks=self.memory.n,
             ranks=shape.ranks,
             local_experts=shape.local_experts,
             keeps_own=shape.keeps_own,
@@ -470,7 +470,7 @@ class _PassCompiler:
             for base in (Base.ENDS_HOST, Base.ENDS)
         )
         self.add(Kernel.UPLOAD, *ends)
-        if self.is_forward:
+        if self.memory.is_forward:
             self.add(Kernel.TAKE, *self.memory.weights_by_number(), condition=CallNumber.ROWS)
         self.records[-1] = replace(self.records[-1], signal=BEGIN)
         if Lane.COPY_OUT in self.schedule.lanes:
@@ -505,16 +505,9 @@ def compile_pass(schedule: Schedule, shape: LayerShape, restore: Restore | None)
     restore: the restore pair with which the schedule was built; None for a forward pass without a backward
         pass.
 
-    Raises ValueError, which names the task or the pair, if a program cannot have it.
+    Raises ValueError, which names the task, if a program cannot have it. `LayerShape.of` has refused other
+    schedules and pairs.
     """
-    if not schedule.slots:
-        raise ValueError(
-            "a pass program does not take chunks with buffers of their own (memory_reuse=False): set "
-            "memory_reuse, or let the engine (pmoe.engine) run the layer"
-        )
-    if restore is not None and restore.is_narrow:
-        raise ValueError(
-            f"a pass program does not take the restore pair {restore}, which keeps tensors in fewer bytes. "
-            "The engine (pmoe.engine) runs it"
-        )
+    assert schedule.slots, "a program's chunks take turns in ring slots"
+    assert restore is None or not restore.is_narrow, "a program keeps tensors as they are"
     return _PassCompiler(schedule, shape, restore).compile()

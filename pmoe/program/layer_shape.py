@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from pmoe.comm.base import FlatAllToAll
 from pmoe.engine.plan.plan import PassModules, Plan
 from pmoe.experts.ffn import FFNExperts
-from pmoe.experts.stacked import StackedExperts
+from pmoe.experts.stacked import OPERANDS, StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -36,6 +37,7 @@ class LayerShape:
     element_bytes: bytes of a number of rows and parameters.
     weight_bytes: bytes of a routing weight.
     sum_bytes: bytes of a number of the sums of parameters' gradients.
+    trained: names of the experts' parameters of which backward computes gradients.
     """
 
     ranks: int
@@ -50,14 +52,17 @@ class LayerShape:
     element_bytes: int
     weight_bytes: int
     sum_bytes: int
+    trained: frozenset[str] = frozenset(OPERANDS)
 
     @staticmethod
-    def of(plan: Plan, x_TM: Tensor, weight_TK: Tensor) -> LayerShape:
+    def of(plan: Plan, x_TM: Tensor, weight_TK: Tensor, trained: Collection[str] = OPERANDS) -> LayerShape:
         """Returns the facts of a layer.
 
         plan: the plan of one of its calls.
         x_TM: (T, M), the input of the call. Only its dtype, device and width matter.
         weight_TK: (T, K), the routing weights of the call. Only their dtype matters.
+        trained: names of the experts' parameters of which backward computes gradients. If there are none, the
+            backward pass has a schedule without them (`Schedule.frozen`).
 
         Raises ValueError if a pass program cannot compute calls such as this one. The message names the
         reason. The engine computes these calls.
@@ -84,6 +89,7 @@ class LayerShape:
             element_bytes=x_TM.element_size(),
             weight_bytes=weight_TK.element_size(),
             sum_bytes=4 if is_narrow else x_TM.element_size(),
+            trained=frozenset(trained),
         )
 
 

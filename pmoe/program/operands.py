@@ -77,6 +77,7 @@ class PassOperands:
     dispatched, hidden: the fates of T_DI and T_M in the restore pair; None without a backward pass.
     n: number of chunks.
     slots: names of the ring slots, in the order in which they lie in memory.
+    may_sort: whether rows may arrive from several ranks, so that they must be sorted.
     forms: the forms that received rows may have.
     """
 
@@ -90,8 +91,8 @@ class PassOperands:
         slots = (slot for turns in schedule.turns.values() for _, _, slot in turns)
         self.slots = tuple(dict.fromkeys(slots))
         # With rows from one other rank at most, rows arrive sorted by expert.
-        may_sort = shape.sends and shape.ranks - shape.keeps_own > 1
-        self.forms = (SORTED, STRAIGHT) if may_sort else (STRAIGHT,)
+        self.may_sort = shape.sends and shape.ranks - shape.keeps_own > 1
+        self.forms = (SORTED, STRAIGHT) if self.may_sort else (STRAIGHT,)
         none = (0,) * self.n
         # Only asked for columns: numbers of rows depend on the call.
         self._sizes = BufferSizes(

@@ -53,7 +53,7 @@ def link_module(*flags: str) -> Path:
     launching = [
         CUDA / each
         for each in product_of(
-            "grouped_gemm", "comet", "flashdmoe", "route", "permute", "counts", "wire", "heap"
+            "grouped_gemm", "comet", "flashdmoe", "route", "permute", "counts", "wire", "heap", "program"
         )
     ]
     binding = [CUDA / "binding.cpp", *sorted(CUDA.glob("*/bind.cpp")), HERE / "runtime" / "bind.cpp"]

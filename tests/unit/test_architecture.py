@@ -44,7 +44,9 @@ def test_kernels_include_shared_folders_and_never_each_other() -> None:
     assert len(sources) > 60
     for path in sources:
         included = set(re.findall(r'#include "(\w+)/', path.read_text(encoding="utf-8")))
-        assert included <= shared | {path.parent.name}, path
+        # A pass program launches kernels of another folder, by its launch.h.
+        launched = {"permute"} if path.parent.name == "program" else set()
+        assert included <= shared | launched | {path.parent.name}, path
 
 
 def test_nothing_cites_a_page_that_is_not_in_the_repository() -> None:

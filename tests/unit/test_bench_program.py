@@ -17,3 +17,14 @@ def test_each_pass_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert len(found) == 2 * len(bench_program.CASES) and (2, 4) in bench_program.CASES
     assert all(one["median_microseconds"] > 0 and one["calls"] > one["n"] for one in found)
     assert "passes" in (tmp_path / "program.json").read_text()
+
+
+def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("<!-- calls of programs -->\n")
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in rest.partition("\n\n")[0].splitlines()[2:]
+    ]
+    counted = [line.split() for line in bench_program.prediction_table(library()).splitlines()[1:]]
+    assert shown == counted

@@ -11,14 +11,17 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from bench.recorded_program import Issue, Memory, RecordedProgram, Signal, Wait
+from pmoe.kernels import extension
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
+from pmoe.program.on_cuda import device_refusal
 from pmoe.program.records import (
     LANES,
     MAX_OPERANDS,
@@ -39,7 +42,6 @@ from pmoe.schedule.buffer_sizes import (
 )
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, NARROW_PAIRS, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
-from pmoe.schedule.separate_buffers import forward_schedule
 from pmoe.schedule.tasks import Lane, Schedule, Stages, sequential
 from tests import programs
 from tests.kit import TOKENS, build, loss_of, one_thread, tokens
@@ -515,16 +517,6 @@ def test_the_compiler_names_a_task_that_it_does_not_take(stages: Stages, task: s
         compile_pass(schedule, shape, KEEP)
 
 
-def test_the_compiler_names_a_pair_that_it_does_not_take() -> None:
-    call = counted(2, 2, 1)
-    for restore in NARROW_PAIRS:
-        schedule = rotating("forward", 2, call.stages, restore=restore)
-        with pytest.raises(ValueError, match=f"does not take the restore pair {restore}"):
-            compile_pass(schedule, shape_of(call), restore)
-    with pytest.raises(ValueError, match=r"buffers of their own \(memory_reuse=False\)"):
-        compile_pass(forward_schedule(2, call.stages), shape_of(call), KEEP)
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -542,6 +534,78 @@ def test_layers_without_a_program_are_refused_by_name(options: dict[str, Any], m
     call = engine_call(lambda: loss_of(layer, layer(x)).backward())
     with pytest.raises(ValueError, match=f"does not take this layer: {message}"):
         LayerShape.of(call.plan, call.inputs.x_TM, call.inputs.weight_TK)
+
+
+def test_a_pair_that_keeps_tensors_in_fewer_bytes_is_refused_by_name() -> None:
+    layer = build(pipeline=2, memory_reuse=KEEP)
+    x = tokens().requires_grad_()
+    call = engine_call(lambda: loss_of(layer, layer(x)).backward())
+    for restore in NARROW_PAIRS:
+        plan = replace(call.plan, restore=restore)
+        message = f"its restore pair \\({restore}\\) keeps tensors in fewer bytes"
+        with pytest.raises(ValueError, match=message):
+            LayerShape.of(plan, call.inputs.x_TM, call.inputs.weight_TK)
+
+
+def test_a_layer_with_a_program_is_refused_on_a_cpu_and_the_reason_says_where_it_is() -> None:
+    call = counted(2, 2, 1)
+    shape = replace(shape_of(call, bias=False), columns=ON_GPU)
+    reason = device_refusal(shape, torch.zeros(2, 6, dtype=torch.bfloat16))
+    assert reason == "its tensors are on cpu, and pass programs run on CUDA devices"
+
+
+@pytest.mark.parametrize(
+    "changes, dtype, reason",
+    [
+        ({}, torch.bfloat16, None),
+        ({"bias": True}, torch.bfloat16, "experts have biases, whose gradients have no kernel"),
+        ({"weight_bytes": 2}, torch.bfloat16, "routing weights have 2 bytes, and kernels read float32"),
+        ({}, torch.float32, "dtype torch.float32: the kernels take bfloat16 and float16"),
+        (
+            {"d_model": 12},
+            torch.float16,
+            r"d_model (12) must be a multiple of 8 and at least 8: kernels load",
+        ),
+    ],
+)
+def test_layers_that_a_device_cannot_run_as_programs_are_refused_by_reason(
+    changes: dict[str, Any], dtype: torch.dtype, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = HiddenColumns(hidden=32, active=16, scratch=16, scratch_rows=4)
+    facts = {"d_model": 16, **changes}
+    shape = replace(shape_of(counted(2, 2, 1), columns, bias=False), **facts)
+    monkeypatch.setattr(extension, "path", lambda device: ("sm_80", None))
+    rows = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+    found = device_refusal(shape, rows)  # type: ignore[arg-type]
+    assert found == reason or (reason is not None and found is not None and found.startswith(reason))
+
+
+# ---- frozen parameters ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trained", [("w1", "w2", "b1", "b2"), ("w1",), ("b2", "w2"), ()])
+def test_gradients_of_frozen_parameters_are_not_computed(trained: tuple[str, ...]) -> None:
+    call = counted(2, 2, 1)
+    shape = replace(shape_of(call), trained=frozenset(trained))
+    for restore in (KEEP, STRATEGIES["S4"]):
+        schedule = rotating("backward", 2, call.stages, restore=restore)
+        program = compile_pass(schedule, shape, restore)
+        bases = {operand.base.name for record in program.records for operand in record.operands}
+        of_gradients = {name for name in ("DW1", "DW2", "DB1", "DB2") if name in bases}
+        assert of_gradients == {f"D{name.upper()}" for name in trained}
+        recorded = RecordedProgram(library(), program.words())
+        recorded.cut(call.tokens, call.rank, *call.flat)
+        assert order_problem(recorded.run(ADDRESSES), program, schedule) is None
+
+
+def test_a_schedule_for_frozen_experts_has_a_program_without_their_gradients() -> None:
+    call = counted(2, 4, 1)
+    restore = STRATEGIES["S4"]
+    schedule = rotating("backward", 4, call.stages, restore=restore).frozen
+    one = Pass(call, schedule, restore)
+    assert order_problem(one.calls, one.program, schedule) is None and slot_problem(one) is None
+    kernels = {record.kernel for record in one.program.records}
+    assert not kernels & {Kernel.WEIGHT_GRADIENT, Kernel.BIAS_GRADIENT}
 
 
 # ---- results --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // Joins the product's own bindings where they are linked over this runtime: what it was asked, for tests.
-#include <cuda_runtime.h>
+#include <cuda_runtime_api.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <sched.h>
 
 #include "module.h"
@@ -22,6 +23,18 @@ py::list launched() {
   return found;
 }
 
+py::list noted() {
+  py::list found;
+  for (const stub::Noted& each : stub::noted)
+    found.append(py::make_tuple(each.what, each.stream, each.numbers, each.launches));
+  return found;
+}
+
+// For another library that stands in for one of CUDA's, such as NCCL's: a function that writes a call down.
+void note(const char* what, void* stream, int64_t first, int64_t second, int64_t third) {
+  stub::note(what, reinterpret_cast<uintptr_t>(stream), {first, second, third});
+}
+
 template <class All>
 py::list listed(const All& all) {
   py::list found;
@@ -33,6 +46,7 @@ py::list listed(const All& all) {
 void reset(bool runs, int processors) {
   stub::launched.clear(), stub::encoded.clear(), stub::refused.clear();
   stub::contexts.clear(), stub::asked.clear(), stub::allowed.clear();
+  stub::noted.clear(), stub::fails_after = -1;
   stub::device = 0, stub::current = -1, stub::runs = runs, stub::processors = processors;
 }
 
@@ -45,6 +59,10 @@ void bind_stub(py::module_& m) {
   m.def("stub_contexts", [] { return listed(stub::contexts); });
   m.def("stub_num_asked", [] { return stub::asked.size(); });
   m.def("stub_num_encoded", [] { return stub::encoded.size(); });
+  m.def("stub_noted", &noted);
+  m.def("stub_num_events", [] { return stub::events.size(); });
+  m.def("stub_note_address", [] { return reinterpret_cast<std::uintptr_t>(&note); });
+  m.def("stub_fail_after", [](int64_t calls) { stub::fails_after = calls; });
   m.def("stub_device", [] { return stub::device; });
 }
 

@@ -1,0 +1,333 @@
+// A backend of the interpreter that issues a pass on a CUDA device.
+//
+//   wait, signal   an event of CUDA for each event of the program
+//   copies         cudaMemcpyAsync
+//   exchanges      NCCL's sends and receives (nccl.h)
+//   products       pmoe's grouped products (products.h)
+//   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice
+//   TAKE, PUT      of single numbers: kernel.cuh
+//
+// The host never waits for the device. Nothing in this folder has run on a GPU.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/on_device.h"
+#include "permute/launch.h"
+#include "program/launch.h"
+#include "program/nccl.h"
+#include "program/products.h"
+
+namespace pmoe::program {
+
+// CUDA events without times, on the current device.
+class Events {
+ public:
+  explicit Events(int64_t count) : events_(static_cast<size_t>(count)) {
+    for (cudaEvent_t& event : events_)
+      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  }
+  ~Events() {
+    for (const cudaEvent_t event : events_)
+      if (event) cudaEventDestroy(event);
+  }
+  Events(const Events&) = delete;
+  Events& operator=(const Events&) = delete;
+
+  cudaEvent_t operator[](int64_t i) const { return events_[static_cast<size_t>(i)]; }
+
+ private:
+  std::vector<cudaEvent_t> events_;
+};
+
+// Issues the calls of one program. Its functions throw; CudaProgram turns what they throw into the record's
+// error.
+class CudaBackend {
+ public:
+  // Throws std::invalid_argument if the program has a record that cannot run on a device. The device must be
+  // the current one.
+  //
+  // words, communicator: must outlive this object. communicator may be null if the program sends no rows.
+  // labels: the name of each record for messages.
+  CudaBackend(const Words& words, const std::vector<std::string>& labels, const Facts& facts,
+              const Communicator* communicator)
+      : words_(words),
+        facts_(facts),
+        communicator_(communicator),
+        events_(words.header().events + 1),
+        products_(static_cast<size_t>(words.header().records)) {
+    const Header& header = words.header();
+    if (header.sends && (!communicator || communicator->ranks() != header.ranks))
+      throw std::invalid_argument("a program for " + std::to_string(header.ranks) +
+                                  " ranks needs a communicator of as many");
+    for (int64_t i = 0; i < header.records; ++i) {
+      const Record& record = words.record(i);
+      if (const char* problem = problem_of(record))
+        throw std::invalid_argument("record " + std::to_string(i) + " (" + labels.at(i) + ") " + problem);
+      if (!is_product(record.kernel)) continue;
+      Product& product = products_[static_cast<size_t>(i)];
+      product = make_product(words, record, facts);
+      product.counter = num_products_++;
+      if (record.kernel == kHiddenGradient) {
+        const int64_t width = product.problem.n;
+        parts_ = facts.hopper ? hopper_row_dot_parts(static_cast<int>(width))
+                              : ampere_row_dot_parts(static_cast<int>(width));
+      }
+    }
+  }
+
+  // Returns the bytes of device memory that a pass needs besides its bases: the products' tile counters, and
+  // partial sums of routing weights' gradients. All products run on one lane, so they share the latter.
+  int64_t workspace_bytes(const Cut& cut) const {
+    int64_t rows = 0;
+    for (int64_t i = 0; i < words_.header().records; ++i)
+      if (words_.record(i).kernel == kHiddenGradient)
+        rows = larger(rows, cut.numbers[words_.operand(words_.record(i).operand_begin).rows]);
+    return counter_bytes() + (parts_ > 1 ? parts_ * rows * int64_t{sizeof(float)} : 0);
+  }
+
+  // Prepares a pass: the calls that follow belong to it.
+  void begin(const int64_t* streams, void* workspace) {
+    if (communicator_) communicator_->check();
+    workspace_ = static_cast<uint8_t*>(workspace);
+    if (takes_counters())
+      check(cudaMemsetAsync(workspace_, 0, static_cast<size_t>(num_products_) * sizeof(uint32_t),
+                            stream_of(streams[0])),
+            "cudaMemsetAsync of tile counters");
+  }
+
+  void wait(int64_t stream, int64_t event) {
+    check(cudaStreamWaitEvent(stream_of(stream), events_[event], 0), "cudaStreamWaitEvent");
+  }
+
+  void signal(int64_t stream, int64_t event) {
+    check(cudaEventRecord(events_[event], stream_of(stream)), "cudaEventRecord");
+  }
+
+  void copy(const Call& call) {
+    const Memory& source = call.operand[0];
+    check(cudaMemcpyAsync(at(call, 1), at(call, 0), static_cast<size_t>(source.rows * source.row_bytes),
+                          cudaMemcpyDefault, stream_of(call.stream)),
+          "cudaMemcpyAsync");
+  }
+
+  void exchange(const Call& call) { communicator_->exchange(call); }
+
+  void launch(const Call& call) {
+    if (is_product(call.kernel))
+      multiply(call);
+    else if (call.operand[0].row_bytes == sizeof(float))
+      move_numbers(call);
+    else
+      move_rows(call);
+  }
+
+  // Makes the compute lane wait for all others, after an error: the caller may then free the pass's memory as
+  // after a pass that ended. Errors of these calls are not reported.
+  void join(const int64_t* streams) {
+    const cudaEvent_t event = events_[words_.header().events];
+    for (int lane = 1; lane < kNumLanes; ++lane)
+      if (cudaEventRecord(event, stream_of(streams[lane])) == cudaSuccess)
+        cudaStreamWaitEvent(stream_of(streams[0]), event, 0);
+    cudaGetLastError();
+  }
+
+ private:
+  static cudaStream_t stream_of(int64_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+  static void* at(const Call& call, int i) { return reinterpret_cast<void*>(call.operand[i].address); }
+
+  // Returns why a record cannot run; null if it can.
+  const char* problem_of(const Record& record) const {
+    const auto operand = [&](int64_t i) -> const Operand& {
+      return words_.operand(record.operand_begin + i);
+    };
+    if (record.kernel < kNothing || record.kernel > kBiasGradient) return "calls an unknown kernel";
+    if (record.kernel == kBiasDots || record.kernel == kScale || record.kernel == kBiasGradient)
+      return "has no CUDA kernel: gradients of experts with biases are computed by the engine (pmoe.engine)";
+    if (is_product(record.kernel)) {
+      if (record.lane != 0) return "is a product outside of the compute lane";
+      if (operand(0).row_bytes != 2 * operand(0).columns) return "has rows whose numbers are not 16 bits";
+      const bool is_weighted = record.kernel == kOutput || record.kernel == kHiddenGradient;
+      if (is_weighted && operand(3).row_bytes != sizeof(float))
+        return "has routing weights that are not float32";
+      for (int64_t i = 0; i + 1 < record.operands; ++i)  // the last one is the ends
+        if (operand(i).row_bytes != sizeof(float) && operand(i).row_bytes % 16)
+          return "has rows that are not multiples of 16 bytes";
+    }
+    const bool moves = record.kernel == kCopy || record.kernel == kUpload || record.kernel == kExchange;
+    if (moves && operand(0).row_bytes != operand(1).row_bytes) return "copies between rows of unequal bytes";
+    return nullptr;
+  }
+
+  bool takes_counters() const { return facts_.spare > 0 && num_products_ > 0; }
+
+  int64_t counter_bytes() const {
+    const int64_t bytes = takes_counters() ? num_products_ * int64_t{sizeof(uint32_t)} : 0;
+    return ceil_div(bytes, kAlignment) * kAlignment;
+  }
+
+  void multiply(const Call& call) {
+    const bool has_dots = call.kernel == kHiddenGradient;
+    auto* const dots = has_dots ? static_cast<float*>(at(call, 6)) : nullptr;
+    auto* const parts = reinterpret_cast<float*>(workspace_ + counter_bytes());
+    auto* const counters = takes_counters() ? reinterpret_cast<uint32_t*>(workspace_) : nullptr;
+    launch_product(products_[static_cast<size_t>(call.record)], call, facts_.hopper,
+                   parts_ > 1 ? parts : dots, counters);
+    if (has_dots && parts_ > 1)
+      sum_parts(reinterpret_cast<void*>(call.stream), parts, parts_, dots, call.operand[0].rows);
+  }
+
+  // TAKE and PUT of one number a row.
+  void move_numbers(const Call& call) {
+    const auto* const source = static_cast<const float*>(at(call, 0));
+    const auto* const index = static_cast<const int32_t*>(at(call, 1));
+    auto* const move = call.kernel == kTake ? take_numbers : put_numbers;
+    move(reinterpret_cast<void*>(call.stream), source, index, static_cast<float*>(at(call, 2)),
+         call.operand[1].rows);
+  }
+
+  // PLACE and SUM, and TAKE and PUT of rows: source, position or index -> out. The kernels take the address
+  // of sorted row 0, from which `first` rows are missing.
+  void move_rows(const Call& call) {
+    const bool sums = call.kernel == kSum || call.kernel == kTake;
+    const Memory& sorted = call.operand[sums ? 0 : 2];
+    const Memory& tokens = call.operand[sums ? 2 : 0];
+    const Memory& position = call.operand[1];
+    const permute::Moving moving = {
+        facts_.device,
+        reinterpret_cast<void*>(call.stream),
+        facts_.element == Element::kBf16 ? permute::RowType::kBf16 : permute::RowType::kFp16,
+        tokens.rows,
+        position.columns,
+        sorted.rows,
+        sorted.row_bytes,
+        reinterpret_cast<const int32_t*>(position.address),
+        nullptr,
+        0,
+        call.first};
+    const permute::RowsAt of_sorted = {
+        reinterpret_cast<void*>(sorted.address - call.first * sorted.row_bytes), sorted.row_bytes};
+    const permute::RowsAt of_tokens = {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
+    if (sums)
+      permute::unpermute(moving, of_sorted, of_tokens);
+    else
+      permute::permute(moving, of_tokens, of_sorted);
+  }
+
+  const Words& words_;
+  const Facts facts_;
+  const Communicator* const communicator_;
+  const Events events_;            // those of the program, and one for join()
+  std::vector<Product> products_;  // by record
+  int num_products_ = 0;
+  int parts_ = 1;  // partial sums of a row of kHiddenGradient
+  uint8_t* workspace_ = nullptr;
+};
+
+// A program that was loaded for a device. Several threads may run it, one after the other.
+class CudaProgram {
+ public:
+  CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,
+              std::shared_ptr<const Communicator> communicator)
+      : words_of_(std::move(words)),
+        labels_(std::move(labels)),
+        device_(facts.device),
+        communicator_(std::move(communicator)),
+        words_(words_of_.data(), static_cast<int64_t>(words_of_.size())) {
+    if (static_cast<int64_t>(labels_.size()) != words_.header().records)
+      throw std::invalid_argument("labels (" + std::to_string(labels_.size()) + ") must be one for each of " +
+                                  std::to_string(words_.header().records) + " records");
+    const OnDevice on_device(device_);
+    backend_ = std::make_unique<CudaBackend>(words_, labels_, facts, communicator_.get());
+  }
+
+  const Words& words() const { return words_; }
+  const CudaBackend& backend() const { return *backend_; }
+
+  // Returns the numbers of a call. Throws std::invalid_argument for counts that cannot be.
+  Cut cut(const Counts& counts) const {
+    if (communicator_ && counts.rank != communicator_->rank())
+      throw std::invalid_argument("rank (" + std::to_string(counts.rank) + ") must be the communicator's (" +
+                                  std::to_string(communicator_->rank()) + ")");
+    Cut cut;
+    cut.compute(words_, counts);
+    return cut;
+  }
+
+  // Issues a pass. Throws std::invalid_argument for an address that cannot be, before anything is issued, and
+  // std::runtime_error with the record for an error of CUDA or NCCL.
+  //
+  // bases: an address for each base.
+  // streams: a stream for each lane. Lanes that the pass does not use may have the compute lane's.
+  // workspace: CudaBackend::workspace_bytes() bytes of device memory.
+  void run(const Cut& cut, const std::vector<int64_t>& bases, const std::vector<int64_t>& streams,
+           void* workspace) {
+    check_places(bases, streams);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const OnDevice on_device(device_);
+    error_.clear();
+    backend_->begin(streams.data(), workspace);
+    const Backend backend = {this, launch, copy, exchange, wait, signal};
+    const Ending ending = program::run(words_, cut, {bases.data(), streams.data()}, backend);
+    if (!ending.error) return;
+    backend_->join(streams.data());
+    throw std::runtime_error("pass program: record " + std::to_string(ending.record) + " (" +
+                             labels_[static_cast<size_t>(ending.record)] + "): " + error_);
+  }
+
+ private:
+  void check_places(const std::vector<int64_t>& bases, const std::vector<int64_t>& streams) const {
+    if (static_cast<int64_t>(bases.size()) != words_.header().bases || streams.size() != kNumLanes)
+      throw std::invalid_argument("a pass needs " + std::to_string(words_.header().bases) +
+                                  " addresses and " + std::to_string(kNumLanes) + " streams");
+    for (size_t i = 0; i < bases.size(); ++i)
+      if (bases[i] % 16)
+        throw std::invalid_argument("address of base " + std::to_string(i) + " (" + std::to_string(bases[i]) +
+                                    ") must be a multiple of 16");
+  }
+
+  // Calls the backend. Returns 1, and keeps the message, if it throws.
+  template <class Issue>
+  static int guarded(void* self, const Issue& issue) {
+    auto* const program = static_cast<CudaProgram*>(self);
+    try {
+      issue(*program->backend_);
+      return 0;
+    } catch (const std::exception& raised) {
+      program->error_ = raised.what();
+      return 1;
+    }
+  }
+
+  static int launch(void* self, const Call& call) {
+    return guarded(self, [&](CudaBackend& backend) { backend.launch(call); });
+  }
+  static int copy(void* self, const Call& call) {
+    return guarded(self, [&](CudaBackend& backend) { backend.copy(call); });
+  }
+  static int exchange(void* self, const Call& call) {
+    return guarded(self, [&](CudaBackend& backend) { backend.exchange(call); });
+  }
+  static int wait(void* self, int64_t, int64_t stream, int64_t event) {
+    return guarded(self, [&](CudaBackend& backend) { backend.wait(stream, event); });
+  }
+  static int signal(void* self, int64_t, int64_t stream, int64_t event) {
+    return guarded(self, [&](CudaBackend& backend) { backend.signal(stream, event); });
+  }
+
+  const std::vector<int64_t> words_of_;
+  const std::vector<std::string> labels_;
+  const int device_;
+  const std::shared_ptr<const Communicator> communicator_;
+  const Words words_;
+  std::unique_ptr<CudaBackend> backend_;
+  std::mutex mutex_;  // a pass uses the program's events from its first call to its last
+  std::string error_;
+};
+
+}  // namespace pmoe::program

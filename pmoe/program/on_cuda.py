@@ -1,0 +1,176 @@
+"""Loads pass programs for a CUDA device, and issues their passes. No layer uses this yet.
+
+The backend is ``cuda/program/cuda_backend.h``. A loaded program holds the arguments of all launches that do
+not change from call to call. A call passes row counts, addresses and streams, and Python then makes three
+calls for a pass:
+
+    cut = loaded.cut(tokens, rank, send, recv)     row counts -> the size of the ring slots
+    size = loaded.workspace_bytes(cut)             the size of the rest
+    loaded.run(cut, bases, streams, workspace)     all launches, copies, exchanges, events and waits
+
+Nothing of this has run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.agreement import all_fail_together, from_first
+from pmoe.comm.ranks import Ranks
+from pmoe.kernels import extension
+from pmoe.kernels.gemm import ACTIVATIONS, ELEMENTS, layout_problem
+from pmoe.program.compiler import NO_TASK
+from pmoe.program.layer_shape import LayerShape
+from pmoe.program.records import LANES, Base, PassProgram
+from pmoe.schedule.tasks import Lane, Schedule
+
+FLOAT32_BYTES = 4
+"""Bytes of a routing weight, as the kernels read them."""
+
+
+def device_refusal(shape: LayerShape, rows: Tensor) -> str | None:
+    """Returns the first reason why a device cannot run the passes of a layer as programs; None if it can.
+
+    `pmoe.program.layer_shape.program_refusal` has the reasons that hold on all devices.
+
+    shape: the facts of the layer.
+    rows: a tensor with the dtype and device of the rows.
+    """
+    if not rows.is_cuda:
+        return f"its tensors are on {rows.device}, and pass programs run on CUDA devices"
+    problem = layout_problem(rows.dtype, d_model=shape.d_model, hidden=shape.columns.scratch)
+    code, why = extension.path(rows.device)
+    reasons = {
+        f"pmoe's kernels do not run on {rows.device}: {why}": code is None,
+        f"{problem}": problem is not None,
+        "experts have biases, whose gradients have no kernel": shape.bias,
+        f"routing weights have {shape.weight_bytes} bytes, and kernels read float32": (
+            shape.weight_bytes != FLOAT32_BYTES
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def make_communicator(ranks: Ranks, device: torch.device) -> Any:
+    """Returns a communicator of NCCL for the exchanges of pass programs. A collective.
+
+    The communicator is not torch's: it belongs to pass programs alone. NCCL is the library that torch has
+    loaded. Rank 0 makes the communicator's id, and the others get it through the process group.
+
+    ranks: the ranks, more than one.
+    device: this rank's device.
+
+    Raises RuntimeError on every rank if NCCL is not loaded on a rank, or refuses the communicator.
+    """
+    module = extension.module()
+    with all_fail_together(ranks, stage="look for NCCL for pass programs"):
+        module.nccl_loaded()
+        identity = module.nccl_id() if ranks.rank == 0 else b""
+    identity = from_first(ranks, identity, stage="send NCCL's id for pass programs")
+    return module.Communicator(identity, ranks.size, ranks.rank, device.index)
+
+
+def record_labels(program: PassProgram, schedule: Schedule) -> list[str]:
+    """Returns the name of each record for error messages, such as "C1: hidden".
+
+    program: the program.
+    schedule: the schedule from which it was compiled.
+    """
+    names = (
+        "before or after all tasks" if record.task == NO_TASK else schedule.tasks[record.task].name
+        for record in program.records
+    )
+    return [
+        f"{name}: {record.kernel.name.lower()}" for name, record in zip(names, program.records, strict=True)
+    ]
+
+
+class LoadedProgram:
+    """A pass program that was loaded for a CUDA device.
+
+    program: the program, and ``schedule`` the schedule from which it was compiled.
+    device: number of the device.
+    kernels: the kernels that are launched, "sm_90a" or "sm_80" (`pmoe.kernels.extension.path`).
+    dtype: dtype of the rows.
+    activation: name of the experts' nonlinearity (`StackedExperts.fused_activation`).
+    spare: multiprocessors that products leave free for communication (`pmoe.kernels.gemm.SPARE`); 0 if
+        nothing runs beside them.
+    communicator: the result of `make_communicator`; None if the program sends no rows.
+
+    Raises ValueError, with the record's name, for a record that has no kernel on CUDA devices.
+    """
+
+    def __init__(
+        self,
+        program: PassProgram,
+        schedule: Schedule,
+        *,
+        device: int,
+        kernels: str,
+        dtype: torch.dtype,
+        activation: str,
+        spare: int,
+        communicator: Any,
+    ) -> None:
+        self._shape = (program.chunks, program.ranks, program.local_experts)
+        self._loaded = extension.module().PassProgram(
+            words=program.words(),
+            labels=record_labels(program, schedule),
+            device=device,
+            hopper=kernels == "sm_90a",
+            element=ELEMENTS[dtype],
+            activation=ACTIVATIONS[activation],
+            spare=spare,
+            communicator=communicator,
+        )
+
+    def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> Any:
+        """Returns the numbers of a call. Its ``arena_bytes`` are the bytes of all ring slots.
+
+        tokens: T, tokens of this rank.
+        rank: this rank.
+        send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
+            rank, and rows that each rank has for each expert of this rank.
+
+        Raises ValueError for counts that cannot be.
+        """
+        for name, counts in (("send", send_nWE), ("recv", recv_nWE)):
+            is_readable = counts.dtype == torch.int64 and counts.is_contiguous() and not counts.is_cuda
+            if counts.shape != self._shape or not is_readable:
+                raise ValueError(
+                    f"{name} ({counts.dtype} {tuple(counts.shape)} on {counts.device}) must be contiguous "
+                    f"int64 {self._shape} on the host"
+                )
+        return self._loaded.cut(tokens, rank, send_nWE.data_ptr(), recv_nWE.data_ptr())
+
+    def workspace_bytes(self, cut: Any) -> int:
+        """Returns the bytes of device memory that a pass needs beside its bases.
+
+        cut: the numbers of the call.
+        """
+        size: int = self._loaded.workspace_bytes(cut)
+        return size
+
+    def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
+        """Issues a pass. The host does not wait for the device.
+
+        cut: the numbers of the call.
+        bases: the address of each memory; 0 for those that are missing. ENDS_HOST is pinned memory of
+            ``cut.num_ends`` int32 numbers, from which no earlier pass still copies.
+        streams: the stream of each lane that the pass uses.
+        workspace: address of `workspace_bytes` bytes of device memory.
+
+        Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. The compute lane then waits
+        for all others. Raises ValueError for an address that is not a multiple of 16.
+        """
+        compute = streams[Lane.COMPUTE]
+        self._loaded.run(
+            cut,
+            [bases.get(base, 0) for base in Base],
+            [streams.get(lane, compute) for lane in LANES],
+            workspace,
+        )

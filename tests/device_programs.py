@@ -1,0 +1,231 @@
+"""Pass programs in tests of the backend over CUDA (``cuda/program/cuda_backend.h``), without a GPU.
+
+The backend is compiled with a runtime that writes calls on streams down, and with a stand-in for NCCL
+(``tests/cuda/runtime``). Launches run in the emulator, where a test wants that. Everything then happens at
+once, in the order of the calls: that lanes wait for each other is read from the calls that were written down.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.recorded_program import Issue, Wait
+from pmoe.engine.passes.base import plan_schedule
+from pmoe.kernels import extension
+from pmoe.program.compiler import compile_pass
+from pmoe.program.layer_shape import LayerShape
+from pmoe.program.on_cuda import LoadedProgram
+from pmoe.program.records import Kernel, PassProgram
+from pmoe.schedule.tasks import Lane, Schedule
+from tests.cuda.compiled import compile_program
+from tests.emulated import load_kernels
+from tests.programs import Calls, ProgramCall, unset
+
+STREAMS = {lane: 1000 + number for number, lane in enumerate(Lane)}
+"""A stream for each lane. The stand-in for CUDA does not look behind the number."""
+
+PRODUCTS = frozenset(
+    {Kernel.HIDDEN, Kernel.OUTPUT, Kernel.RECOMPUTE, Kernel.HIDDEN_GRADIENT, Kernel.INPUT_GRADIENT}
+    | {Kernel.WEIGHT_GRADIENT}
+)
+"""Kernels that are grouped products."""
+
+
+@functools.cache
+def nccl() -> ctypes.CDLL:
+    """Returns the stand-in for NCCL, which the process then has loaded under the name that tests use."""
+    flags = ("-shared", "-fPIC", "-Wl,-soname,libpmoe_nccl.so", "-ldl")
+    loaded = ctypes.CDLL(str(compile_program("runtime/nccl.cpp", *flags)))
+    loaded.stub_nccl_set.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int]
+    loaded.stub_nccl_fail.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    return loaded
+
+
+@contextmanager
+def stand_ins(kernels: Path, *, runs: bool, folder: Path | None = None) -> Iterator[ModuleType]:
+    """Makes the extension one that launches in the emulator, with the stand-in for NCCL, in the block.
+
+    runs: whether launches and copies happen, or are only written down.
+    folder: where rows of several processes travel; None if they do not.
+    """
+    module = load_kernels(kernels)
+    module.stub_reset(runs=runs, processors=2)
+    nccl().stub_nccl_set(module.stub_note_address(), str(folder or "").encode(), folder is not None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extension, "load", lambda: module)
+        try:
+            yield module
+        finally:
+            module.stub_reset()
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A call of CUDA or NCCL that was written down.
+
+    what: "launch", "record", "wait", "copy", "set", or the name of a function of NCCL.
+    numbers: its arguments.
+    """
+
+    what: str
+    stream: int
+    numbers: tuple[int, ...] = ()
+
+
+def journal(module: ModuleType) -> list[Noted]:
+    """Returns all calls since the last reset, launches among them, in their order."""
+    launches = [Noted("launch", each["stream"]) for each in module.stub_launched()]
+    calls = []
+    num_launches = 0
+    for what, stream, numbers, launches_before in module.stub_noted():
+        calls += launches[num_launches:launches_before]
+        num_launches = launches_before
+        calls.append(Noted(what, stream, tuple(numbers)))
+    return calls + launches[num_launches:]
+
+
+class Reader:
+    """Reads a journal beside the calls that the recording backend wrote for the same pass.
+
+    noted: the journal. What is read is removed.
+    """
+
+    def __init__(self, noted: list[Noted]) -> None:
+        self.noted = list(noted)
+        self.event_of: dict[int, int] = {}
+
+    def take(self, *names: str) -> Noted:
+        call = self.noted.pop(0)
+        assert call.what in names, (call, names)
+        return call
+
+    def next_is(self, *names: str) -> bool:
+        return bool(self.noted) and self.noted[0].what in names
+
+    def lane(self, call: Noted) -> Lane:
+        """Returns the lane on whose stream a call is."""
+        (lane,) = (lane for lane, stream in STREAMS.items() if stream == call.stream)
+        return lane
+
+    def read(self, recorded: Calls, *, parts: int, own_rank: int) -> Calls:
+        """Returns the journal as calls of lanes: those of the streams on which CUDA and NCCL were called.
+
+        recorded: the calls of the recording backend.
+        parts: partial sums of HIDDEN_GRADIENT: with more than one, a second launch adds them up.
+        own_rank: the rank of the pass.
+        """
+        calls: Calls = []
+        for call in recorded:
+            if isinstance(call, Issue):
+                calls += [
+                    replace(call, lane=self.lane(noted)) for noted in self._issued(call, parts, own_rank)
+                ]
+                continue
+            noted = self.take("wait" if isinstance(call, Wait) else "record")
+            event = self.event_of.setdefault(noted.numbers[0], call.event)
+            assert event == call.event
+            calls.append(type(call)(self.lane(noted), event))
+        assert not self.noted, self.noted
+        return calls
+
+    def _issued(self, call: Issue, parts: int, own_rank: int) -> list[Noted]:
+        if call.kernel is Kernel.EXCHANGE:
+            return self._exchanged(call, own_rank)
+        if call.kernel in (Kernel.UPLOAD, Kernel.COPY):
+            copied = self.take("copy")
+            source, target = call.operands
+            assert copied.numbers == (target.address, source.address, source.rows * source.row_bytes)
+            return [copied]
+        is_split = call.kernel is Kernel.HIDDEN_GRADIENT and parts > 1
+        return [self.take("launch") for _ in range(1 + is_split)]
+
+    def _exchanged(self, call: Issue, own_rank: int) -> list[Noted]:
+        """Reads an exchange: each rank's rows go from their place, and to their place."""
+        source, target = call.operands
+        expected = []
+        for rank, (sent, received) in enumerate(zip(call.send, call.recv, strict=True)):
+            if rank != own_rank:
+                begin = source.address + sum(call.send[:rank]) * source.row_bytes
+                expected += [("ncclSend", rank, sent * source.row_bytes, begin)] if sent else []
+                begin = target.address + sum(call.recv[:rank]) * target.row_bytes
+                expected += [("ncclRecv", rank, received * target.row_bytes, begin)] if received else []
+        found = []
+        if expected:
+            self.take("ncclGroupStart")
+            while self.next_is("ncclSend", "ncclRecv"):
+                found.append(self.take("ncclSend", "ncclRecv"))
+            self.take("ncclGroupEnd")
+        assert [(each.what, *each.numbers) for each in found] == expected
+        if call.send[own_rank]:
+            own = self.take("copy")
+            begins = (
+                memory.address + sum(rows[:own_rank]) * memory.row_bytes
+                for memory, rows in ((target, call.recv), (source, call.send))
+            )
+            assert own.numbers == (*begins, call.send[own_rank] * source.row_bytes)
+            found.append(own)
+        return found
+
+
+def load(
+    program: PassProgram,
+    schedule: Schedule,
+    *,
+    kernels: str = "sm_80",
+    spare: int = 0,
+    activation: str = "swiglu",
+    communicator: Any = None,
+) -> LoadedProgram:
+    return LoadedProgram(
+        program, schedule, device=0, kernels=kernels, dtype=torch.bfloat16, activation=activation,
+        spare=spare, communicator=communicator,
+    )  # fmt: skip
+
+
+@dataclass
+class DeviceCall(ProgramCall):
+    """Both passes of one call of a layer, by launches in the emulator.
+
+    kernels: "sm_80" or "sm_90a".
+    communicator: the communicator of several ranks.
+    """
+
+    kernels: str = "sm_80"
+    communicator: Any = None
+
+    def layer_shape(self) -> LayerShape:
+        """Returns the facts of the layer as on a device: the activated hidden has memory of its own."""
+        experts = self.call.plan.modules.experts
+        shape = super().layer_shape()
+        columns = experts.columns("cuda")  # type: ignore[attr-defined]
+        return replace(shape, columns=columns, weighs_active=True)
+
+    def run(self, direction: str) -> None:
+        plan = self.call.plan
+        schedule = plan_schedule(plan, direction)
+        self.program = compile_pass(schedule, self.shape, plan.restore)
+        activation = plan.modules.experts.fused_activation  # type: ignore[attr-defined]
+        spare = 1 if self.communicator is not None else 0
+        loaded = load(
+            self.program, schedule, kernels=self.kernels, spare=spare, activation=activation,
+            communicator=self.communicator,
+        )  # fmt: skip
+        cut = loaded.cut(self.call.inputs.x_TM.shape[0], self.rank, self.send, self.recv)
+        self.put(ARENA=unset(cut.arena_bytes // 2, dtype=torch.bfloat16))
+        workspace = torch.full((loaded.workspace_bytes(cut),), 255, dtype=torch.uint8)
+        loaded.run(cut, self.addresses(), STREAMS, workspace.data_ptr())
+
+
+def in_float64(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.double()

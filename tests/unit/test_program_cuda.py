@@ -1,0 +1,432 @@
+"""Pass programs over CUDA and NCCL, without a GPU: calls, their order, errors, and results in the emulator.
+
+`tests.device_programs` has the stand-ins for CUDA's runtime and for NCCL.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.recorded_program import Issue, RecordedProgram, Wait
+from pmoe.program.compiler import HOST_IS_READ, compile_pass
+from pmoe.program.layer_shape import LayerShape
+from pmoe.program.records import Base, PassProgram
+from pmoe.schedule.buffer_sizes import HiddenColumns
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.tasks import Lane, Schedule, Stages
+from tests import fresh
+from tests.device_programs import STREAMS, DeviceCall, Reader, journal, load, nccl, stand_ins
+from tests.kit import build, loss_of, one_thread, tokens
+from tests.programs import Calls, EngineCall, ProgramCall, engine_call, library, order_problem, own_counts
+from tests.reference import relative_error
+
+__all__ = ["one_thread"]
+
+EXPERTS, TOP_K, WIDTH = 3, 2, 16
+COLUMNS = HiddenColumns(hidden=2 * WIDTH, active=WIDTH, scratch=WIDTH, scratch_rows=4, staged=2 * WIDTH)
+PARTS = 2
+"""Partial sums of a row of HIDDEN_GRADIENT by the kernels for sm_80, for up to 128 hidden columns."""
+ENDS = array("i", [0] * 1000)
+ADDRESSES = {base: base << 32 for base in Base} | {Base.NOWHERE: 0, Base.ENDS_HOST: ENDS.buffer_info()[0]}
+
+
+@pytest.fixture
+def cuda(kernels: Path) -> Iterator[ModuleType]:
+    """Returns the extension over the stand-ins. Calls are only written down."""
+    with stand_ins(kernels, runs=False) as module:
+        yield module
+
+
+def shape_of(ranks: int, stages: Stages, *, bias: bool = False) -> LayerShape:
+    return LayerShape(
+        ranks=ranks,
+        local_experts=EXPERTS,
+        top_k=TOP_K,
+        d_model=WIDTH,
+        columns=COLUMNS,
+        bias=bias,
+        keeps_own=stages.local,
+        sends=stages.remote,
+        weighs_active=not bias,
+        element_bytes=2,
+        weight_bytes=4,
+        sum_bytes=4,
+    )
+
+
+def counts_of_all(ranks: int, n: int, seed: int) -> Tensor:
+    """Returns rows by source rank, chunk, destination rank and expert. Some ranks and experts have none."""
+    draw = random.Random(seed)
+    counts = torch.zeros(ranks, n, ranks, EXPERTS, dtype=torch.int64)
+    for source in range(ranks):
+        if draw.random() > 0.25:
+            counts[source].apply_(lambda _: draw.choice((0, 0, 1, 5)))
+    return counts
+
+
+@dataclass
+class DevicePass:
+    """One pass of one rank, which the backend over CUDA issued and the recording backend wrote down.
+
+    counts: rows by source rank, chunk, destination rank and expert.
+    calls: the calls of CUDA and NCCL, on the lanes of their streams.
+    """
+
+    module: ModuleType
+    counts: Tensor
+    rank: int
+    schedule: Schedule
+    restore: Restore | None
+    stages: Stages
+    spare: int = 0
+    streams: dict[Lane, int] = field(default_factory=lambda: dict(STREAMS))
+
+    def __post_init__(self) -> None:
+        ranks = self.counts.shape[0]
+        self.program: PassProgram = compile_pass(self.schedule, shape_of(ranks, self.stages), self.restore)
+        self.send = self.counts[self.rank].contiguous()
+        self.recv = self.counts[:, :, self.rank].transpose(0, 1).contiguous()
+        total = int(self.send.sum())
+        self.tokens = total + len(self.send) if total else 0  # every chunk has tokens, if there are rows
+        recorded = RecordedProgram(library(), self.program.words())
+        flat = [each.flatten().tolist() for each in (self.send, self.recv)]
+        self.arena_bytes = recorded.cut(self.tokens, self.rank, *flat)
+        self.recorded = recorded.run(ADDRESSES)
+        self.communicator = None
+        if self.stages.remote:
+            identity = self.module.nccl_id()
+            self.communicator = self.module.Communicator(identity, ranks, self.rank, 0)
+        self.loaded = load(self.program, self.schedule, spare=self.spare, communicator=self.communicator)
+
+    def run(self) -> None:
+        self.module.stub_reset(runs=False)
+        cut = self.loaded.cut(self.tokens, self.rank, self.send, self.recv)
+        assert cut.arena_bytes == self.arena_bytes
+        self.loaded.run(cut, ADDRESSES, self.streams, 1 << 50)
+
+    def calls(self) -> Calls:
+        """Runs the pass. Returns its calls on the lanes on whose streams they were made."""
+        self.run()
+        assert self.module.stub_refused() == []
+        noted = journal(self.module)
+        reader = Reader(noted)
+        if self.communicator is not None:
+            reader.take("ncclCommGetAsyncError")
+        if self.spare:
+            cleared = reader.take("set")
+            num_products = sum(record.kernel.name in PRODUCT_NAMES for record in self.program.records)
+            assert (cleared.stream, cleared.numbers[1]) == (STREAMS[Lane.COMPUTE], 4 * num_products)
+        return reader.read(self.recorded, parts=PARTS, own_rank=self.rank)
+
+
+PRODUCT_NAMES = {"HIDDEN", "OUTPUT", "RECOMPUTE", "HIDDEN_GRADIENT", "INPUT_GRADIENT", "WEIGHT_GRADIENT"}
+
+
+def passes(
+    module: ModuleType, ranks: int, n: int, *, local: bool = True, pairs: Any = (*ALL_PAIRS, None)
+) -> Iterator[DevicePass]:
+    """Yields both passes of all restore pairs, and forward without a backward pass, of one rank each."""
+    stages = Stages(local=local, remote=ranks > 1 or not local)
+    for seed, restore in enumerate(pairs):
+        counts = counts_of_all(ranks, n, 100 * ranks + 10 * n + seed)
+        for direction in ("forward", "backward")[: 2 if restore else 1]:
+            schedule = rotating(direction, n, stages, restore=restore)
+            yield DevicePass(module, counts, seed % ranks, schedule, restore, stages, spare=seed % 2)
+
+
+def s4(module: ModuleType, direction: str = "forward", ranks: int = 2, n: int = 4) -> DevicePass:
+    """Returns a pass in which every rank sends rows to every other in every chunk."""
+    stages = Stages(local=True, remote=ranks > 1)
+    counts = torch.ones(ranks, n, ranks, EXPERTS, dtype=torch.int64)
+    restore = STRATEGIES["S4"]
+    schedule = rotating(direction, n, stages, restore=restore)
+    return DevicePass(module, counts, 0, schedule, restore, stages)
+
+
+# ---- the order of calls
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_calls_of_cuda_and_nccl_keep_the_order_of_the_schedule(cuda: ModuleType, ranks: int) -> None:
+    for n in (1, 2, 4):
+        for one in passes(cuda, ranks, n, local=n != 2):
+            problem = order_problem(one.calls(), one.program, one.schedule)
+            assert problem is None, (str(one.restore), one.schedule.direction, n, problem)
+
+
+def test_a_pass_has_an_event_for_each_signal_and_one_more(cuda: ModuleType) -> None:
+    before = cuda.stub_num_events()
+    one = s4(cuda)
+    assert cuda.stub_num_events() - before == one.program.num_events + 1
+    one.calls()
+    del one.loaded
+    assert cuda.stub_num_events() == before
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_each_missing_wait_and_each_call_on_a_wrong_stream_is_found(cuda: ModuleType, direction: str) -> None:
+    stages = Stages(local=True, remote=True)
+    restore = STRATEGIES["S1"]
+    counts = torch.ones(3, 4, 3, EXPERTS, dtype=torch.int64)
+    one = DevicePass(cuda, counts, 0, rotating(direction, 4, stages, restore=restore), restore, stages)
+    calls = one.calls()
+
+    def is_found(changed: Calls) -> bool:
+        return order_problem(changed, one.program, one.schedule) is not None
+
+    waits = [at for at, call in enumerate(calls) if isinstance(call, Wait)]
+    missed = [calls[at] for at in waits if not is_found(calls[:at] + calls[at + 1 :])]
+    # Copies to the host also wait for copies of earlier passes, of which this pass knows nothing.
+    of_earlier_passes = [Wait(Lane.COPY_OUT, HOST_IS_READ)] if direction == "forward" else []
+    assert len(waits) > 20 and missed == of_earlier_passes
+    unused = Lane.INTRA_NODE
+    assert not any(call.lane is unused for call in calls)
+    for at, call in enumerate(calls):
+        if isinstance(call, Issue):
+            moved = [*calls[:at], replace(call, lane=unused), *calls[at + 1 :]]
+            assert is_found(moved), call
+
+
+def test_swapped_streams_are_found(cuda: ModuleType) -> None:
+    """Reading the journal by the right streams, calls of two lanes have changed places."""
+    one = s4(cuda)
+    for lane in (Lane.COMMUNICATE, Lane.COPY_IN):
+        # The compute lane's stream is also the one on which the caller goes on.
+        one.streams = STREAMS | {Lane.COMPUTE: STREAMS[lane], lane: STREAMS[Lane.COMPUTE]}
+        if lane in one.schedule.lanes:
+            assert order_problem(one.calls(), one.program, one.schedule) is not None
+
+
+# ---- exchanges
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("local", [True, False])
+def test_what_a_rank_sends_another_receives(cuda: ModuleType, ranks: int, local: bool) -> None:
+    """Both ranks of a pair have the same messages in the same order, and none without rows."""
+    stages = Stages(local=local, remote=True)
+    for seed, restore in enumerate((STRATEGIES["S1"], STRATEGIES["S4"], KEEP)):
+        counts = counts_of_all(ranks, 4, seed)
+        for direction in ("forward", "backward"):
+            schedule = rotating(direction, 4, stages, restore=restore)
+            messages: dict[str, dict[tuple[int, int], list[int]]] = {"ncclSend": {}, "ncclRecv": {}}
+            for rank in range(ranks):
+                one = DevicePass(cuda, counts, rank, schedule, restore, stages)
+                one.run()
+                noted = journal(cuda)
+                depth = 0
+                for call in noted:
+                    depth += (call.what == "ncclGroupStart") - (call.what == "ncclGroupEnd")
+                    if call.what in messages:
+                        assert depth == 1 and call.stream == STREAMS[Lane.COMMUNICATE]
+                        peer, num_bytes, _ = call.numbers
+                        pair = (rank, peer) if call.what == "ncclSend" else (peer, rank)
+                        messages[call.what].setdefault(pair, []).append(num_bytes)
+                assert depth == 0
+            assert messages["ncclSend"] == messages["ncclRecv"]
+            sizes = [size for each in messages["ncclSend"].values() for size in each]
+            assert min(sizes) > 0
+
+
+def test_rows_for_the_own_rank_are_copied_not_sent(cuda: ModuleType) -> None:
+    stages = Stages(local=False, remote=True)
+    counts = torch.ones(1, 2, 1, EXPERTS, dtype=torch.int64)
+    one = DevicePass(cuda, counts, 0, rotating("forward", 2, stages, restore=KEEP), KEEP, stages)
+    one.calls()
+    assert not [call for call in journal(cuda) if call.what.startswith("ncclGroup")]
+
+
+# ---- errors
+
+
+FAILURES = {
+    "ncclGroupStart": r"record \d+ \(S0: exchange\): ncclGroupStart: an error that a test asked for \(3\)",
+    "ncclSend": r"record \d+ \(S0: exchange\): ncclSend to rank 1: an error that a test asked for \(3\)",
+    "ncclRecv": r"record \d+ \(S0: exchange\): ncclRecv from rank 1: an error that a test asked for \(3\)",
+    "ncclGroupEnd": r"record \d+ \(S0: exchange\): ncclGroupEnd: an error that a test asked for \(3\)",
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_an_error_of_nccl_names_the_record_and_every_group_ends(cuda: ModuleType, name: str) -> None:
+    one = s4(cuda)
+    nccl().stub_nccl_fail(name.encode(), 0)  # in the first exchange
+    with pytest.raises(RuntimeError, match=FAILURES[name]):
+        one.run()
+    names = [call.what for call in journal(cuda)]
+    started = names.count("ncclGroupStart") - (name == "ncclGroupStart")
+    assert started == names.count("ncclGroupEnd") and nccl().stub_nccl_depth() == 0
+    # The compute lane waits for all others before the caller frees memory.
+    waits = [call for call in journal(cuda) if call.what == "wait"][-len(Lane) + 1 :]
+    assert [call.stream for call in waits] == [STREAMS[Lane.COMPUTE]] * (len(Lane) - 1)
+    one.calls()  # the next pass is whole
+
+
+def test_an_error_of_an_earlier_exchange_ends_the_pass_before_its_first_call(cuda: ModuleType) -> None:
+    one = s4(cuda)
+    nccl().stub_nccl_async_error(6)
+    with pytest.raises(RuntimeError, match=r"an earlier exchange: an error of the stand-in \(6\)"):
+        one.run()
+    assert [call.what for call in journal(cuda)] == ["ncclCommGetAsyncError"]
+    nccl().stub_nccl_async_error(0)
+
+
+def test_an_error_of_cuda_names_the_record(cuda: ModuleType) -> None:
+    one = s4(cuda)
+    cuda.stub_reset(runs=False)
+    cut = one.loaded.cut(one.tokens, one.rank, one.send, one.recv)
+    cuda.stub_fail_after(0)
+    message = r"record 0 \(before or after all tasks: upload\): pmoe._cuda: cudaMemcpyAsync: cudaErrorInvalid"
+    with pytest.raises(RuntimeError, match=message):
+        one.loaded.run(cut, ADDRESSES, STREAMS, 1 << 50)
+
+
+def test_each_call_that_fails_is_named_by_its_record(cuda: ModuleType) -> None:
+    """Every event, wait and copy of a pass fails in turn."""
+    one = s4(cuda, "backward")
+    one.run()
+    num_calls = len([call for call in cuda.stub_noted() if not call[0].startswith("nccl")])
+    records = []
+    for calls in range(num_calls):
+        cuda.stub_reset(runs=False)
+        cut = one.loaded.cut(one.tokens, one.rank, one.send, one.recv)
+        cuda.stub_fail_after(calls)
+        with pytest.raises(
+            RuntimeError, match=r"pass program: record \d+ \(.+\): pmoe._cuda: cuda\w+"
+        ) as raised:
+            one.loaded.run(cut, ADDRESSES, STREAMS, 1 << 50)
+        records.append(int(str(raised.value).split()[3]))
+    assert records == sorted(records) and len(set(records)) > 20
+
+
+def test_an_address_that_kernels_cannot_read_is_refused_before_any_call(cuda: ModuleType) -> None:
+    one = s4(cuda)
+    cuda.stub_reset(runs=False)
+    cut = one.loaded.cut(one.tokens, one.rank, one.send, one.recv)
+    with pytest.raises(ValueError, match=r"address of base 8 \(34359738376\) must be a multiple of 16"):
+        one.loaded.run(cut, {**ADDRESSES, Base.W1: (8 << 32) + 8}, STREAMS, 1 << 50)
+    assert journal(cuda) == []
+
+
+def load_change(**changes: Any) -> Callable[[ModuleType], object]:
+    """Returns a function that loads a program of a layer that differs in some facts."""
+
+    def change(module: ModuleType) -> object:
+        ranks = changes.pop("ranks_of_communicator", None)
+        stages = Stages(local=True, remote=ranks is not None)
+        shape = replace(shape_of(ranks or 1, stages), **changes)
+        schedule = rotating("backward", 2, stages, restore=KEEP)
+        communicator = module.Communicator(module.nccl_id(), 3, 0, 0) if ranks else None
+        return load(compile_pass(schedule, shape, KEEP), schedule, communicator=communicator)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            load_change(bias=True, weighs_active=False),
+            r"record \d+ \(L1: bias_dots\) has no CUDA kernel: gradients of experts with biases",
+        ),
+        (load_change(element_bytes=4), r"\(L1: hidden_gradient\) has rows whose numbers are not 16 bits"),
+        (load_change(weight_bytes=2), r"\(L1: hidden_gradient\) has routing weights that are not float32"),
+        (load_change(d_model=12), r"\(L1: hidden_gradient\) has rows that are not multiples of 16 bytes"),
+        (load_change(ranks_of_communicator=2), "a program for 2 ranks needs a communicator of as many"),
+        (
+            lambda module: module.Communicator(module.nccl_id(), 2, 2, 0),
+            r"rank \(2\) must be below ranks \(2\)",
+        ),
+        (lambda module: module.Communicator(b"abc", 2, 0, 0), r"id \(3 bytes\) must have 128 bytes"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_when_it_is_loaded(
+    cuda: ModuleType, change: Callable[[ModuleType], object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        change(cuda)
+
+
+def test_counts_that_cannot_be_read_are_refused(cuda: ModuleType) -> None:
+    one = s4(cuda)
+    with pytest.raises(ValueError, match=r"send \(torch.int32 \(4, 2, 3\) on cpu\) must be contiguous int64"):
+        one.loaded.cut(one.tokens, 0, one.send.int(), one.recv)
+    with pytest.raises(ValueError, match=r"recv \(torch.int64 \(1, 2, 3\) on cpu\) must be .*\(4, 2, 3\)"):
+        one.loaded.cut(one.tokens, 0, one.send, one.recv[:1])
+    with pytest.raises(ValueError, match=r"rank \(1\) must be the communicator's \(0\)"):
+        one.loaded.cut(one.tokens, 1, one.send, one.recv)
+
+
+def test_without_nccl_in_the_process_the_message_says_so(kernels: Path) -> None:
+    program = (
+        "from pathlib import Path\n"
+        "from tests.emulated import load_kernels\n"
+        "try:\n"
+        f"    load_kernels(Path({str(kernels)!r})).nccl_loaded()\n"
+        "except RuntimeError as error:\n"
+        "    print(error)\n"
+    )
+    assert "NCCL's library (libpmoe_nccl.so) is not loaded" in fresh.run(program)
+
+
+# ---- results
+
+
+def layer_call(
+    pair: Restore, n: int, expert: str, num_tokens: int, seed: int = 3
+) -> tuple[EngineCall, Tensor]:
+    """Returns a call of a layer in bfloat16 by the engine on the CPU, and its row counts."""
+    layer = build(
+        pipeline=n, memory_reuse=pair, expert=expert, bias=False, d_model=WIDTH, d_hidden=WIDTH,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    x = tokens(num_tokens, seed, torch.bfloat16, WIDTH).requires_grad_()
+    call = engine_call(lambda: loss_of(layer, layer(x)).backward())
+    return call, own_counts(call, layer.gate(x.detach()).expert, 4, 1)
+
+
+def wide(call: EngineCall) -> EngineCall:
+    """Returns the same call with tensors in float64."""
+    inputs = call.inputs.like([None if each is None else each.double() for each in call.inputs.all])
+    assert call.grad_TM is not None
+    return EngineCall(call.plan, inputs, call.y_TM.double(), call.grad_TM.double(), call.gradients)
+
+
+def check_results(device: DeviceCall, expected: ProgramCall, told: object) -> None:
+    """Compares results in the emulator with those in float64, beside the error of PyTorch in bfloat16."""
+    call = device.call
+    got = [device.forward(), *device.backward()]
+    right = [expected.forward(), *expected.backward()]
+    of_torch = [call.y_TM, *call.gradients[:2], *call.gradients[3 : 3 + len(call.inputs.parameters)]]
+    for number, (one, exact, plain) in enumerate(zip(got, right, of_torch, strict=True)):
+        assert plain is not None
+        error = relative_error(one.double(), exact)
+        error_of_torch = relative_error(plain.double(), exact)
+        assert error <= max(2 * error_of_torch, 2**-8), (told, number, error, error_of_torch)
+
+
+@pytest.mark.parametrize("kernel", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+def test_launches_compute_a_layer_of_one_rank(kernels: Path, pair: Restore, kernel: str) -> None:
+    for n, expert, num_tokens in ((1, "swiglu", 11), (2, "ffn", 11), (4, "swiglu", 5), (2, "swiglu", 0)):
+        call, counts = layer_call(pair, n, expert, num_tokens)
+
+        def exchange(*_: object) -> None:
+            raise AssertionError("one rank sends no rows")
+
+        with stand_ins(kernels, runs=True) as module:
+            device = DeviceCall(call, 0, counts, counts, exchange, kernels=kernel)
+            expected = ProgramCall(wide(call), 0, counts, counts, exchange)
+            check_results(device, expected, (str(pair), n, expert, num_tokens))
+            assert module.stub_refused() == []

@@ -50,8 +50,8 @@ class LayerCache:
                    rows so that the batch can be cut into these numbers of chunks. Empty before the first call
     had_copies     whether busy experts had copies on other ranks in the last call
     kept_copies    weights of copies of busy experts that this rank keeps for the next calls; None for none
-    experts_state  a record of this rank's experts in the last call. If the experts are changed, the record of
-                   the next call is not equal to this one
+    experts_state  a record of this rank's experts in the last call. The next call compares its own record
+                   with it: if the two differ, the experts have changed. None (no record) counts as a change
     calls_alike    (calls since the experts last changed, calls between their last two changes)
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     is_of_copy     whether the layer is a copy (copy.deepcopy) of a layer that was called before

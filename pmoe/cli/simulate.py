@@ -134,8 +134,8 @@ def _scale() -> Simulation:
 def _fsmoe(contention: float = fsmoe_table5.CONTENTION) -> Simulation:
     """Returns the tables of the experiment "fsmoe".
 
-    contention: collectives between nodes and collectives inside a node take this many times their seconds
-        while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     return {**fsmoe_table5.tables(contention), **fsmoe_models.tables(contention)}
 

@@ -82,7 +82,7 @@ Eight marks are enough for two weights with biases and adapters. Every rank has 
 class BalancedCounts(ExactCounts):
     """Routes a call, decides which busy experts get copies on other ranks, and exchanges the row counts.
 
-    A copy is the weights of a busy expert on another rank, which computes a part of the expert's rows.
+    A copy is a busy expert's weights, copied to another rank. That rank computes some of the expert's rows.
 
     orders      sorts the (token, choice) slots of the call by chunk and expert, for any number of chunks
     copies      the copies of all ranks in this call, and which of them this rank sends and hosts; None if
@@ -92,8 +92,8 @@ class BalancedCounts(ExactCounts):
     is_planned  whether it is decided already which experts get copies in this call
     may_stay    whether copies may stay from call to call: this call may use copies of an earlier call, and
                 later calls may use copies of this call
-    state       a record of this rank's experts. If their weights are changed, the record of a later call is
-                not equal to this one
+    state       a record of this rank's experts. The next call compares its own record with it: if the two
+                differ, the experts have changed. None (no record) counts as a change
     """
 
     orders: SortedSlots
@@ -231,10 +231,10 @@ class BalancedCounts(ExactCounts):
     def use_copies(self, modules: LayerModules, copies: HostedCopies) -> None:
         """Divides the rows of experts with copies among the ranks that compute these experts.
 
-        A copy is the weights of a busy expert on another rank. Each row gets the index of the expert or copy
-        that computes the row. Experts and copies are numbered together: first the experts of rank 0, then the
-        copies of rank 0, then the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows by these
-        indices.
+        A copy is a busy expert's weights, copied to another rank. Each row gets the index of the expert or
+        copy that computes the row. Experts and copies are numbered together: first the experts of rank 0,
+        then the copies of rank 0, then the experts of rank 1, and so on. Afterwards ``orders`` sorts the rows
+        by these indices.
 
         modules: the layer's modules and options, in which no copies are recorded yet.
         copies: the copies of all ranks in this call.
@@ -570,8 +570,9 @@ class SlotsOfHosts(SortedSlots):
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
         If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
-        again, too. Otherwise each host keeps the weights until backward. If experts are a user's modules,
-        hosts always keep the weights, because the autograd graphs of forward may refer to them.
+        again, too. Otherwise the ranks that have the copies keep the weights until backward. They always keep
+        the weights in two cases: later calls use the copies again, or the experts are a user's modules (the
+        autograd graphs of forward may refer to these weights).
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.

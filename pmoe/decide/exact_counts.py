@@ -95,7 +95,7 @@ class ExactCounts:
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels may compute the call, before its row counts are known.
+        """Returns whether fused kernels are possible for the call, as far as is known without row counts.
 
         All ranks get the same answer. This class always returns False; `FusedCounts` overrides the method.
         """

@@ -73,7 +73,7 @@ def fused_pair(modules: LayerModules) -> Restore | None:
 
 
 def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether fused kernels may compute a call, before its row counts are known.
+    """Returns whether fused kernels are possible for a call, as far as is known without row counts.
 
     If the answer is no, the function warns of the reason, except with fused="auto". All ranks get the same
     answer.

@@ -48,7 +48,10 @@ class FusedCounts(ExactCounts):
         super().__init__(call, degrees)
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels may compute the call, before its row counts are known."""
+        """Returns whether fused kernels are possible for the call, as far as is known without row counts.
+
+        `agree` decides when the row counts are known.
+        """
         return may_fuse(self.call.scheduled, self.routed.x_TM.device, self.routed.dtype)
 
     def sort_early(self) -> None:

@@ -150,8 +150,8 @@ def _refusal(layer: MoELayer) -> str | None:
 def _is_traced_for_us() -> bool:
     """Returns whether torch.compile traces at this moment, and for one of the `BACKENDS`.
 
-    torch.compile wraps a backend several times. Each wrapper keeps the wrapped function in one of two
-    attributes.
+    torch.compile wraps a backend in several functions or objects. So this function unwraps the backend before
+    it looks for it in `BACKENDS`. A wrapper keeps the wrapped function in one of two attributes.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

@@ -71,7 +71,10 @@ class Costs:
         remedy = "they are measured again, and the file is replaced"
 
         def read() -> dict[str, float]:
-            """Reads the seconds from the file. Raises OSError or ValueError if the file cannot be used."""
+            """Returns the seconds of operator calls that are stored in the costs' file, by `signature`.
+
+            Raises OSError or ValueError if the file cannot be used.
+            """
             return load_json(
                 self._path, lambda fields: typed(dict[str, float], fields.get("seconds"), "seconds"), remedy
             )

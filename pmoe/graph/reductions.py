@@ -65,11 +65,13 @@ def plan_hand_overs(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
-    """Returns the fastest pass that hands over gradients: its instructions, in order.
+    """Chooses the order of a backward pass, and where in it each gradient is handed over to autograd.
 
-    The place of a gradient is the number of all-to-alls that begin before it is handed over to autograd.
-    Predictions are not exact, so passes of up to `TIE` times the seconds of the fastest pass count as equally
-    fast.
+    Returns the instructions of the pass that is predicted to be fastest, in order. Each gradient has one
+    instruction that hands it over.
+
+    The place of a gradient is the number of all-to-alls that begin before it is handed over. Predictions are
+    not exact, so passes of up to `TIE` times the seconds of the fastest pass count as equally fast.
 
     - For each order of the instructions, several ways to place the gradients are compared. Of the equally
       fast ways, the one that delays all-to-alls least is taken.

@@ -130,8 +130,9 @@ class Messages:
     The agreed numbers are the results of a max-reduction, which are equal on all ranks. A single copy brings
     the messages and the agreed numbers to the host.
 
-    memory: int64: the agreed numbers, then the messages that are sent, then the messages that arrive. W
-        messages are sent and W arrive, each of L int32 numbers: a header and the row counts of one rank.
+    memory: one int64 tensor. The agreed numbers come first, as int64. Then come the W messages that are sent,
+        and the W messages that arrive. Their memory is read as int32: a message has L = HEADER + F * E
+        numbers, a header and then the F * E row counts.
     num_agreed: the number of agreed numbers.
     sizes: the tuple (W, F, E): ranks, bins (equal ranges of tokens), experts of a rank.
     """

@@ -173,11 +173,12 @@ def forward_tensors(
         row           (T, K) int32  index c of the row that this rank sends for each slot; -1 if the slot is
                                     dropped
         slot          (P, C) int32  slot of each row that this rank sends; the inverse of "row"
-        home          (A,) int32    where each cell that this rank sends begins in this rank's pool of sent
-                                    rows, by expert of all ranks. The results come back into this pool. None
-                                    with a capacity
-        offset        (A,) int32    where each cell that arrives begins in this rank's pool of arriving rows,
-                                    by sending rank, then by expert of this rank. None with a capacity
+        home          (A,) int32    for each of the A experts of all ranks, the index in the pool of sent
+                                    rows at which this rank's cell for the expert begins. The results come
+                                    back into this pool. None with a capacity
+        offset        (A,) int32    for each of the A cells that arrive, sorted by sending rank and then by
+                                    expert, the index in the pool of arriving rows at which the cell begins.
+                                    None with a capacity
     """
     _, wide, d_model = arguments["w1"].shape
     expert_TK = chosen.expert_TK

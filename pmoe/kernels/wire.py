@@ -44,10 +44,11 @@ def refusal(wire: WireName, rows: Tensor) -> str | None:
 
 
 class MessageKernels:
-    """Packs rows into messages and unpacks messages by kernels, on the stream that is current now.
+    """Launches kernels that pack rows into messages, and kernels that unpack messages.
 
-    The object checks no tensors, because the engine allocates them to suit the kernels: rows and messages
-    begin at multiples of 16 bytes. Do not make an object if `refusal` refuses the rows.
+    The kernels run on the stream that is current when the object is made. The object checks no tensors,
+    because the engine allocates them to suit the kernels: rows and messages begin at multiples of 16 bytes.
+    Do not make an object if `refusal` refuses the rows.
 
     wire: the format of the messages.
     rows: a tensor (..., M) with the rows' columns, dtype and device.

@@ -59,7 +59,8 @@ def latencies(gpus: int, tokens: int, experts: int) -> dict[str, float]:
     """Returns the milliseconds of a forward pass by system, launches of kernels included.
 
     FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). The
-    entry "Megatron-TE, float32" compares with a system in float32.
+    entry "Megatron-TE, float32 ms" is the time of Megatron-TE if it computed in float32, too. So FlashDMoE
+    can be compared with a system of the same precision.
 
     gpus: number of GPUs.
     tokens: tokens of a GPU.
@@ -186,8 +187,8 @@ def ways_by_size() -> list[dict[str, Any]]:
     """Returns the milliseconds of a forward pass in three ways: a row for each number of tokens.
 
     Tokens are counted for each rank. The ways are FlashDMoE's kernel ("actors"), COMET's two fused kernels
-    ("pair"), and pmoe's schedule in chunks ("pipeline"). If one of the 8 ranks is late, the milliseconds are
-    in the fields whose names end in ", late".
+    ("pair"), and pmoe's schedule in chunks ("pipeline"). Fields whose names end in ", late" have the
+    milliseconds for the case that one of the 8 ranks is late. In the other fields no rank is late.
     """
     rows = list[dict[str, Any]]()
     for tokens in SIZES:

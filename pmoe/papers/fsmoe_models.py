@@ -189,7 +189,8 @@ def model_steps(
     model: sizes of the model.
     tokens: number of tokens of a sample. Each node has one sample.
     testbed: the cluster.
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     layer = model.layer(tokens)
     costs = moe_costs(layer, testbed)
@@ -267,9 +268,9 @@ def _partitioned(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
-    contention: factor on the seconds of collectives between nodes and inside the node while both run. Only
-        the seconds depend on it: the partition is always computed without contention (factor 1), as in Table
-        5.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long. Only the seconds depend on it: the partition is always computed for 1 (no
+        slowing), as in Table 5.
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(
@@ -320,7 +321,8 @@ def _seconds(steps: Mapping[str, ModelStep]) -> dict[str, float]:
 def figure6(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 6 over DeepSpeed-MoE: a row for each testbed and model.
 
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     rows = []
     for (name, testbed), model in itertools.product(TESTBEDS.items(), MODELS):
@@ -335,7 +337,8 @@ def figure6(contention: float = CONTENTION) -> list[dict[str, Any]]:
 def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 7 over DeepSpeed-MoE on Testbed A, by tokens and by number of GPUs.
 
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     testbed = TESTBEDS["A, Table 2"]
     settings = [(512, 48), (1024, 48), (2048, 48), (1024, 16), (1024, 32)]
@@ -350,7 +353,8 @@ def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
 def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 8 over DeepSpeed-MoE on Testbed A, with two pipeline stages (GPipe).
 
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     testbed = on_nodes(TESTBEDS["A, Table 2"], 6 // STAGES)
     rows = []
@@ -382,7 +386,8 @@ def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[s
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables of Figs. 6 to 8 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     six, seven, eight = figure6(contention), figure7(contention), figure8(contention)
     by_figure = {"6, A and B": [row for row in six if row["testbed"] != "B, Fig. 5"]}

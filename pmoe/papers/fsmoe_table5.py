@@ -337,7 +337,7 @@ def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float 
     layer: sizes of the layer.
     plan: the decisions.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times longer. 1 means that they do not slow each other.
+        many times as long. 1 means that they do not slow each other.
     """
     costs, dense = moe_costs(layer), attention(layer)
     end = TESTBED_B.all_reduce(plan.end_bytes)
@@ -369,7 +369,7 @@ def forward_seconds(
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times longer.
+        many times as long.
     """
     options = papers_schedule("forward", one_lane)
     return dense.compute + dense.all_gather + dense.reduce_scatter + _pass(costs, n, options, 0.0, contention)
@@ -392,7 +392,7 @@ def backward_seconds(
     t_gar: seconds of the all-reduce of gradients that runs during the MoE layer's backward pass.
     t_ar: seconds of the all-reduce of gradients that runs during attention's backward pass.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times longer.
+        many times as long.
     """
     seconds = _pass(costs.backward(), n, papers_schedule("backward", one_lane), t_gar, contention)
     return seconds + _dense_backward(dense, t_ar, one_lane, contention)
@@ -426,7 +426,8 @@ def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, con
     costs: seconds of the stages of this pass.
     options: direction and form of the schedule.
     t_gar: seconds of an all-reduce of gradients in this pass.
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     seconds = stage_seconds(costs, n, options, t_gar)
     return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
@@ -442,7 +443,8 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
     dense: seconds of attention in forward.
     t_ar: seconds of the all-reduce.
     one_lane: whether collectives inside the node and between nodes share one lane.
-    contention: factor on the seconds of collectives between nodes and inside the node while both run.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long.
     """
     tasks = [
         make_task(Kind.ALL_GATHER, -1, ["dT"], ["gathered"]),
@@ -497,8 +499,8 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
         mean, smallest, largest  mean, smallest and largest speed-up of all layers
         paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
-    contention: factor, at least 1, on the seconds of collectives between nodes and inside the node while both
-        run. 1 means that they do not slow each other.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long. The least value is 1: they do not slow each other.
     """
     seconds = {
         name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
@@ -535,8 +537,9 @@ def differing_degrees() -> dict[str, int]:
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables for Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: factor on the seconds of collectives between nodes and inside the node while both run. The
-        first table has the results without contention (factor 1) and with this factor.
+    contention: while a collective between nodes and a collective inside the node both run, each takes this
+        many times as long. The first table has the results for 1 (they do not slow each other) and for this
+        number.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

@@ -70,8 +70,8 @@ class KeptCopies:
     pairs: all copies of all ranks, as pairs (expert, rank). The set is the same on every rank.
     sent_experts: this rank's experts that have copies on other ranks.
     dtype: dtype of the copies.
-    state: the record of this rank's experts when their weights were sent. If a new record is equal to it, the
-        experts have not changed.
+    state: checksums of the weights of ``sent_experts``, made in the call that sent them. A later call
+        computes the checksums again: if they are equal, the weights have not changed.
     weights: (C, P), the weights of the C copies that this rank hosts, with P numbers each; None before they
         have arrived.
     """

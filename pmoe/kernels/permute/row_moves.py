@@ -32,7 +32,9 @@ class RowCopy(NamedTuple):
 
 
 class RowMoves:
-    """Copies tokens into rows, and sums rows for each token, by kernels on the stream that is current now.
+    """Launches kernels that copy tokens into rows, and kernels that sum the rows of each token.
+
+    The kernels run on the stream that is current when the object is made.
 
     like: a tensor (..., M) with the columns, dtype and device of tokens and rows. A row's bytes must be a
         multiple of 16, and `pmoe.kernels.permute.refusal` must not refuse the dtype.

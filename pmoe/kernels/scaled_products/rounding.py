@@ -158,7 +158,9 @@ def rounding_bytes(products: ProductsName, num_rows: int, columns: int, element_
 
 
 def restoring_bytes(products: ProductsName, num_rows: int, columns: int) -> int:
-    """Returns the peak memory of `restored` in bytes, including its float32 result.
+    """Returns the peak memory in bytes while `restored` converts a rounded matrix back to float32.
+
+    The float32 result is included.
 
     products: the number format of the matrix.
     num_rows: number of rows.

@@ -443,7 +443,7 @@ def enter_call(ranks: Ranks) -> None:
 
     ranks: the ranks of the layer.
 
-    Raises RuntimeError, also on the peers, if this rank has left a pass of the group in the middle.
+    Raises RuntimeError, also on the peers, if an earlier pass over the group ended halfway on this rank.
     """
     if ranks.size > 1:
         check_whole(ranks)
@@ -532,7 +532,7 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     ranks: the ranks of the layer.
     number: the number of the call, which `Ranks.expect_backward` has returned in forward; 0 for none.
 
-    Raises RuntimeError if this rank has left a pass of the group in the middle.
+    Raises RuntimeError if an earlier pass over the group ended halfway on this rank.
     """
     if ranks.size == 1:
         return contextlib.nullcontext()
@@ -548,7 +548,7 @@ def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
         the text.
     compares: whether this rank compares its options with the other ranks in this call.
 
-    Returns True if any rank compares its options in this call, so that all ranks must. The result is the
+    Returns True if any rank compares its options in this call. All ranks must then do so. The result is the
     same on all ranks.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a

@@ -134,7 +134,7 @@ class Meeting:
     def leave(self) -> bool:
         """Ends this rank's part in the meeting. It must be called only after all ranks have come.
 
-        Returns True if any rank compares its options in this call, so that all ranks must. The result is the
+        Returns True if any rank compares its options in this call. All ranks must then do so. The result is the
         same on all ranks.
         """
         self._record.last_meeting = self._call

@@ -134,8 +134,8 @@ class Meeting:
     def leave(self) -> bool:
         """Ends this rank's part in the meeting. It must be called only after all ranks have come.
 
-        Returns True if any rank compares its options in this call. All ranks must then do so. The result is the
-        same on all ranks.
+        Returns True if any rank compares its options in this call. All ranks must then do so. The result is
+        the same on all ranks.
         """
         self._record.last_meeting = self._call
         if self._is_published:

@@ -35,6 +35,7 @@ LEFT_OUT: dict[str, str] = {
         "a record that pmoe makes",
     ),
     "CheckpointError": "an error",
+    "BoundedSteps.step": "it hands its argument to a function of the user",
     "Shard.of": "the layer calls it",
     "ExternalGate.forward": "the layer calls it",
     "ExternalGate.weights_of": "replay_routing calls it",

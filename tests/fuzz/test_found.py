@@ -31,7 +31,12 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
+SLOW = ("an exchange in a thread, in inference mode",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in FOUND]
+)
 def test_what_was_found_is_right_now(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     case = FOUND[name]
     told = ranks(case.world).run(job, case, str(tmp_path_factory.getbasetemp()))

@@ -935,6 +935,7 @@ def shown_job(rank: int, world: int) -> tuple[Any, str, set[str]]:
     return statistics.layers[0], str(statistics), {span.name for span in spans}
 
 
+@pytest.mark.slow
 def test_statistics_and_timelines_show_copies() -> None:
     for of_layer, text, tasks in ranks(4).run(shown_job):
         balance = of_layer.balance

@@ -152,6 +152,7 @@ def of_all(name: str, place: int) -> str:
     ],
     ids=["two to four", "four to eight", "gated, four to eight", "gated, four to more groups of eight"],
 )
+@pytest.mark.slow
 def test_what_some_ranks_saved_twice_as_many_load_to_the_bit(
     expert: str, sizes: Mesh, more: Mesh, tmp_path: Path
 ) -> None:

@@ -161,6 +161,7 @@ def shapes_job(rank: int, world: int, options: dict[str, Any], is_parallelized: 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_parallelized", [False, True])
 @pytest.mark.parametrize("options", [{}, {"pipeline": True, "memory_reuse": True, "shared_expert": 4}])
+@pytest.mark.slow
 def test_shapes_are_known_without_the_other_ranks(options: dict[str, Any], is_parallelized: bool) -> None:
     ranks(2).run(shapes_job, options, is_parallelized)
 

@@ -481,7 +481,7 @@ def setting_job(rank: int, world: int, name: str, value: object) -> list[str]:
     return [error_of(lambda: step(layer, rank)) for _ in range(2)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name, value, shown", OPTIONS.values(), ids=OPTIONS)
 def test_an_option_that_one_rank_sets_in_the_middle_of_training_is_told_to_all(
     name: str, value: object, shown: str

@@ -281,6 +281,7 @@ def each(seen: Seen, probe: Callable[..., Any]) -> list[Any]:
     return [rank[probe.__name__] for rank in seen]
 
 
+@pytest.mark.slow
 def test_each_rank_has_one_thread_and_a_core_of_its_own_where_there_are_two(seen: Seen) -> None:
     usable = len(os.sched_getaffinity(0))
     assert [(rank["threads"], rank["cores"]) for rank in seen] == [(1, 1 if usable > 1 else usable)] * 2

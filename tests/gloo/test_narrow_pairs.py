@@ -70,6 +70,7 @@ def same_job(rank: int, world: int, cases: list[tuple[Any, ...]]) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 2, 3], NARROW_PAIRS, every=11))
+@pytest.mark.slow
 def test_gradients_are_the_bits_of_kept_rows_and_of_a_kept_rounded_hidden_activation(
     world: int, cases: list[tuple[Any, ...]]
 ) -> None:

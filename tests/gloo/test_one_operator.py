@@ -92,6 +92,7 @@ def failing_job(rank: int, world: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_comes_out_of_every_ranks_graph() -> None:
     for text in ranks(2).run(failing_job):
         assert "check_finite" in text

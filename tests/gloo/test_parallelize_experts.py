@@ -220,6 +220,7 @@ def copies_of_models(rank: int, world: int) -> dict[str, tuple[bool, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_copied_loaded_converted_and_meta_models_stay_parallelized() -> None:
     for found in ranks(4).run(copies_of_models):
         assert len(found) == 6

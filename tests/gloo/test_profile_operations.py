@@ -48,6 +48,7 @@ def test_both_ranks_have_the_same_lines_of_all_operations() -> None:
     assert_lines(first, 2, 2)
 
 
+@pytest.mark.slow
 def test_four_ranks_in_two_nodes_have_the_same_lines_of_both_links() -> None:
     found = ranks(4).run(measured, 2)
     assert found == [found[0]] * 4

@@ -284,6 +284,7 @@ LAYOUTS = [
     ("sizes", "world", "others", "shard_experts"),
     [pytest.param(*case, marks=() if at < 1 else pytest.mark.slow) for at, case in enumerate(LAYOUTS)],
 )
+@pytest.mark.slow
 def test_checkpoints_of_sharded_experts_load_on_other_numbers_of_ranks(
     sizes: dict[str, int], world: int, others: dict[str, int], shard_experts: bool, tmp_path: Path
 ) -> None:

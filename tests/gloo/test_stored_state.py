@@ -189,6 +189,7 @@ def unnamed_job(rank: int, world: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_next_call_finds_ranks_that_loaded_the_same_from_a_dict_without_metadata() -> None:
     for of_rank in ranks(2).run(unnamed_job):
         for name, (load, first, second, mended) in of_rank.items():

@@ -196,6 +196,7 @@ leave()
 """
 
 
+@pytest.mark.slow
 def test_the_gradients_of_two_ranks_are_those_of_one(tmp_path):
     flags = [*TINY, *TEXT, *map(str, WITHOUT_AUX), "--out", str(tmp_path / "out")]
     Processes(2, ["-c", FIRST_GRADIENTS, str(tmp_path / "rank"), *flags]).finish()

@@ -216,6 +216,7 @@ def by_reducer(rank: int, world: int, partition: Partition | None) -> tuple[list
     return errors, left, [str(each.message) for each in told]
 
 
+@pytest.mark.slow
 def test_a_reducer_sends_pieces_while_the_graph_runs() -> None:
     for errors, begun, _ in ranks(2).run(by_reducer, None):
         assert max(errors) < 1e-12, errors

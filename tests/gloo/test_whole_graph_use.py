@@ -364,6 +364,7 @@ def many_shapes(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_would_run_without_its_graph_raises() -> None:
     for message in ranks(2).run(many_shapes):
         assert "recompile_limit" in message

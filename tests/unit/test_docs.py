@@ -352,6 +352,7 @@ def test_messages_of_the_troubleshooting_page_are_the_codes_own() -> None:
         assert words_of_nobody(" ".join(block.text.split())) == set(), block
 
 
+@pytest.mark.slow
 def test_a_message_that_the_code_does_not_tell_is_noticed() -> None:
     true = "memory_budget (9 bytes) must be at least 10 for these tokens, with any routing (n=1, S4)"
     assert words_of_nobody(true) == words_of_nobody(f"ValueError: {true}") == set()

@@ -56,6 +56,7 @@ def test_no_line_of_a_call_runs_once_a_rank(case: str, ran: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_counts_are_a_hundredth_of_wide_rows_at_most(case: str, ran: Any) -> None:
     of_rows = TOKENS * TOP_K * WIDE * WIDE_BYTES
     for _, counts in (ran[FEW][case], ran[MANY][case]):

@@ -78,6 +78,7 @@ def test_they_are_equal_however_the_pipeline_runs(name: str, options: dict[str, 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph(name: str) -> None:
     torch._dynamo.reset()
     ids = batch(3)

@@ -10,7 +10,11 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+
+CHANGED_BY_CALLS = ("training", "next_call")
+"""Attributes that are no settings, although their values are plain."""
 
 
 class Comparison(Protocol):
@@ -33,7 +37,8 @@ class ModuleWithSettings(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. If it may be a setting, layers compare their options again."""
         super().__setattr__(name, value)
-        if isinstance(value, int | float | str) and name != "training":
+        is_plain = value is None or isinstance(value, int | float | str | torch.dtype)
+        if is_plain and not name.startswith("_") and name not in CHANGED_BY_CALLS:
             for comparison in list(_comparisons.get(self, {}).values()):
                 comparison.compared = ()
 

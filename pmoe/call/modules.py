@@ -71,8 +71,8 @@ class LayerCache:
     is_of_copy: bool = False
 
     def for_copy(self) -> LayerCache:
-        """Returns the cache of a copy of the layer, which may be used with other ranks: it knows nothing."""
-        return LayerCache(is_of_copy=self.differed is not None)
+        """Returns an empty cache for a copy of the layer. It only knows whether the layer was called."""
+        return LayerCache(is_of_copy=self.is_of_copy or self.differed is not None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> LayerCache:
         return LayerCache(is_of_copy=self.is_of_copy)
@@ -318,8 +318,17 @@ class LayerModules(PassModules):
         """
         if not self.options.rotates:
             return math.lcm(*degrees)
-        checked = with_two(degrees) if self.has_copies else degrees
+        checked = self.checked_degrees(degrees)
         return num_bins(checked, self.ranks.size, self.options.num_experts, self.slack)
+
+    def checked_degrees(self, degrees: Sequence[int]) -> tuple[int, ...]:
+        """Returns the numbers of chunks whose rows are compared with the size of a ring slot.
+
+        In a layer with copies of busy experts, one chunk that does not fit is cut as two chunks.
+
+        degrees: the numbers of chunks that may be chosen for the call.
+        """
+        return with_two(degrees) if self.has_copies else tuple(degrees)
 
     @functools.cached_property
     def num_bins(self) -> int:

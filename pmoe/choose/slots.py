@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.comm.counts import RankCounts, Slots, with_two
+from pmoe.comm.counts import RankCounts, Slots
 from pmoe.engine.buffers.arena import pool
 from pmoe.schedule.buffer_sizes import ALIGNMENT
 from pmoe.schedule.restore import Restore
@@ -44,7 +44,7 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
     return Slots(
         slack=modules.slack,
         top_k=options.top_k * modules.grid.esp.size,
-        degrees=with_two(degrees) if modules.has_copies else degrees,
+        degrees=modules.checked_degrees(degrees),
         own_rank=modules.ranks.rank if modules.stages.local else None,
         host_rows=host_rows,
         num_staying=modules.experts.num_local_experts,

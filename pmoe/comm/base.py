@@ -92,8 +92,8 @@ class Exchange(abc.ABC):
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Stores the ranks among which rows are exchanged, and the counter of sent bytes.
 
-        The layer calls this method when the layer is built. The method must not communicate, because another
-        rank may have been given another exchange: `connect` may.
+        The layer calls this method when the layer is built. The method must not communicate, because ranks
+        may have different exchanges until the first call compares them. Make process groups in `connect`.
 
         ranks: the ranks that exchange rows.
         traffic: where `exchange` counts the bytes that it sends.

@@ -262,9 +262,8 @@ class Slots:
         without being sent. The experts after them are copies of other ranks' experts. Rows for copies are
         always sent. None if there are no copies.
     total_slack: limits more rows, in a layer with copies. The rows that a chunk sends, and the rows that stay
-        on this rank, must then fit into slots, too. The most rows of a chunk that arrive, and the most rows
-        of a chunk that stay, are together at most ceil(total_slack * max_tokens * top_k / n). None limits
-        only the rows that arrive.
+        on this rank, must then fit into slots, too. And with the largest numbers of any chunk, arriving rows
+        + staying rows <= ceil(total_slack * max_tokens * top_k / n). None limits only the rows that arrive.
     """
 
     slack: float
@@ -327,9 +326,9 @@ class Slots:
     def agreed(self, depths: Sequence[int]) -> dict[int, int]:
         """Returns `RankCounts.depth`: how often the chunks are cut finer, for each n in ``degrees``.
 
-        In a layer with copies, a batch of one chunk that does not fit is cut as a batch of two chunks: into
-        chunks of which each fits into half the slot. One chunk needs one slot of each ring, and several
-        chunks need two. So the cut batch needs no more memory than the one chunk for which slots are made.
+        In a layer with copies, a batch of one chunk that does not fit is cut as a batch of two chunks. Each
+        of these chunks fits into half the slot. One chunk needs one slot of each ring, and several chunks
+        need two. So the cut batch needs no more memory than the one chunk for which slots are made.
 
         depths: for each n in ``degrees``, the largest of the depths of all ranks (`depths`).
         """
@@ -872,7 +871,7 @@ class CountsExchange:
         if slots is not None:
             if slots.host_rows is not None:
                 agreed[HEADER] = recv_FWE.sum() > slots.host_rows
-            own_F = self._own_FPX.sum((1, 2))
+            own_F = None if slots.total_slack is None else self._own_FPX.sum((1, 2))
             for i, depth in enumerate(slots.depths(recv_FWE, header[0], own_F)):
                 agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
@@ -886,15 +885,16 @@ class CountsExchange:
         """Returns this rank's messages: the messages that the routing kernels wrote, or new messages.
 
         New messages are written by a kernel. Returns None, and launches nothing, if the kernel cannot write
-        them. The kernel can write messages if four conditions hold: experts are not sharded, each row is sent
-        for one expert, no rank passes on rows of other ranks, and the loads of experts are not asked for.
+        them. The kernel can write messages if five conditions hold: experts are not sharded, each row is sent
+        for one expert, no rank passes on rows of other ranks, the loads of experts are not asked for, and the
+        layer may not have copies of experts.
 
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
         """
         if self._counted_once or self._grid.is_sharded or any(each.in_steps for each in self._exchanges):
             return None
-        if self._loads is not None:
+        if self._loads is not None or (self._slots is not None and self._slots.total_slack is not None):
             return None
         counts_FE = self._own_FPX.flatten(1)
         size = head.num_ranks

@@ -19,9 +19,9 @@ This file also has
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
-import hashlib
 import itertools
 import threading
 import time
@@ -125,31 +125,33 @@ def publish_outside_pass(error: BaseException) -> None:
 
 
 def publish_construction(error: Exception) -> None:
-    """Publishes an error raised when this rank built a layer, for peers that have built it and call it.
+    """Publishes the error of this rank's constructor of a layer, because peers may call the layer and wait.
 
-    If all ranks raise the same error, nobody waits. So a rank ignores reports of an error that it has raised
-    itself when it built a layer.
+    If constructors fail on all ranks, nobody waits. So a rank ignores the report of a peer's n-th failed
+    constructor if it has n failed constructors itself, whatever their errors say.
     """
-    text = f"{type(error).__name__}: {error}"
-    place = f"construction {hashlib.sha256(text.encode()).hexdigest()}"
-    _failed_constructions[place] = None
-    if len(_failed_constructions) > MOST_CONSTRUCTIONS:
-        del _failed_constructions[next(iter(_failed_constructions))]
-    _publish_report(error, place)
+    world = dist.group.WORLD if dist.is_available() else None
+    if world is None or not has_peers(world):
+        return
+    life = record_of_group(world).life
+    _failed_constructors[life] += 1
+    _publish_report(error, _construction(_failed_constructors[life]))
 
 
-_failed_constructions: dict[str, None] = {}
-"""This rank's errors of `publish_construction`: the names of their places in reports; an ordered set."""
+_failed_constructors: collections.Counter[int] = collections.Counter()
+"""The number of this rank's failed constructors of layers, for each `GroupRecord.life`."""
 
-MOST_CONSTRUCTIONS = 100
-"""The most names that `_failed_constructions` keeps."""
+
+def _construction(number: int) -> str:
+    """Returns the text that stands for a failed constructor in its report. ``number`` counts from 1."""
+    return f"construction {number}"
 
 
 def _publish_report(error: BaseException, place: str) -> None:
     """Publishes an error that leaves no collective unfinished. This rank's next call withdraws the report.
 
-    place: the text that stands for the name of a left group in the report (`FAILED`). Ranks with the same
-        name in `_failed_constructions` ignore the report. "" if no rank may ignore it.
+    place: the text that stands for the name of a left group in the report (`FAILED`). "" if no rank may
+        ignore the report.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None or not has_peers(world):
@@ -340,7 +342,8 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         return store.get(key).decode() if store.check([key]) else ""
 
     texts = []
-    known_here = {*names_of_left_groups(), *_failed_constructions} - {record.name}
+    constructions = map(_construction, range(1, _failed_constructors[record.life] + 1))
+    known_here = {*names_of_left_groups(), *constructions} - {record.name}
     for rank in dist.get_process_group_ranks(group):
         # The rank has left this group, and not all ranks left it at the same place (`settle`).
         place, _, in_group = value_of(f"{_key(record, rank)}/{record.name}").partition("\n")

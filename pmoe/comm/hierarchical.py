@@ -63,7 +63,7 @@ class HierarchicalExchange(Dispatch, Combine):
         The first call makes the groups, and is a collective. This object does not store the groups, so that
         layers can be copied and pickled; each call looks the groups up.
 
-        The argument ``nodes`` must be the same on all ranks. A layer compares it before.
+        The argument ``nodes`` must be the same on all ranks. The layer compares it between ranks first.
         """
         group = self.ranks.group
         return NodeGroups(None, None) if group is None else connect(group, self.topology)

@@ -48,6 +48,7 @@ def check_same_options(modules: LayerModules) -> None:
         why = NEW_LAYER if may_be_alone else ""
     elif cache.compared != modules.compared_options:
         why = changed_options(cache.words, modules)
+        note_settings(modules)
     must_compare = meet_before_call(modules.ranks, why)
     check_wrapped(modules.experts, set(modules.ranks.members))
     if modules.experts_module is not modules.experts:
@@ -61,9 +62,14 @@ def check_same_options(modules: LayerModules) -> None:
         cache.words = options_in_words(modules)
         for exchange in (modules.dispatch, modules.combine):
             exchange.connect()
-        for module in (modules.gate, modules.experts, modules.shared_expert):
-            if module is not None:
-                note_comparison(module, cache)
+        note_settings(modules)
+
+
+def note_settings(modules: LayerModules) -> None:
+    """Lets later changes of settings of the layer's modules make its next call compare options again."""
+    for module in (modules.gate, modules.experts, modules.shared_expert):
+        if module is not None:
+            note_comparison(module, modules.cache)
 
 
 def compare_options(modules: LayerModules) -> bool:

@@ -72,14 +72,13 @@ class Later:
     version: the version counter of grad_TM in the first half, to detect changes in place.
     of_inputs: the gradients of x_TM, weight_TK and shared_weight_T. The entry of x_TM is None, because
         autograd does not ask for this gradient again.
-    parameters: the function that computes the gradients of all parameters. None if autograd asked for some of
-        them together with the input's: a later call for others runs the whole pass again.
+    parameters: the function that computes the gradients of all parameters, or returns copies of them.
     """
 
     grad_TM: Tensor
     version: int
     of_inputs: list[Tensor | None]
-    parameters: Callable[[], list[Tensor | None]] | None
+    parameters: Callable[[], list[Tensor | None]]
 
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
         """Returns whether the first half ran for the same gradient of the output; equal on all ranks.
@@ -121,7 +120,7 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
     later: Later | None = getattr(ctx, "later", None)
     if later is not None and not (asks_for_all or asks_for_x):
         parameters = later.parameters if asks_for_parameters else no_gradients(ctx)
-        if parameters is not None and later.is_for(grad_TM, ctx.ranks):
+        if later.is_for(grad_TM, ctx.ranks):
             with without_autocast(grad_TM.device.type):
                 of_parameters = parameters()
             if keeps and asks_for_parameters:
@@ -139,11 +138,12 @@ def asked_gradients(ctx: Any, grad_TM: Tensor, run: RunPass) -> tuple[Tensor | N
         return run(ctx, grad_TM, ctx.backward_from)
 
     def with_record(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
-        parameters: Callable[[], list[Tensor | None]] | None
+        parameters: Callable[[], list[Tensor | None]]
         inputs_first = getattr(ctx.backward_from, "inputs_first", None)
         if asks_for_parameters:
             found = ctx.backward_from(tensors, wanted, grad_TM)
-            parameters = None
+            # Autograd may change the tensors that it gets, and a later call may ask for other parameters.
+            parameters = functools.partial(copies_of, copies_of(found[NUM_INPUTS:]))
         elif inputs_first is None or not has_parameters:
             found, parameters = all_at_once(ctx.backward_from, tensors, wanted, grad_TM)
         else:

@@ -343,6 +343,8 @@ class MoELayer(OldAttributes, nn.Module):
             construct.check_replacement(self, name, value)
             self.__dict__["_layer_modules"] = None
         super().__setattr__(name, value)
+        if name in LayerModules.__dataclass_fields__ and "cache" in self.__dict__:
+            self.cache.compared = ()
 
     @property
     def ranks(self) -> Ranks:

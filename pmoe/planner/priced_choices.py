@@ -72,15 +72,18 @@ def bound(
             layer uses if it has only this choice.
     """
     degrees = (choice.forward, choice.backward)
+    top_k = sizes.top_k * sizes.esp_size
     checked: tuple[int, ...] = degrees
-    of_slots = 1.0
-    limit_both = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
+    slot_slack = slack
+    slack_of_bins = 1.0
     if sizes.copies.limits_rows:
-        of_slots = slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
+        slot_slack = slack_with_copies(slack, sizes.ep_size, bypass_local=sizes.bypass_local)
+        slack_of_bins = slot_slack
         checked = with_two(degrees)
     if bins is None:
-        bins = num_bins(checked, sizes.num_ranks, sizes.num_experts, of_slots)
-    limit = functools.partial(slot_rows, slack, sizes.top_k * sizes.esp_size, call.tokens)
+        bins = num_bins(checked, sizes.num_ranks, sizes.num_experts, slack_of_bins)
+    most_in_slot = functools.partial(slot_rows, slot_slack, top_k, call.tokens)
+    most_with_staying = functools.partial(slot_rows, slack, top_k, call.tokens)
 
     def worst(degrees: tuple[int, int], *, all_arrive: bool = False) -> PredictedMemory:
         forward, backward = (
@@ -89,8 +92,8 @@ def bound(
                 call,
                 n,
                 bins,
-                limit(n),
-                staying_rows=limit_both(n) - limit(n),
+                most_in_slot(n),
+                staying_rows=most_with_staying(n) - most_in_slot(n),
                 all_arrive=all_arrive,
             )
             for n in degrees

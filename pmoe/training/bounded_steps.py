@@ -34,8 +34,11 @@ from pmoe.layer import MoELayer
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
-SKIPPING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers that skip a step if a tensor on the device says so, with ``fused=True``."""
+SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that skip a step if a tensor on the device says so, with ``fused=True``.
+
+SGD does so, too. But if it skips the first step of a parameter, its momentum keeps memory without values.
+"""
 
 
 class BoundedSteps(Generic[Batch, Result]):
@@ -54,8 +57,8 @@ class BoundedSteps(Generic[Batch, Result]):
     Args:
         model: a model with at least one `MoELayer` that has ``pad_to_capacity=True``. Its ``capacity_factor``
             is the bound.
-        optimizer: the optimizer of the model's parameters. With torch's Adam, AdamW or SGD and ``fused=True``
-            the host reads one step late whether rows were dropped. With any other optimizer the host waits
+        optimizer: the optimizer of the model's parameters. With torch's Adam or AdamW and ``fused=True`` the
+            host reads one step late whether rows were dropped. With any other optimizer the host waits
             for the answer in each step.
         run: takes a batch, sets all gradients to zero, and computes them: forward, backward, and all that
             follows before the optimizer's step, such as reducing and clipping gradients. It may replay a
@@ -137,12 +140,9 @@ class BoundedSteps(Generic[Batch, Result]):
         Raises RuntimeError on every rank if no layer with ``pad_to_capacity`` was called while its hook was
         registered, or if the repeated step drops rows, too.
         """
-        reads_late = self._reads_late()
-        if not reads_late:
-            self.finish()  # the step before may have been read late
         step = _Step(batch, self._settings(), self._buffers(), _random_state(self._device))
         result = self._run_bounded(step)
-        if not reads_late:
+        if not self._reads_late:
             if step.exceeded_bound():
                 return self._repeat(step)
             self._finish_optimizer_step()
@@ -179,25 +179,11 @@ class BoundedSteps(Generic[Batch, Result]):
         """Returns this object itself, because a copy of the model also copies the hooks that refer to it."""
         return self
 
+    @property
     def _reads_late(self) -> bool:
-        """Returns whether the host reads the answer of the next step one step late.
-
-        The optimizer must skip steps on the device. SGD with momentum cannot skip the first step of a
-        parameter, because the momentum would keep memory without values.
-        """
+        """Whether the optimizer skips steps on the device, so that the host reads answers one step late."""
         groups = self.optimizer.param_groups
-        if type(self.optimizer) not in SKIPPING or not all(group.get("fused") for group in groups):
-            return False
-        if type(self.optimizer) is not torch.optim.SGD:
-            return True
-        state = self.optimizer.state
-        return all(
-            state.get(parameter, {}).get("momentum_buffer") is not None
-            for group in groups
-            if group["momentum"]
-            for parameter in group["params"]
-            if parameter.requires_grad
-        )
+        return type(self.optimizer) in SKIPPING and all(group.get("fused") for group in groups)
 
     def _run_bounded(self, step: _Step[Batch]) -> Result:
         """Runs a step with bounded rows, and agrees with all ranks whether rows were dropped.

@@ -125,7 +125,9 @@ def publish_outside_pass(error: BaseException) -> None:
 
 
 def publish_construction(error: Exception) -> None:
-    """Publishes the error of this rank's constructor of a layer, because peers may call the layer and wait.
+    """Publishes the error with which this rank failed to build a layer.
+
+    Peers that have built the layer may wait for this rank in their first call.
 
     If constructors fail on all ranks, nobody waits. So a rank ignores the report of a peer's n-th failed
     constructor if it has n failed constructors itself, whatever their errors say.

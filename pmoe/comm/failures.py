@@ -130,7 +130,7 @@ def publish_construction(error: Exception) -> None:
     Peers that have built the layer may wait for this rank in their first call.
 
     If constructors fail on all ranks, nobody waits. So a rank ignores the report of a peer's n-th failed
-    constructor if it has n failed constructors itself, whatever their errors say.
+    constructor if it has n failed constructors itself, even if the errors differ.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None or not has_peers(world):

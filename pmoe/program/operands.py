@@ -84,15 +84,15 @@ class PassOperands:
     def __init__(self, schedule: Schedule, shape: LayerShape, restore: Restore | None) -> None:
         self.schedule = schedule
         self.shape = shape
-        self.is_forward = schedule.direction == "forward"
-        self.dispatched = None if restore is None else restore.dispatched
-        self.hidden = None if restore is None else restore.hidden
-        self.n = 1 + max(task.chunk for task in schedule.tasks)
+        self.is_forward: bool = schedule.direction == "forward"
+        self.dispatched: str | None = None if restore is None else restore.dispatched
+        self.hidden: str | None = None if restore is None else restore.hidden
+        self.n: int = 1 + max(task.chunk for task in schedule.tasks)
         slots = (slot for turns in schedule.turns.values() for _, _, slot in turns)
-        self.slots = tuple(dict.fromkeys(slots))
+        self.slots: tuple[str, ...] = tuple(dict.fromkeys(slots))
         # With rows from one other rank at most, rows arrive sorted by expert.
-        self.may_sort = shape.sends and shape.ranks - shape.keeps_own > 1
-        self.forms = (SORTED, STRAIGHT) if self.may_sort else (STRAIGHT,)
+        self.may_sort: bool = shape.sends and shape.ranks - shape.keeps_own > 1
+        self.forms: tuple[RowForm, ...] = (SORTED, STRAIGHT) if self.may_sort else (STRAIGHT,)
         none = (0,) * self.n
         # Only asked for columns: numbers of rows depend on the call.
         self._sizes = BufferSizes(

@@ -102,7 +102,7 @@ class BoundedSteps(Generic[Batch, Result]):
                 raise TypeError(f"{name} ({shown(function)}) must be a function")
         self.model = model
         self.optimizer = optimizer
-        self.repeated = 0
+        self.repeated: int = 0
         self._run = run
         self._run_exactly = run if run_exactly is None else run_exactly
         self._after_step = after_step

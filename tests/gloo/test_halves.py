@@ -71,7 +71,8 @@ def test_a_rank_that_needs_fewer_gradients_than_others_runs_their_pass(
 def frozen_job(rank: int, world: int, options: dict[str, Any], first: str, is_same: bool) -> list[list[str]]:
     """Asks for gradients twice, with all experts of rank 1 frozen. Returns the second call's collectives.
 
-    first: "input" asks for the input's gradient first, "some" for the gradients of w1, too.
+    first: the first call asks for the gradient of the input ("input"), or also for that of w1. The second
+        call then asks for that of the gate alone ("some"), or of all others ("some, then others").
     is_same: whether the second call has the tensor of the first one as the output's gradient.
     """
     counted = []
@@ -83,7 +84,9 @@ def frozen_job(rank: int, world: int, options: dict[str, Any], first: str, is_sa
         y = layer(x * 2)
         early = [x] if first == "input" or rank == 1 else [x, layer.experts.w1]
         trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-        late = trained if first == "input" else [layer.gate.weight]
+        late = [layer.gate.weight] if first == "some" else trained
+        if first == "some, then others":
+            late = [parameter for parameter in trained if parameter is not layer.experts.w1]
         if not is_divided:
             expected = torch.autograd.grad(y, [*early, *late], dy)
             continue
@@ -105,6 +108,7 @@ def frozen_job(rank: int, world: int, options: dict[str, Any], first: str, is_sa
         ({"memory_reuse": "S4"}, "input", True),
         ({"balance": 1}, "input", True),
         ({}, "some", True),
+        ({}, "some, then others", True),
     ],
 )
 def test_a_rank_that_trains_only_its_gate_has_a_second_half_as_the_others(

@@ -13,8 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-CHANGED_BY_CALLS = ("training", "next_call")
-"""Attributes that are no settings, although their values are plain."""
+PLAIN = (bool, int, float, str, torch.dtype)
+"""The types of attributes that are settings. Attributes of other types are not compared."""
+
+NO_SETTINGS = (
+    "training",
+    "is_parallelized",
+    "built",
+    "was_loaded",
+    "may_be_equal",
+    "are_equal",
+    "keeps_gathered",
+    "next_call",
+)
+"""Attributes of these types that are no settings, because they change neither results nor times."""
 
 
 class Comparison(Protocol):
@@ -37,8 +49,8 @@ class ModuleWithSettings(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. If it may be a setting, layers compare their options again."""
         super().__setattr__(name, value)
-        is_plain = value is None or isinstance(value, int | float | str | torch.dtype)
-        if is_plain and not name.startswith("_") and name not in CHANGED_BY_CALLS:
+        is_plain = value is None or isinstance(value, PLAIN)
+        if is_plain and not name.startswith("_") and name not in NO_SETTINGS:
             for comparison in list(_comparisons.get(self, {}).values()):
                 comparison.compared = ()
 

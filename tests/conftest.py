@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 OF_TEST_ALL = 4
-"""Of the cases that `make test` leaves out of a sampled test, `make test-all` runs one in so many."""
+"""`make test` runs n cases of a sampled test. `make test-all` also runs one in this many of the others."""
 
 
 def divide_sampled_tests(items: list[pytest.Item]) -> None:

@@ -7,27 +7,11 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import torch
-
 from pmoe.call.modules import LayerModules
+from pmoe.settings import NO_SETTINGS, PLAIN
 
 COMPARED = ("gate", "experts", "shared_expert", "order", "dispatch", "combine", "shared_gate")
 """The fields of `LayerModules` whose modules must have the same class and settings on every rank."""
-
-PLAIN = (bool, int, float, str, torch.dtype)
-"""The types of attributes that a module's text includes. Attributes of other types are left out."""
-
-NO_SETTINGS = (
-    "training",
-    "is_parallelized",
-    "built",
-    "was_loaded",
-    "may_be_equal",
-    "are_equal",
-    "keeps_gathered",
-    "next_call",
-)
-"""Attributes that a module's text leaves out, because they change neither results nor times."""
 
 
 def options_in_words(modules: LayerModules, *, of_users: bool = False) -> dict[str, str]:

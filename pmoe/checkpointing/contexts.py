@@ -168,7 +168,7 @@ class _Recording(Replay):
 
     def route(self, x_TM: Tensor, decide: Callable[[], V]) -> V:
         call = self.call
-        before = _random_states(x_TM.device)
+        before = random_states(x_TM.device)
         packing = Packing(x_TM)
         with saved_tensors_hooks(packing.pack, unpack):
             routing = decide()
@@ -177,7 +177,7 @@ class _Recording(Replay):
         tickets, packing.tickets = packing.tickets, []
         for ticket in tickets:
             ticket.holder = hold(x_TM)
-        after = _random_states(x_TM.device)
+        after = random_states(x_TM.device)
         call.random = None if _same(before, after) else (before, after)
         call.tokens = (x_TM.shape[0], x_TM.dtype)
         call.tickets = len(tickets)
@@ -219,8 +219,8 @@ class _Replaying(Replay):
         # does not run now and draws none. So the generators are set to the states that they had after the
         # gate. If they do not have the states from before the gate now, the checkpoint did not restore them
         # (preserve_rng_state=False), and they are left alone.
-        if call.random is not None and _same(_random_states(x_TM.device), call.random[0]):
-            _set_random_states(call.random[1], x_TM.device)
+        if call.random is not None and _same(random_states(x_TM.device), call.random[0]):
+            set_random_states(call.random[1], x_TM.device)
         routing: V = map_tensors(call.routing, lambda tensor: replayed_tensor(tensor, x_TM))
         return routing
 
@@ -366,7 +366,7 @@ def _in_another_checkpoint(own: SavedHooks | None) -> bool:
     return getattr(top[0], "__module__", "") == "torch.utils.checkpoint"
 
 
-def _random_states(device: torch.device) -> list[Tensor]:
+def random_states(device: torch.device) -> list[Tensor]:
     """Returns the states of the random number generators from which a gate on ``device`` may draw.
 
     The CPU's state comes first. A CUDA device's state follows, unless a CUDA graph is being captured.
@@ -377,8 +377,8 @@ def _random_states(device: torch.device) -> list[Tensor]:
     return states
 
 
-def _set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
-    """Sets the random number generators of the CPU and of ``device`` to states from `_random_states`."""
+def set_random_states(states: Sequence[Tensor], device: torch.device) -> None:
+    """Sets the random number generators of the CPU and of ``device`` to states from `random_states`."""
     torch.set_rng_state(states[0])
     for state in states[1:]:
         torch.cuda.set_rng_state(state, device)

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from pmoe.arguments import check_kind, check_module, shown
 from pmoe.call.decision import HostRowCounts
+from pmoe.checkpointing.contexts import random_states, set_random_states
 from pmoe.comm.failures import at_stage, publishing_failures
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
@@ -140,7 +141,7 @@ class BoundedSteps(Generic[Batch, Result]):
         Raises RuntimeError on every rank if no layer with ``pad_to_capacity`` was called while its hook was
         registered, or if the repeated step drops rows, too.
         """
-        step = _Step(batch, self._settings(), self._buffers(), _random_state(self._device))
+        step = _Step(batch, self._settings(), self._buffers(), random_states(self._device))
         result = self._run_bounded(step)
         if not self._reads_late:
             if step.exceeded_bound():
@@ -152,7 +153,7 @@ class BoundedSteps(Generic[Batch, Result]):
         if before is not None and before.exceeded_bound():
             self._repeat(before)
             self._unread = None
-            _set_random_state(self._device, step.random_state)
+            set_random_states(step.random_states, self._device)
             return self.step(batch)
         self._unread = step
         return result
@@ -165,9 +166,9 @@ class BoundedSteps(Generic[Batch, Result]):
         """
         last = self._unread
         if last is not None and last.exceeded_bound():
-            random_state = _random_state(self._device)
+            states = random_states(self._device)
             self._repeat(last)
-            _set_random_state(self._device, random_state)
+            set_random_states(states, self._device)
         self._unread = None
 
     def remove(self) -> None:
@@ -234,7 +235,7 @@ class BoundedSteps(Generic[Batch, Result]):
         last_calls = [(layer, layer.last) for layer in self._layers.values()]
         for buffer, value in zip(self.model.buffers(), step.buffers, strict=True):
             buffer.data.copy_(value)
-        _set_random_state(self._device, step.random_state)
+        set_random_states(step.random_states, self._device)
         self._set(step.settings)
         try:
             self._rows.begin()
@@ -316,7 +317,7 @@ class _Step(Generic[Batch]):
     batch         the argument of ``run``
     settings      the options of the optimizer's parameter groups
     buffers       values of the model's buffers before the step
-    random_state  states of the random number generators before the step
+    random_states states of the random number generators before the step
     answer        on the host, (2,) float32: 1 if the optimizer skips the step, and 1 if no hook ran
     was_copied    on CUDA, an event after the copy to ``answer``
     """
@@ -324,7 +325,7 @@ class _Step(Generic[Batch]):
     batch: Batch
     settings: list[dict[str, Any]]
     buffers: list[Tensor]
-    random_state: tuple[Tensor, ...]
+    random_states: list[Tensor]
     answer: Tensor | None = None
     was_copied: torch.cuda.Event | None = None
 
@@ -412,16 +413,3 @@ def _device_of(layer: MoELayer) -> torch.device:
 def _copied(value: Any) -> Any:
     """Returns a copy of a tensor, and any other value as it is."""
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, ...]:
-    """Returns the states of the random number generators of the CPU and, if it is another one, the device."""
-    on_cpu = torch.get_rng_state()
-    return (on_cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (on_cpu,)
-
-
-def _set_random_state(device: torch.device, states: tuple[Tensor, ...]) -> None:
-    """Sets the random number generators to the states that `_random_state` returned."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

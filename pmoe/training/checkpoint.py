@@ -165,7 +165,7 @@ def load_checkpoint(
 
     names, tensors, optimizers = _on_all(ranks, "collecting", collect)
     path = Path(folder) / _on_first(
-        ranks, "looking for it", lambda: files.find(Path(folder), plain_int(step))
+        ranks, "looking for a checkpoint in folder", lambda: files.find(Path(folder), plain_int(step))
     )
     plain, metadata, random = _on_all(
         ranks, f"reading {path} (step= loads another)", lambda: files.read(path, ranks.rank, ranks.size)

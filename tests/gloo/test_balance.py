@@ -830,6 +830,7 @@ def test_gradients_are_right_where_copies_that_stay_have_no_rows(n: int) -> None
 # ---- faults and refusals
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ending", ["raises", pytest.param("dies", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("direction, task", [("forward", "V"), ("backward", "VG")])
 def test_a_rank_that_ends_while_weights_travel_is_named_in_time(

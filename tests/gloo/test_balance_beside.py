@@ -62,6 +62,7 @@ def once_job(rank: int, world: int, cases: list[tuple[Any, ...]]) -> list[str]:
     return list(compared(rank, world, several, send_once=True))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("cases", EVERY)
@@ -125,6 +126,7 @@ def wire_job(
         assert_same(*found, told=(n, pair, case))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wires", [("bfloat16", "bfloat16"), ("e4m3", None), (None, "e4m3")], ids=str)

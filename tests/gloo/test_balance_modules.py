@@ -386,6 +386,7 @@ def unsteady_job(rank: int, world: int, kind: type[nn.Module]) -> str:
     return error_of(lambda: layer(tokens(TOKENS[world][rank], rank)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "kind, sentence",
     [

@@ -132,6 +132,7 @@ TRIED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("given, options, expected", TRIED.values(), ids=TRIED)
 def test_the_fastest_n_by_trials_is_what_a_layer_runs_with(
     given: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]

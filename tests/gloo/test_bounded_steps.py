@@ -132,6 +132,7 @@ def both(rank: int, world: int, kind: str) -> tuple[list[str], int, int]:
     return wrong, exceeded, repeated
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_are_those_of_training_without_a_bound(world: int, kind: str) -> None:

@@ -178,6 +178,7 @@ def raising_job(rank: int, world: int, kind: str) -> str:
     return error_of(lambda: [backward(layer, x.requires_grad_(), dy) for _ in range(2)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook"])
 def test_what_a_hook_raises_on_one_rank_is_told_to_the_others(kind: str) -> None:
     with Pool(2, 30.0) as pool:

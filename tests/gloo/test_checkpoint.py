@@ -109,6 +109,7 @@ CASES = {
 SLOW = ("copies, fsdp to ddp",)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES]
 )

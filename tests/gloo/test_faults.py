@@ -216,6 +216,7 @@ def mesh_job(rank: int, world: int) -> tuple[dict[str, float], str, float]:
     return seconds, told, time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_groups_of_a_mesh_have_the_timeout_that_is_set_and_so_has_the_one_made_of_them() -> None:
     with Pool(4) as pool:
         found = pool.run(mesh_job)

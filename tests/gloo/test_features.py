@@ -21,7 +21,7 @@ def wrong_job(rank: int, world: int, component: str, among: Feature, some: slice
     return wrong_of(COMPUTED[component], [(among,), *filter(featured.fit, cases)][some])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("among", [Feature.RANKS, Feature.SHARDED], ids=lambda feature: feature.name)
 @pytest.mark.parametrize("component", TAKERS)
 def test_each_feature_among_ranks_gives_the_definitions_result_or_is_refused_by_name(

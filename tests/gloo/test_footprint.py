@@ -290,7 +290,7 @@ def kind_job(rank: int, world: int, options: dict[str, Any], esp: int) -> tuple[
     return exact.peak / found.peak, layer.predict_memory(TOKENS).peak / found.peak
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options, esp", [(2 + 2 * (i % 2), *kind) for i, kind in enumerate(KINDS)], ids=named
 )

@@ -237,12 +237,13 @@ def changing_job(rank: int, world: int, folder: str, reuse: bool) -> dict[str, A
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("reuse", [False, True])
 def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(
     reuse: bool, tmp_path: Path
 ) -> None:
     """There are 27 entries from 2,048 to 6,000 tokens, each of which is searched at most once."""
-    first, second = ranks(2).run(changing_job, str(tmp_path), reuse)
+    first, second = ranks(2).run(changing_job, str(tmp_path), reuse, timeout=400)
     assert (first["ranges"], first["searches"]) == (second["ranges"], second["searches"])
     assert 1 <= len(first["ranges"]) <= first["searches"] <= 27 and first["answers"] <= 27
     for got in (first, second):

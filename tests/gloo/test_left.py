@@ -262,6 +262,7 @@ def without_rows_job(rank: int, world: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_backward_pass_without_rows_that_one_rank_leaves_out_hangs_nobody() -> None:
     with Pool(2, TIMEOUT_SECONDS) as pool:
         pool.start(without_rows_job)

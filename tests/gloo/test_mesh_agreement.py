@@ -85,6 +85,7 @@ def late_attempts(rank: int, world: int, names: list[str], seconds: float) -> li
     return [error_of(partial(parallelized, of_name[of_ranks.split()[rank]])) for of_ranks in names]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("first", "error"),
     [

@@ -77,6 +77,7 @@ def data_parallel_job(rank: int, world: int) -> None:
         torch.testing.assert_close(*local, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_ddp_around_layers_that_are_spread() -> None:
     ranks(2).run(data_parallel_job, timeout=120)
 

@@ -316,6 +316,7 @@ def test_fewer_experts_than_ranks(world: int, ep: int, esp: int, num_experts: in
     check(Case(world, 1, ep, esp, num_experts))
 
 
+@pytest.mark.slow
 def test_the_layers_options_change_nothing() -> None:
     shared = {"shared_expert": 5, "shared_gate": True}
     check(Case(4, 1, 2, 2, options={"expert": "swiglu", "pipeline": 2, "memory_reuse": "S4"}))

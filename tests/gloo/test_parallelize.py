@@ -172,6 +172,7 @@ def test_layers_that_each_rank_built_alone_are_spread(sizes: str, expert: str) -
     check_gradients(MESHES[sizes], expert, spread=True, reduce=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spread", [False, True])
 def test_experts_that_are_modules_keep_plain_parameters_and_are_reduced_alike(spread: bool) -> None:
     check_gradients(MESHES["copies x experts"], mlp, spread=spread, reduce=True)

@@ -45,7 +45,7 @@ def contexts_job(rank: int, world: int, name: str, pair: Restore | bool) -> None
     assert_same(step(block, run, x), expected)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, pair", spread([*LAYERS], [False, True, *ALL_PAIRS], every=5))
 def test_a_step_is_as_without_a_checkpoint(name: str, pair: Restore | bool) -> None:
     ranks(2).run(contexts_job, name, pair)

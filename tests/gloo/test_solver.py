@@ -408,6 +408,7 @@ def without_memory_job(rank: int, world: int, what: str) -> tuple[int, list[int]
     return calls, degrees
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", OUT_OF_MEMORY)
 def test_trials_that_run_out_of_memory_are_not_repeated_and_the_lines_decide(what: str) -> None:
     first, second = ranks(2).run(without_memory_job, what)

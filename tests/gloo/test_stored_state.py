@@ -423,6 +423,7 @@ def upcycling_job(rank: int, world: int, folder: str) -> None:
                 torch.testing.assert_close(other(x), expected)
 
 
+@pytest.mark.slow
 def test_experts_that_are_equal_on_purpose_have_a_way_of_their_own(tmp_path: Any) -> None:
     ranks(2).run(upcycling_job, str(tmp_path))
 

@@ -478,6 +478,7 @@ def test_the_dense_model_has_the_same_active_size():
     assert set(same) <= {name for name, _ in moe.named_parameters()}
 
 
+@pytest.mark.slow
 def test_the_dense_run_draws_and_keeps_the_checkpoints_of_the_run_before(tmp_path):
     old = tmp_path / "checkpoints"
     old.mkdir()

@@ -276,6 +276,7 @@ def padded_job(
     }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "spread", "checkpointing"),
     [

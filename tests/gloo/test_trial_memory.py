@@ -105,7 +105,7 @@ def job(
     return answer
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) -> None:
     """Larger chunks have larger ring slots: those of n = 1 and 2 are above the limit, those of n = 8 below.
@@ -160,7 +160,7 @@ def test_a_search_predicts_the_peak_of_each_choice_once() -> None:
     assert {(0, (n, n)) for n in (1, 2, 4, 8, 16)} <= set(first)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("at", range(1, 61))
 @pytest.mark.parametrize(
     "options",

@@ -99,7 +99,7 @@ def bits_job(rank: int, world: int, wires: tuple[str | None, ...], cases: list[t
         assert_same(step(wired(wires, **options), x), reference(x, wires, **options), told=(width, n, pair))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("wires", WIRES, ids=str)
 @pytest.mark.parametrize("cases", parts(DTYPES, list(WIDTHS), [1, 2, 3], [False, *ALL_PAIRS], every=29))

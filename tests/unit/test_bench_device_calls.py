@@ -37,9 +37,8 @@ def shown() -> dict[tuple[int, int, str], tuple[int, ...]]:
     return table
 
 
-@pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
 def test_the_page_shows_the_calls_of_each_pass(num_ranks: int) -> None:
     table = shown()
     rows = counted(num_ranks)
@@ -48,6 +47,7 @@ def test_the_page_shows_the_calls_of_each_pass(num_ranks: int) -> None:
         assert table[row["ranks"], row["n"], row["pass"]] == tuple(row[name] for name in COLUMNS), row
 
 
+@pytest.mark.slow
 def test_a_wire_adds_launches_that_pack_and_unpack_and_no_operator() -> None:
     """On two ranks rows arrive sorted by expert: without a wire nothing unpacks or sorts them.
 

@@ -289,7 +289,7 @@ def test_a_wheel_made_without_nvcc_is_pure_and_works(
     made = wheel(tree, bare)
     assert made.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(made) as file:
-        assert not [name for name in file.namelist() if "_cuda" in name or name.startswith("cuda/")]
+        assert not [name for name in file.namelist() if name.startswith(("pmoe/_cuda", "cuda/"))]
         data = [path for path in (ROOT / "pmoe").rglob("*") if path.suffix in (".html", ".json", ".md")]
         wanted = {"pmoe/py.typed", *(str(path.relative_to(ROOT)) for path in data)}
         assert len(wanted) > 5 and wanted <= set(file.namelist())

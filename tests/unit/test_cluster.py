@@ -194,6 +194,7 @@ def layer_of(d_model: int, d_hidden: int, num_experts: int, top_k: int = 1) -> d
 SMALL: dict[str, Any] = {"layer": layer_of(1024, 4096, 64, 2), "num_tokens": 512}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [None, 2**50])
 def test_rates_that_are_off_move_the_answer_as_planning_everything_again_says(
     budget: int | None, tmp_path: Path

@@ -75,6 +75,7 @@ at n = 8 the same pick is within 10 %.
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [4, 8, pytest.param(16, marks=pytest.mark.slow)])
 def test_the_pair_that_equation_10_picks_is_within_a_tenth_of_the_best(n: int) -> None:
     """This holds at n = 4, too, except for `LIMITS`.

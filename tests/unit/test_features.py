@@ -48,7 +48,7 @@ SHARE = 4
 """One of this many pairs of features is tried in every test run."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(SHARE)])
 @pytest.mark.parametrize("component", TAKERS)
 def test_each_pair_of_features_gives_the_definitions_result_or_is_refused_by_name(

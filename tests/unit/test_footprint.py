@@ -318,7 +318,7 @@ UNUSUAL = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair, options", spread(CHEAPEST, UNUSUAL, every=3), ids=named)
 def test_no_layer_takes_more_than_its_bound_or_its_budget(
     pair: pmoe.Restore, options: dict[str, Any]

@@ -115,7 +115,7 @@ def applies(kind: Kind, harm: str) -> bool:
 CASES = [(kind, harm) for kind in KINDS for harm in HARMS if applies(KINDS[kind], harm)]
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("name", "harm"), CASES)
 def test_what_is_wrong_with_a_file_is_named_with_what_to_do(name: str, harm: str, folder: Path) -> None:
     kind, (made, path, expected) = KINDS[name], whole(name, folder)

@@ -211,9 +211,8 @@ def test_table_5_as_it_came_out_the_first_time() -> None:
     assert {row["system"]: row["paper"] for row in ideal if row["paper"]} == dict(PAPER)
 
 
-@pytest.mark.parametrize(
-    "asked, contention", [pytest.param((), 1.25, marks=pytest.mark.slow), (("--contention", "1"), 1.0)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("asked, contention", [((), 1.25), (("--contention", "1"), 1.0)])
 def test_simulate_prints_table_5_beside_the_papers(
     asked: tuple[str, ...], contention: float, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -340,6 +340,7 @@ def test_what_fails_while_closing_is_a_warning() -> None:
         heap.close()
 
 
+@pytest.mark.slow
 def test_a_process_may_end_with_open_heaps() -> None:
     program = (
         "import pytest, torch\n"

@@ -129,6 +129,7 @@ def test_solver_and_trials_take_them() -> None:
 # ---- memory
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("sizes", [(96, 32, 64), (256, 32, 32), (64, 48, 256)])
 @pytest.mark.parametrize(
     "options",

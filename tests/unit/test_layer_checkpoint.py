@@ -121,7 +121,7 @@ class Flat(nn.Module):
         return self.second.moe(self.second.norm(x)) + self.first.moe.l_aux + self.second.moe.l_aux
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"expert": mlp, "pipeline": 2}, {"capacity_factor": 1.0}])
 @pytest.mark.parametrize("model_type", [Model, Flat])
 def test_a_compiled_model_has_no_graph_break(

@@ -63,7 +63,7 @@ def assert_equal(backend: str, options: dict[str, Any], tolerance: float) -> Non
         assert layer.ran == ran and not one_operator.KEPT
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_a_model_is_one_graph_and_gives_the_same_values(options: dict[str, Any]) -> None:
     assert_equal("aot_eager", options, tolerance=0)

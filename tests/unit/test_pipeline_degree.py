@@ -288,6 +288,7 @@ GAPS = {FEW: (31, 0.1834), ALL: (257, 0.2746)}
 """Number of passes, of two for each layer, that are more than 3 % slower than the best, and the worst."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", SOME)
 def test_where_they_do_not_algorithm_1_is_off_because_its_formulas_are(count: int) -> None:
@@ -383,6 +384,7 @@ VALLEYS = {FEW: 2, ALL: 16}
 """Passes on rings in which going to faster neighbours from Algorithm 1's n does not lead to the best n."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("count", SOME)
 def test_on_rings_the_seconds_have_several_valleys_and_the_fastest_degree_is_never_missed(count: int) -> None:

@@ -136,6 +136,7 @@ def test_under_autocast_outputs_have_the_type_that_they_had() -> None:
 # ---- generation
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("how", ["greedy", "beams", "without a cache", "in parts"])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "OLMoE", "gpt-oss", "DeepSeek-V3"])
 def test_generate_gives_the_same_tokens_behind_left_padding(name: str, how: str) -> None:

@@ -126,6 +126,7 @@ def every_assignment(graph: Sequence[Instruction]) -> Iterator[dict[str, str]]:
         yield {name: message for name, message in zip(fits, choice, strict=True) if message is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_greedy_assignment_is_near_the_optimum(count: int) -> None:
     """Algorithm 1 promises no bound."""

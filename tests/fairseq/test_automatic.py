@@ -206,7 +206,7 @@ def test_a_resumed_training_with_adam_has_the_bits_of_one_that_went_on(
         assert_same_losses(went_on, resumed, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkpoint_continues_on_other_numbers_of_ranks(session: Session, tmp_path: Path) -> None:
     """NVIDIA/Megatron-LM#1517, KempnerInstitute/KempnerForge#202: this failed, or experts were lost.
 

@@ -914,7 +914,7 @@ def soak_job(rank: int, world: int, calls: int) -> tuple[int, int]:
     return held[0], held[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_stays_flat_over_many_calls_with_changing_loads() -> None:
     for early, late in ranks(2).run(soak_job, 2000):
         assert late - early < 8 << 20

@@ -94,6 +94,7 @@ def check(kernels: Path, case: Case, fused: bool | str) -> None:
             assert error <= 2 * plain + 4e-3, (name, error, plain)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("expert", "fused"),
     [
@@ -112,6 +113,7 @@ def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
     check(kernels, Case(tokens=(0, 31), skewed=True, options=options), True)
 
 
+@pytest.mark.nightly
 def test_four_processes(kernels: Path) -> None:
     check(kernels, Case(tokens=(5, 0, 17, 8), steps=3, options={"slack": 4.0}), True)
 
@@ -121,7 +123,7 @@ def test_two_processes_split_their_experts(kernels: Path, fused: bool | str) -> 
     check(kernels, Case(tokens=(23, 9), split=2, options={"expert": "swiglu"}), fused)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_four_processes_split_experts_of_two_nodes(kernels: Path) -> None:
     options = {"memory_reuse": "S4", "slack": 4.0, "shared_expert": 40, "capacity_factor": 2.0}
     check(kernels, Case(tokens=(5, 0, 17, 8), split=2, options=options), True)

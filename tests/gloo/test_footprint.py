@@ -146,6 +146,7 @@ def worst_job(
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world, k, n, pair",
@@ -168,7 +169,7 @@ def test_with_copies_the_worst_peak_is_near_the_even_one(world: int, k: int, n: 
             assert found["bound"] <= 1.35 * even + found["copies"], name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_busiest_peak_of_s4_is_a_fifth_above_the_even_one() -> None:
     """The sizes of bench/bench_balance_live.py."""
     options = {"pipeline": 4, "memory_reuse": "S4"}
@@ -514,6 +515,7 @@ def reducing_job(rank: int, world: int, folder: str, tokens: int, options: dict[
     return peaks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1024, 4096])
 @pytest.mark.parametrize(
@@ -574,6 +576,7 @@ def compiled_job(rank: int, world: int, folder: str, top_k: int, is_cut: bool) -
     return peaks
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("is_cut", [False, True])

@@ -236,7 +236,7 @@ def changing_job(rank: int, world: int, folder: str, reuse: bool) -> dict[str, A
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("reuse", [False, True])
 def test_batch_sizes_that_change_in_every_step_need_few_searches_and_no_more_memory(

@@ -32,6 +32,7 @@ def test_a_rank_without_tokens_skewed_routing_and_drops(kernels: Path) -> None:
     check(kernels, Case(tokens=(0, 31), skewed=True, options=options), "persistent")
 
 
+@pytest.mark.nightly
 def test_equal_batches_padded_to_capacity_travel_without_an_exchange_of_counts(kernels: Path) -> None:
     options = {"capacity_factor": 0.75, "pad_to_capacity": True}
     check(kernels, Case(tokens=(23, 23), skewed=True, options=options), "persistent")
@@ -65,6 +66,7 @@ def test_rows_beyond_a_pool_send_the_batch_to_the_pipeline_on_all_ranks(kernels:
         assert "more rows arrive at a rank than its heap holds: 160 rows, room for 120" in warning
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])
 def test_four_processes(kernels: Path, pair: str) -> None:
     options: dict[str, Any] = {"memory_reuse": pmoe.Restore(*pair.split("/"))}

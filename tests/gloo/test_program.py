@@ -56,6 +56,7 @@ def test_programs_compute_what_the_engine_does() -> None:
     assert sum(ranks(4).run(engine_job, QUICK, True)) > 0, "some chunk's rows are sorted"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("bypass_local", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 4])

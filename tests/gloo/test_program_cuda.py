@@ -55,6 +55,7 @@ ALL = [(pair, (1, 2, 4)[number % 3]) for number, pair in enumerate(ALL_PAIRS)]
 SOME = [(STRATEGIES["S1"], 2), (STRATEGIES["S4"], 4), (KEEP, 2)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, bypass_local, cases",
     [(2, True, ALL), (4, True, SOME), (3, False, SOME), (2, False, SOME)],

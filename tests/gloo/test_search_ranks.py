@@ -119,6 +119,7 @@ def sizes_job(rank: int, world: int, options: dict[str, Any], sizes: list[tuple[
     return is_right
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(

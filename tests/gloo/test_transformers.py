@@ -176,6 +176,7 @@ def test_they_are_equal_however_the_pipeline_runs(
     assert_same_step(saved("gpt-oss"), "gpt-oss", SPREAD, options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss", "DeepSeek-V3"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

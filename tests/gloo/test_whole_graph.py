@@ -109,12 +109,14 @@ def cases(first: list[Any], others: list[Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "options"), cases([2], [4]), ids=named)
 def test_losses_and_gradients_are_those_of_the_layer(world: int, options: dict[str, Any]) -> None:
     for errors in ranks(world).run(compare, [SEQUENCES[world]] * STEPS, options):
         assert max(errors) < 1e-12, errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", LAYERS[:4], ids=named)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
@@ -151,6 +153,7 @@ def in_parts(
     return errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "k", "lag", "options"), cases([(2, 3, 1)], [(2, 2, 2), (4, 3, 2)]), ids=named
@@ -160,6 +163,7 @@ def test_parts_change_no_number(world: int, k: int, lag: int, options: dict[str,
         assert max(errors) < 1e-12, errors
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 3])
 def test_a_rank_of_one_sequence_sends_its_parts_in_the_order_of_the_others(lag: int) -> None:

@@ -156,6 +156,7 @@ def uneven(rank: int, world: int, parts: bool, accumulate: bool) -> tuple[list[f
     return errors, sorted(program.places.items())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("parts", "accumulate"),
     [pytest.param(*each, marks=pytest.mark.slow) for each in ((True, False), (False, False), (True, True))],

@@ -114,7 +114,7 @@ def test_a_limited_copy_takes_as_long_as_its_bytes_at_that_rate(monkeypatch: pyt
     assert slept == [1.5]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_run_measures_every_choice_and_writes_what_it_says(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "bench_choices.py"), "--quick", "--rounds", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

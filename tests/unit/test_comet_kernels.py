@@ -31,7 +31,7 @@ def test_a_collective_that_fits_beside_them_holds_up_no_kernel() -> None:
     compile_and_run("neighbours_test.cpp", product=product_of("grouped_gemm", "comet"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_more_ranks_activations_and_sizes_give_it_too(program: Path) -> None:
     assert run_program(program, "thorough", timeout=500) == "ok\n"

@@ -132,7 +132,7 @@ def test_plans_are_within_2_percent_of_the_best_of_all_choices() -> None:
     assert check_near_optimum(range(150)) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_thousands_of_plans_are_within_2_percent_of_the_best_of_all_choices() -> None:
     assert check_near_optimum(range(150, 4000)) > 2500
 

@@ -103,11 +103,13 @@ def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel
     assert run_program(kernel, arch, "backward") == "0 failures\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_four_ranks_and_every_activation_give_it_too(kernel: Path, arch: str) -> None:
     assert run_program(kernel, arch, "thorough") == "0 failures\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward_of_four_ranks_and_every_activation(kernel: Path, arch: str) -> None:
     assert run_program(kernel, arch, "backward thoroughly") == "0 failures\n"

@@ -130,6 +130,7 @@ def test_virtual_ranks_of_the_fused_kernels(
     assert len(wrong) == 2 and "not before" not in wrong[1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_pool", [False, True])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_virtual_ranks_of_the_persistent_kernels(
@@ -144,6 +145,7 @@ def test_virtual_ranks_of_the_persistent_kernels(
         assert any("y is apart" in each for each in find())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", list(nccl.CHECKS))

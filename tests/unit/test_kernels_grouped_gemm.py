@@ -322,7 +322,7 @@ def test_the_emulator_finds_planted_mistakes() -> None:
     compile_and_run("emulator_test.cpp")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_kernels_in_the_emulator_with_many_random_sizes() -> None:
     compile_and_run("grouped_gemm_test.cpp", "thorough", product=product_of("grouped_gemm"), timeout=500)

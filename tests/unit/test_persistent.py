@@ -99,6 +99,7 @@ def test_output_and_gradients_are_as_near_as_the_plain_layers(pair: pmoe.Restore
     check(memory_reuse=pair, expert="swiglu" if pair == PAIRS[3] else "ffn", bias=pair != PAIRS[3])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("_emulated")
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("activation", ["relu", "silu"])

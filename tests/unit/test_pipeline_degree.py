@@ -44,7 +44,7 @@ PAPERS = ScheduleOptions(direction="backward", wgrad_share=0.0)
 """The paper's backward schedule, in which the experts' backward is one task."""
 
 FEW, ALL = 300, 2000
-SOME = [pytest.param(FEW, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.slow)]
+SOME = [pytest.param(FEW, id="some"), pytest.param(ALL, id="all", marks=pytest.mark.nightly)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -416,6 +416,7 @@ def check_results(device: DeviceCall, expected: ProgramCall, told: object) -> No
         assert error <= max(2 * error_of_torch, 2**-8), (told, number, error, error_of_torch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
 def test_launches_compute_a_layer_of_one_rank(kernels: Path, pair: Restore, kernel: str) -> None:

@@ -127,7 +127,7 @@ def every_assignment(graph: Sequence[Instruction]) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_the_greedy_assignment_is_near_the_optimum(count: int) -> None:
     """Algorithm 1 promises no bound."""
     ratios = []

@@ -143,6 +143,7 @@ def grouped_gemm(
     activation: int = 0,
     row_dots: int = 0,
     weighs_active: bool = False,
+    place: int = 0,
     wide: bool = False,
     accumulates: bool = False,
     **_: Any,
@@ -179,7 +180,10 @@ def grouped_gemm(
         weight_EOI = weight_EOI.transpose(1, 2)
     result = torch.empty(rows, n, dtype=dtype)
     reference.product(rows_NI, weight_EOI, ends_E, bias_EO, scale_N, result)
-    if d:
+    if place:
+        for row, value in zip(tensor_at(place, (rows,), torch.int32).tolist(), result, strict=True):
+            tensor_at(d + row * d_stride * dtype.itemsize, (n,), dtype).copy_(value)
+    elif d:
         tensor_at(d, (rows, n), dtype, d_stride).copy_(result)
     if epilogue == HIDDEN:
         width = n // 2 if NAMES[activation] == "swiglu" else n

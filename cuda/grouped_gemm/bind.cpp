@@ -54,13 +54,17 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
                   int64_t b_stride, Address d, int64_t d_stride, Address ends, int experts, int rows, int m,
                   int n, int k, Address slot, int top_k, bool a_gathered, Address bias, Address weight,
                   Address active, int64_t active_stride, Address hidden, int64_t hidden_stride,
-                  Address row_dots, bool weighs_active, bool wide, bool accumulates, int sharing, int spare,
-                  Address next_tile) {
+                  Address row_dots, bool weighs_active, Address place, bool wide, bool accumulates,
+                  int sharing, int spare, Address next_tile) {
   GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
   if (which.form != Form::kForward && (slot != 0 || a_gathered))
     throw std::invalid_argument("slot and a_gathered must be left out in form " + std::to_string(form) +
                                 ": only form 0 (forward) gathers rows or takes weights by slot");
+  if (place != 0 && (which.form == Form::kWeight || which.epilogue != Epilogue::kPlain))
+    throw std::invalid_argument("place must be left out in form " + std::to_string(form) + " with epilogue " +
+                                std::to_string(epilogue) +
+                                ": only the plain results of forms 0 and 1 are stored row by row");
   pmoe::Problem p;
   p.a = at<void>(a), p.b = at<void>(b), p.d = at<void>(d);
   p.a_stride = a_stride, p.b_stride = b_stride, p.d_stride = d_stride;
@@ -71,6 +75,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.active = at<void>(active), p.active_stride = active_stride;
   p.hidden = at<void>(hidden), p.hidden_stride = hidden_stride;
   p.row_dots = at<float>(row_dots);
+  p.place = at<const int32_t>(place);
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
   if (hopper) pmoe::share(which, p, static_cast<Sharing>(sharing));
@@ -90,8 +95,8 @@ void bind_grouped_gemm(py::module_& m) {
         arg("ends"), arg("experts"), arg("rows"), arg("m") = 0, arg("n"), arg("k") = 0, arg("slot") = 0,
         arg("top_k") = 1, arg("a_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
-        arg("weighs_active") = false, arg("wide") = false, arg("accumulates") = false, arg("sharing") = 0,
-        arg("spare") = 0, arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
+        arg("weighs_active") = false, arg("place") = 0, arg("wide") = false, arg("accumulates") = false,
+        arg("sharing") = 0, arg("spare") = 0, arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
         "Launches a grouped product; for the arguments see cuda/grouped_gemm/problem.h.");
   m.def(
       "grouped_gemm_sharing",

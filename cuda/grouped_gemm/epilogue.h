@@ -221,7 +221,26 @@ class Store {
   __device__ __forceinline__ void store_rounded(const float (&values)[32], int column) const {
     uint32_t word[16];
     round_all<T>(values, word);
-    store_words(word, p_.d, kForm == Form::kWeight ? p_.n : p_.d_stride, column, p_.n);
+    if (kForm == Form::kWeight)
+      store_words(word, p_.d, p_.n, column, p_.n);
+    else if (p_.place == nullptr)
+      store_words(word, p_.d, p_.d_stride, column, p_.n);
+    else
+      store_placed(word, column);
+  }
+
+  // Stores 64 neighbouring columns of the result, each row as the row of D that Problem::place gives it.
+  __device__ __forceinline__ void store_placed(const uint32_t (&word)[16], int column) const {
+    int32_t place[4];
+    PMOE_UNROLL
+    for (int i = 0; i < 4; ++i) place[i] = exists(i) ? read(p_.place + first_ + exchange_.row(i)) : 0;
+    Words rows[4];
+    exchange_.to_rows(word, rows);  // while the places are loaded
+    const int own = column + exchange_.column();
+    PMOE_UNROLL
+    for (int i = 0; i < 4; ++i)
+      if (exists(i) && own < p_.n)
+        store16(static_cast<T*>(p_.d) + int64_t{place[i]} * p_.d_stride + own, rows[i]);
   }
 
   // Adds the bias. A lane has two rows, which get the same bias.

@@ -51,10 +51,12 @@ struct Problem {
   int64_t hidden_stride = 0;
   float* row_dots = nullptr;  // (parts, N): <active, product> of each part of the columns; kHiddenGradient
   int weighs_active = 0;      // kHiddenGradient: active is stored multiplied by weight
-  uint32_t* next_tile = nullptr;  // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
-  int blocks_across = 1;          // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
-  int wide = 0;                   // kWeight, kWideOrPlain: D is float with n columns; n is even
-  int accumulates = 0;            // kWeight: D += product; D is float
+  uint32_t* next_tile = nullptr;   // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
+  int blocks_across = 1;           // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
+  const int32_t* place = nullptr;  // (N,): row r of the result is stored as row place[r] of D; kPlain of
+                                   // kForward and kInput; null: as row r
+  int wide = 0;                    // kWeight, kWideOrPlain: D is float with n columns; n is even
+  int accumulates = 0;             // kWeight: D += product; D is float
 };
 
 }  // namespace pmoe

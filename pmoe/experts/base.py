@@ -92,6 +92,8 @@ class ExpertRows:
         use for its result; None lets it allocate the result.
     slots: for each of the N rows its (token, choice) pair, if `compute` must read the rows directly from the
         tokens; None if rows_NM has the rows. Only `pmoe.experts.launched.LaunchedExperts` gets it.
+    result_row: (N,) int32, for each of the N rows the row of ``out`` that takes its result; None if row r of
+        ``out`` takes the result of row r. Only `pmoe.experts.launched.LaunchedExperts` gets it.
     """
 
     rows_NM: Tensor
@@ -101,6 +103,7 @@ class ExpertRows:
     out: Tensor | None = None
     grad_weight_N: Tensor | None = None
     slots: RowSlots | None = None
+    result_row: Tensor | None = None
 
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.

@@ -10,6 +10,7 @@ activation before the nonlinearity (G = H, or 2H for gated experts).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -269,7 +270,9 @@ class LaunchedExperts:
             out is not None and self._hidden.takes(num_rows, rows_NM) and self._output.takes(num_rows, out)
         )
         if out is None or not takes:
-            return self._stacked.compute(expert_rows, weight_N, keep=keep)
+            in_order = without_result_rows(expert_rows)
+            result_NM, hidden = self._stacked.compute(in_order, weight_N, keep=keep)
+            return put_in_result_rows(result_NM, expert_rows), hidden
         in_place = not keep and self._stacked._activates_in_place(self._device.type)
         hidden_NG = expert_rows.new("T_M", self._num_hidden) if keep or in_place else None
         active_NH = (
@@ -285,7 +288,7 @@ class LaunchedExperts:
         )  # fmt: skip
         self._output.launch(
             num_rows, groups, a=active_NH.data_ptr(), a_rows=num_rows, d=out.data_ptr(),
-            weight=self._scale(weight_N).data_ptr(),
+            weight=self._scale(weight_N).data_ptr(), place=address(expert_rows.result_row),
         )  # fmt: skip
         return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
 
@@ -326,7 +329,9 @@ class LaunchedExperts:
         dot_N = expert_rows.grad_weight_N
         takes = self._hidden_gradient.takes(num_rows, grad_NM, hidden_NG)
         if out is None or dot_N is None or not takes or not self._input_gradient.takes(num_rows, out):
-            return self._stacked.input_gradient(grad_NM, expert_rows, weight_N, hidden)
+            in_order = without_result_rows(expert_rows)
+            result_NM, result_N, pending = self._stacked.input_gradient(grad_NM, in_order, weight_N, hidden)
+            return put_in_result_rows(result_NM, expert_rows), result_N, pending
         grad_hidden_NG = expert_rows.new("dT_M", self._num_hidden)
         in_place = hidden.expendable and self._stacked._activates_in_place(self._device.type)
         active_NH = hidden_NG if in_place else expert_rows.new("active", self._width)
@@ -346,8 +351,9 @@ class LaunchedExperts:
             for expert, grad_nM, dot_n in groups.rows_by_expert(grad_NM, dot_N):
                 dot_n.add_((grad_nM @ b2_M[expert]).to(dot_n.dtype))
         self._input_gradient.launch(
-            num_rows, groups, a=grad_hidden_NG.data_ptr(), a_rows=num_rows, d=out.data_ptr()
-        )
+            num_rows, groups, a=grad_hidden_NG.data_ptr(), a_rows=num_rows, d=out.data_ptr(),
+            place=address(expert_rows.result_row),
+        )  # fmt: skip
         if not self._weighs_active:
             grad_NM.mul_(weight_N.unsqueeze(1))
         return out, dot_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM)
@@ -401,6 +407,32 @@ class LaunchedExperts:
         if weight_N.dtype == self._scale_dtype and weight_N.is_contiguous():
             return weight_N
         return scale_of(weight_N, weight_N.new_empty(0, dtype=self._scale_dtype))
+
+
+def without_result_rows(expert_rows: ExpertRows) -> ExpertRows:
+    """Returns the argument for experts that write results in the order of rows, and not by ``result_row``.
+
+    If ``result_row`` is None, this is the same object. Otherwise the experts choose the memory for results.
+
+    expert_rows: the rows of a chunk.
+    """
+    if expert_rows.result_row is None:
+        return expert_rows
+    return dataclasses.replace(expert_rows, out=None, result_row=None)
+
+
+def put_in_result_rows(result_NM: Tensor, expert_rows: ExpertRows) -> Tensor:
+    """Copies results to the rows of ``expert_rows.out`` that ``expert_rows.result_row`` names; returns out.
+
+    If ``result_row`` is None, nothing is copied, and ``result_NM`` is returned.
+
+    result_NM: (N, M), the results of N rows in their order, with M = d_model columns.
+    expert_rows: the rows of the chunk.
+    """
+    out = expert_rows.out
+    if expert_rows.result_row is None or out is None:
+        return result_NM
+    return out.index_copy_(0, expert_rows.result_row.long(), result_NM)
 
 
 FORMS: dict[Form, int] = {"forward": FORWARD, "input": INPUT, "weight": WEIGHT}

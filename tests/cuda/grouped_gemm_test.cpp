@@ -39,6 +39,7 @@ struct Case {
   Sharing sharing = Sharing::kNothing;
   bool gated = false, bias = false, weighted = false;
   bool gathered = false;  // forward products alone gather
+  bool placed = false;    // plain products alone store rows at places
   Activation activation = Activation::kGelu;
   bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
   int top_k = 1, spare_rows = 0;
@@ -61,9 +62,9 @@ std::string told(const Case& c, const char* form) {
                      " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
-         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " bias " +
-         std::to_string(c.bias) + " weighted " + std::to_string(c.weighted) + " seed " +
-         std::to_string(c.seed);
+         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " placed " +
+         std::to_string(c.placed) + " bias " + std::to_string(c.bias) + " weighted " +
+         std::to_string(c.weighted) + " seed " + std::to_string(c.seed);
 }
 
 // By the product's own launch, which encodes maps for the emulator (runtime/).
@@ -81,7 +82,7 @@ void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation acti
 template <class T>
 struct Operands {
   int total = 0, rows = 0, sources = 0;
-  std::vector<int32_t> ends, slot;
+  std::vector<int32_t> ends, slot, place;
   std::vector<float> weight;
 
   Operands(const Case& c, Random& random) {
@@ -93,6 +94,8 @@ struct Operands {
     for (int i = 0; i < slots; ++i) slot[i] = i;
     std::shuffle(slot.begin(), slot.end(), random.engine);
     for (int i = 0; i < slots; ++i) weight.push_back(0.25f + 0.5f * random());
+    for (int r = 0; r < rows; ++r) place.push_back(r);
+    if (c.placed) std::shuffle(place.begin(), place.end(), random.engine);
   }
 
   int source(const Case& c, int r) const { return c.gathered ? slot[r] / c.top_k : r; }
@@ -152,6 +155,8 @@ void test_plain(const Case& c) {
   common(c, o, p);
   p.a = a, p.a_stride = stride, p.b = b, p.d = d, p.d_stride = c.n;
   if (c.bias) p.bias = bias;
+  if (c.placed) p.place = o.place.data();
+  emu::register_array("place", o.place.data(), o.place.size() * 4, false);
   emu::register_array("A", a, size_t(sources) * stride * 2, false);
   emu::register_array("B", b, size_t(experts) * c.n * c.k * 2, false);
   emu::register_array("bias", bias, size_t(experts) * c.n * 2, false);
@@ -164,7 +169,7 @@ void test_plain(const Case& c) {
   }
   for (int r = 0; r < o.rows; ++r)
     for (int j = 0; j < c.n; ++j) {
-      const T found = d[size_t(r) * c.n + j];
+      const T found = d[size_t(o.place[r]) * c.n + j];
       if (r >= o.total) {
         expect(is_poison(found), text + ": a row beyond all groups was written");
         continue;
@@ -411,6 +416,9 @@ int main(int argc, char** argv) {
     c.grid = 1 + seed % 3;
     c.spare_rows = seed % 2 ? 5 : 0;
     every_form(c);
+    c.placed = true;
+    every_form(c);
+    c.placed = seed % 2;
     c.gathered = true, c.top_k = 1 + seed % 3, c.bias = true, c.weighted = true, c.n = 40, c.k = 136;
     every_form(c);
     for (const auto& path : kPaths) {
@@ -472,7 +480,7 @@ int main(int argc, char** argv) {
         c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
       c.seed = 1000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
       c.n = 16 * draw(1, 20), c.k = 8 * draw(1, 40), c.m = 8 * draw(1, 24), c.top_k = draw(1, 4);
-      c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered = draw(0, 1);
+      c.bias = draw(0, 1), c.weighted = draw(0, 1), c.gathered = draw(0, 1), c.placed = draw(0, 1);
       c.activation = static_cast<Activation>(draw(1, 3)), c.weighs_active = draw(0, 1),
       c.no_hidden = draw(0, 1);
       every_form(c);

@@ -129,6 +129,51 @@ class _OnCuda(Pass):
         self.moves.sum(arrived, regroup.unsqueeze(1), 0, rows_NM)  # a sum of one row is a copy
         return rows_NM
 
+    def for_experts(
+        self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None, grad_weight_N: Tensor | None = None
+    ) -> ExpertRows:
+        return self.rows_for_kernels(unit, rows_NM, out, grad_weight_N)
+
+    def rows_for_kernels(
+        self,
+        unit: Unit,
+        rows_NM: Tensor,
+        out: Tensor | None,
+        grad_weight_N: Tensor | None = None,
+        slots: RowSlots | None = None,
+    ) -> ExpertRows:
+        """Returns the argument for the experts' methods, as `for_experts` does.
+
+        slots: for each row its (token, choice) pair, if the first product picks the rows from the tokens; it
+            must be None in backward.
+        """
+        i, place = unit
+        is_placed = not place and out is not None and self._stores_in_source_order(i)
+        result_row = self.regroup[i] if is_placed else None
+        groups = self.groups(unit)
+        space = self.space(unit)
+        return ExpertRows(rows_NM, groups, self.parameters, space, out, grad_weight_N, slots, result_row)
+
+    def result_of(self, i: int) -> Tensor:
+        return self.leaving_buffer(i) if self._stores_in_source_order(i) else super().result_of(i)
+
+    def in_source_order(self, i: int, rows_NM: Tensor) -> None:
+        if not self._stores_in_source_order(i):
+            super().in_source_order(i, rows_NM)
+
+    def _stores_in_source_order(self, i: int) -> bool:
+        """Returns whether the experts' last product stores the results of chunk i in the order of arrival.
+
+        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
+        buffer that is sent back, so no copy has to undo the sorting.
+
+        i: number of the chunk.
+        """
+        regroup = self.regroup[i]
+        is_index = regroup is not None and regroup.dtype == torch.int32
+        # With send_once=True, results of one arrived row are summed before they are sent back.
+        return is_index and self.pass_plan.once is None and isinstance(self.experts, LaunchedExperts)
+
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         if self._moves_by(regroup, rows_NM):
             assert self.moves is not None
@@ -182,9 +227,7 @@ class CudaForward(_OnCuda, Forward):
         # row regroup[r].
         regroup = self.regroup[i]
         assert regroup is not None
-        return ExpertRows(
-            rows_NM, self.groups(unit), self.parameters, self.space(unit), out, slots=RowSlots(regroup, 1)
-        )
+        return self.rows_for_kernels(unit, rows_NM, out, slots=RowSlots(regroup, 1))
 
     def _gathers(self, i: int, arrived: Tensor) -> bool:
         """Returns whether the experts can load the rows of chunk i unsorted, in their order of arrival.

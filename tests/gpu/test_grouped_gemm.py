@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import grouped_gemm
+from pmoe.kernels.gemm import FORWARD
+from pmoe.kernels.gemm import INPUT as INPUT_FORM
 from pmoe.kernels.grouped_gemm import RowSlots, launch
+from pmoe.kernels.operands import at
 from tests.gpu.grouped import (
     ACTIVATE,
     DTYPES,
@@ -207,6 +210,29 @@ def test_permuted_rows_give_the_same_bits_as_gathered_ones(
     for hidden_NG, active_NH in found[1:]:
         assert found[0][0] is not None and hidden_NG is not None
         assert torch.equal(hidden_NG, found[0][0]) and torch.equal(active_NH, found[0][1])
+
+
+@by_dtype
+@pytest.mark.parametrize("form", [FORWARD, INPUT_FORM])
+def test_a_result_that_is_stored_at_its_place_has_the_bits_of_one_in_order(
+    random: torch.Generator, dtype: torch.dtype, form: int
+) -> None:
+    case = Case(random, MIXED, dtype, where=DEVICE)
+    num_rows = sum(MIXED)
+    rows_NI = torch.randn(num_rows, 136, generator=random).to(DEVICE, dtype)
+    shape = (264, 136) if form == FORWARD else (136, 264)
+    weight = torch.randn(len(MIXED), *shape, generator=random).to(DEVICE, dtype)
+    expected = grouped_gemm.product(rows_NI, weight, case.ends, form=form)
+    place_N = torch.randperm(num_rows, generator=random).int().to(DEVICE)
+    kernels = launch.path_for(rows_NI.device, dtype)
+    assert kernels is not None
+    poison_memory()
+    found = torch.empty_like(expected)
+    launch.launch(
+        kernels, form, rows_NI, case.ends, None, **at(a=rows_NI, d=found), a_rows=num_rows,
+        b=weight.data_ptr(), rows=num_rows, n=264, k=136, place=place_N.data_ptr(),
+    )  # fmt: skip
+    assert torch.equal(found[place_N.long()], expected)
 
 
 def test_a_row_of_nan_spoils_no_other_expert(random: torch.Generator) -> None:

@@ -1,8 +1,9 @@
 """The backend "pmoe" of torch.compile: overlaps all-to-alls with the computation of a whole model.
 
-It implements the paper Lancet on the FX graphs that torch.compile traces. The batch of a graph is cut into
-parts, so that the rows of one part are sent between ranks while another part is computed. Gradients of
-weights, for which no all-to-all waits, are computed while rows are sent. A graph passes through these files:
+It applies the methods of the paper Lancet to the FX graphs that torch.compile traces. The batch of a graph is
+cut into parts, so that the rows of one part are sent between ranks while another part is computed. No
+all-to-all waits for gradients of weights, so these are computed while rows are sent. A graph passes through
+these files:
 
     capture           traces a MoELayer as operators that can be cut and moved (`operators`, `messages`)
     backend           receives the traced graph from torch.compile
@@ -21,8 +22,8 @@ The files work on an instruction list (`instructions`): one entry for each opera
 
 Letters of this folder: T tokens of a rank, K choices of a token, S = T * K slots (a slot is one choice of one
 token), N rows (a row is a token's vector for one expert), E experts of all ranks, E_local experts of one
-rank, W ranks, R lines of a table of row counts (W for rows that other ranks sent, one for each sender; 1 for
-rows that stayed on their rank), k parts of the batch, M = d_model.
+rank, W ranks, k parts of the batch, M = d_model. A table of row counts has R lines: W lines, one for each
+sender, for rows from other ranks, or 1 line for rows that stayed on their rank.
 """
 
 from pmoe.graph.explain import Explanation, explain

@@ -107,8 +107,9 @@ def infer(
     known_axes: the axes of inputs of the graph. Inputs that are not in this dict, such as parameters, are not
         cut: each part uses them whole.
     free: inputs whose axis is not known. Each gets its axis from the first operator that is cut and reads it.
-    sequences: number of sequences or tokens in the batch, a number or a symbol of the trace. A tensor is cut
-        only along dimensions whose size is a multiple of this number. None allows all dimensions.
+    sequences: number of sequences or tokens in the batch. It is an int, or a symbol if it is not known when
+        the graph is traced. A tensor is cut only along dimensions whose size is a multiple of this number.
+        None allows all dimensions.
 
     Returns (axes, refused)
 
@@ -126,11 +127,11 @@ def infer(
 def follow(
     body: Iterable[fx.Node], known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any
 ) -> dict[fx.Node, Any]:
-    """Returns the axes of some instructions and of their inputs, if all these instructions can be cut.
+    """Returns the axes of the results and the inputs of some calls of a graph, if all calls can be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
-    body: calls of a graph, in order.
+    body: the calls, in order.
     known_axes: axes of tensors that are computed before ``body``. Tensors that are not in this dict are not
         cut: each part uses them whole.
     free: tensors that are computed before ``body``, and whose axis is not known. Each gets its axis from the
@@ -138,7 +139,7 @@ def follow(
     sequences: number of sequences or tokens in the batch. A tensor is cut only along dimensions whose size is
         a multiple of this number.
 
-    Raises RefusedError if an instruction cannot be cut.
+    Raises RefusedError if a call cannot be cut.
     """
     inference = _Inference(known_axes, free, sequences)
     for node in body:
@@ -157,15 +158,15 @@ class _Inference:
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
-    axes: the axis of each node so far; a tuple for a node with several results.
-    refused: the reason for each node that cannot be cut.
+    axes: the axis of each node that was added so far; a tuple for a node with several results.
+    refused: for each node that cannot be cut, the reason.
 
     A tensor is called free while its axis is undecided. The first operator that is cut and reads a free
     tensor decides its axis. These tensors are free:
 
-    - inputs that the caller names,
-    - results of operators that could not be cut, and of operators that take no tensor,
-    - results of operators with at least one free input, and no input that is already cut along an axis.
+    - inputs that the caller passes as ``free``,
+    - results of operators that cannot be cut, and results of operators that take no tensor,
+    - results of operators that have at least one free input, and no input that is already cut.
     """
 
     def __init__(self, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:
@@ -195,9 +196,9 @@ class _Inference:
         """Returns the axis along which later operators may cut the result of an operator that is not cut.
 
         An axis is the dimension along which a tensor is cut into parts of the batch. The first input that is
-        cut along a dimension decides: a result with the same shape as this input gets this input's axis. A
-        result with another shape gets None. For an operator with several results, a tuple with one axis for
-        each result is returned.
+        cut along a dimension decides. A result with the shape of this input gets the axis of this input, a
+        result with another shape gets None. If no input is cut along a dimension, the axis is None. For an
+        operator with several results, a tuple with one axis for each result is returned.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -251,14 +252,15 @@ class _Inference:
         return rule
 
     def _has_parts(self, node: fx.Node, combination: Combination) -> bool:
-        """Returns whether all tensors of a combination can be cut so that each part has whole sequences.
+        """Returns whether all tensors of a call can be cut so that each part has whole sequences.
 
-        A part of the batch is a run of sequences. A dimension that is shorter than the batch cannot be cut.
-        Example: a batch of 4 sequences, (4, 6), is viewed as (2, 2, 6). The first dimension of the view
-        is 2 long, shorter than the batch, so it cannot be cut.
+        This is possible if the size of each dimension that is cut is a multiple of the number of sequences
+        in the batch. Example: a batch of 4 sequences, (4, 6), is viewed as (2, 2, 6). The first dimension of
+        the view has size 2, which is no multiple of 4, so it cannot be cut. If the number of sequences is
+        None, the result is True.
 
         node: the call of an operator.
-        combination: the axes of its inputs and result.
+        combination: the axes along which the inputs and the result of the call would be cut.
         """
         results = combination.result if isinstance(combination.result, tuple) else (combination.result,)
         values = node.meta["val"]
@@ -279,12 +281,12 @@ class _Inference:
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        A tensor without an axis was computed as a whole. It may get a dimension as its axis, and is then cut
-        along this dimension. It must not get `SUM`: with this axis, each part would have computed a summand
-        of the tensor.
+        A free tensor (whose axis is undecided) was computed as a whole. It may get a dimension as its axis,
+        and is then cut along this dimension. It must not get `SUM`, because `SUM` means that each part has
+        computed a summand of the tensor.
 
         node: the node of the tensor.
-        axis: the dimension along which it would be cut, `IRREGULAR`, `SUM` or None.
+        axis: the dimension along which the tensor would be cut; or `IRREGULAR`, `SUM` or None.
         """
         known = self.axes[node]
         return known == axis or (known is None and node in self._free and axis != SUM)
@@ -294,13 +296,16 @@ class _Inference:
 
 
 def shape(node: fx.Node) -> tuple[int, ...]:
-    """Returns the shape of the tensor that a node computes. A size may be a symbol of the trace."""
+    """Returns the shape of a node's tensor. A size that the trace does not know is a symbol (SymInt)."""
     value: Tensor = node.meta["val"]
     return tuple(value.shape)
 
 
 def _divides(divisor: int | torch.SymInt, size: int | torch.SymInt) -> bool:
-    """Returns whether a number is a divisor of a size, for all values of the symbols in both."""
+    """Returns whether ``size`` is a multiple of ``divisor``, whatever values their symbols have.
+
+    A symbol (SymInt) stands for a number that is not known when the graph is traced.
+    """
     if isinstance(divisor, int) and isinstance(size, int):
         return size % max(divisor, 1) == 0
     rest: Any = torch.SymInt.__mod__(size, divisor) if isinstance(size, torch.SymInt) else divisor
@@ -313,7 +318,7 @@ def _dims(node: fx.Node) -> range:
 
 
 def _number(node: fx.Node, place: int, default: Any = None) -> Any:
-    """Returns a call's argument at position ``place``, or ``default`` if it has fewer arguments."""
+    """Returns a call's argument at position ``place``, or ``default`` if the call has fewer arguments."""
     return node.args[place] if len(node.args) > place else default
 
 
@@ -361,8 +366,9 @@ def _is_pointwise(target: object) -> bool:
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a pointwise operator into parts: along each dimension of its result.
 
-    The operator broadcasts its inputs. If an input lacks the dimension, or has size 1 in it, all parts use
-    the whole input.
+    The operator broadcasts its inputs. If an input does not have the dimension, or has size 1 in it, all
+    parts use the whole input. If an input's first size is not known when the graph is traced, its rows may be
+    routed rows. The operator can then also be cut by these rows (`IRREGULAR`).
     """
     operands = tensors(node)
     if any(isinstance(shape(operand)[0] if shape(operand) else 1, torch.SymInt) for operand in operands):
@@ -428,9 +434,10 @@ def _norm(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def _norm_backward(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut the gradient of a norm into parts: along each dimension that is not normalized.
+    """Yields the ways to cut the gradient of a norm into parts: along dimensions that are not normalized.
 
-    Each part gives summands (`SUM`) of the gradients of weight and bias.
+    All dimensions before the one that is cut must have size 1, because the kernels need contiguous means and
+    standard deviations. Each part gives summands (`SUM`) of the gradients of weight and bias.
     """
     operands = tensors(node)
     normalized = len(_number(node, 2))
@@ -446,8 +453,9 @@ def _norm_backward(node: fx.Node) -> Iterator[Combination]:
 def _convolution(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a convolution into parts: along the batch, or the channels of the result.
 
-    All parts of the batch use the whole weight and bias. Without groups, all parts of the channels use the
-    whole input. A transposed convolution has the channels of the result in dimension 1 of its weight.
+    If the batch is cut, all parts use the whole weight and bias. The channels can be cut only if the
+    convolution has one group; all parts then use the whole input. The channels of the result are dimension 0
+    of the weight, in a transposed convolution dimension 1.
     """
     _, _, *bias = tensors(node)
     yield Combination((0, None, *(None for _ in bias)), 0)
@@ -504,9 +512,13 @@ def _embedding(node: fx.Node) -> Iterator[Combination]:
 def _attention(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut attention into parts: along the sequences or the heads.
 
-    Yields nothing in two cases: with dropout, because its random numbers would depend on the cut; and with
-    more tensors than queries, keys and values, such as a mask. The first two results are cut: the output, and
-    the logsumexp of each query. All other results hold states of random numbers.
+    Yields nothing in two cases:
+
+    - if there is dropout, because its random numbers would depend on the cut;
+    - if the call has more tensors than queries, keys and values, such as a mask.
+
+    The first two results are cut: the output, and the logsumexp of each query. The other results are not cut.
+    They belong to the random numbers of dropout.
     """
     if len(tensors(node)) == 3 and _argument(node, "dropout_p") == 0.0:
         results = len(node.meta["val"])
@@ -522,9 +534,9 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
 def _attention_backward(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut the gradient of attention into parts: along the sequences.
 
-    Yields nothing with dropout. Six tensors are cut: the output's gradient, queries, keys, values, the
-    output, and the logsumexp of each query. Two more tensors may follow. They belong to dropout, and all
-    parts use them whole.
+    If the attention has dropout, nothing is yielded. Six tensors are cut: the output's gradient, queries,
+    keys, values, the output, and the logsumexp of each query. Two more tensors may follow. They belong to
+    dropout, and all parts use them whole.
     """
     count = len(tensors(node))
     if _argument(node, "dropout_p") == 0.0 and count in (6, 8):
@@ -549,15 +561,16 @@ def _along(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.flip.default)
 def _flip(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a reversal of order into parts: along each dimension that keeps its order."""
+    """Yields the ways to cut a ``flip`` into parts: along each dimension that it does not reverse."""
     yield from _alike(node, _argument(node, "dims"))
 
 
 @rule_of(aten.index_select.default)
 def _index_select(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a selection by indices: along the indices, or along unindexed dimensions.
+    """Yields the ways to cut an ``index_select`` into parts: along each dimension of its source.
 
-    If the selection is cut along the indices, all parts use the whole source.
+    If the cut is along the indexed dimension, the indices are cut, and all parts use the whole source.
+    Otherwise the source is cut, and all parts use all indices.
     """
     source = tensors(node)[0]
     selected = _argument(node, "dim") % len(shape(source))
@@ -567,9 +580,10 @@ def _index_select(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.index_add.default)
 def _index_add(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut the addition of slices into parts: along each dimension that is not indexed.
+    """Yields the ways to cut an ``index_add`` into parts: along each dimension that is not indexed.
 
-    The addition is the gradient of a selection by indices. All parts use all indices.
+    ``index_add`` adds slices to a tensor at indices, as in the gradient of ``index_select``. All parts use
+    all indices.
     """
     source = tensors(node)[0]
     indexed = _argument(node, "dim") % len(shape(source))
@@ -580,9 +594,9 @@ def _index_add(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.repeat.default)
 def _repeat(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a repetition into parts: along each dimension that it does not repeat.
+    """Yields the ways to cut a ``repeat`` into parts: along each dimension that it does not repeat.
 
-    The repetition may add new dimensions before the first one.
+    The result may have more dimensions than the source. The new dimensions come first.
     """
     source = tensors(node)[0]
     repeats = _number(node, 1)
@@ -624,10 +638,10 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
 def _view(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a view into parts: pairs (dimension of the source, dimension of the result).
 
-    A pair is valid if the i-th part of the source, viewed, is the i-th part of the result. The function
-    yields the pairs for which the sizes before the two dimensions have the same product. `infer` later checks
-    that both sizes are multiples of the number of sequences. Example: (4, 6) viewed as (2, 2, 6) has the
-    pairs (0, 0) and (1, 2).
+    A pair is valid if the view of the i-th part of the source is the i-th part of the result. In the pairs
+    that are yielded, the sizes before the source's dimension have the same product as the sizes before the
+    result's dimension. `infer` later checks that the sizes of both dimensions are multiples of the number of
+    sequences. Example: (4, 6) viewed as (2, 2, 6) has the pairs (0, 0) and (1, 2).
 
     - A dimension of size 1 cannot be cut.
     - ``expand`` can be cut along every dimension whose size stays the same.
@@ -654,7 +668,7 @@ def _view(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.new_zeros.default)
 def _new(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a ``new_zeros``: along each dimension that has the same size in its source."""
+    """Yields the ways to cut a ``new_zeros``: along dimensions of the same size in source and result."""
     for dim, sizes in enumerate(zip(shape(tensors(node)[0]), shape(node), strict=False)):
         if sizes[0] == sizes[1]:
             yield Combination((dim,), dim)
@@ -662,11 +676,11 @@ def _new(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.permute.default, aten.transpose.int, aten.t.default)
 def _permute(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut the input and the result of a permutation of dimensions into parts.
+    """Yields the ways to cut a permutation of dimensions into parts: along each dimension, or as summands.
 
-    The input may be cut along any dimension; the result is then cut along the same dimension, which has
-    another index. The parts may also be summands (`SUM`), which have the whole shape and add up to the input:
-    the permutation of a sum is the sum of the permuted summands.
+    If the input is cut along a dimension, the result is cut along the dimension that this one becomes.
+    Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input. The
+    permutation of a sum is the sum of the permuted summands.
     """
     rank = len(shape(node))
     order = list(range(rank))
@@ -703,11 +717,11 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(moe.order.default)
 def _order(node: fx.Node) -> Iterator[Combination]:
-    """Yields the one way to cut `order`, which sorts a layer's rows by expert, into parts: along the tokens.
+    """Yields the one way to cut a call of `order` into parts: along the tokens.
 
-    The last input and the last result are not cut. They hold, for each expert, the number of rows that it got
-    in earlier parts. Each part passes these counts to the next part, so that all parts together respect the
-    experts' capacity.
+    `order` sorts the slots (choices of tokens) of a layer by expert. Its last input and its last result are
+    not cut. They hold, for each expert, the number of slots in earlier parts. Each part passes these counts
+    to the next part, so that all parts together respect the experts' capacity.
     """
     operands = tensors(node)
     yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))
@@ -727,8 +741,8 @@ def _rows(node: fx.Node) -> Iterator[Combination]:
 def _experts(node: fx.Node) -> Iterator[Combination]:
     """Yields the only way to cut the experts' computation into parts: by rows.
 
-    The routing decides how many rows each part has. So the axis that is cut is `IRREGULAR` for rows, routing
-    weights and row counts. The parameters are not cut: each part uses all of them.
+    The routing decides how many rows each part has. So rows, routing weights and row counts have the axis
+    `IRREGULAR`. The parameters are not cut: each part uses all of them.
     """
     parameters: Sequence[object] = node.args[3]  # type: ignore[assignment]
     yield Combination((*(IRREGULAR,) * 3, *(None for _ in parameters)), (IRREGULAR, IRREGULAR))
@@ -738,8 +752,8 @@ def _experts(node: fx.Node) -> Iterator[Combination]:
 def _experts_gradient(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut the experts' gradients into parts: each part has its own rows (`IRREGULAR`).
 
-    All parts use the whole parameters. Each part gives the gradients of its own rows, and summands (`SUM`) of
-    the parameters' gradients.
+    All parts use the whole parameters. Each part of `experts_input_gradient` gives the gradients of its own
+    rows. Each part of `experts_weight_gradient` gives summands (`SUM`) of the parameters' gradients.
     """
     parameters: Sequence[object] = node.args[5]  # type: ignore[assignment]
     rows = len(tensors(node)) - len(parameters)

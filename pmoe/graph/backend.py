@@ -31,12 +31,12 @@ def backend(
     """Compiles one graph for `torch.compile`, and returns the function that runs it.
 
     module: the graph, as torch.compile traced it.
-    example_inputs: the inputs of the graph, as the traced call had them.
+    example_inputs: the inputs with which the graph was traced.
     options: the options of `torch.compile`, by name (`pmoe.graph.options.Options`).
     mode: must be None, because this backend has no modes.
 
-    Raises ValueError for another mode or a bad value of an option, and TypeError for an option of a wrong
-    type.
+    Raises ValueError if ``mode`` is not None or the value of an option is not allowed, and TypeError if an
+    option has a wrong type.
     """
     if mode is not None:
         raise ValueError(f'mode ({mode!r}) must be left out: the backend "pmoe" has options, but no modes')
@@ -50,7 +50,9 @@ def backend(
     graph_inputs = GraphInputs.of(module, example_inputs)
 
     def compiler(direction: str) -> Any:
-        """Returns the function with which AOTAutograd compiles the graphs of one direction.
+        """Returns the function that compiles the graphs of one direction.
+
+        AOTAutograd, the part of torch.compile that makes forward and backward graphs, calls this function.
 
         direction: "forward", "backward" or "inference".
         """
@@ -74,9 +76,9 @@ def backend(
 
 
 def changes_inputs() -> bool:
-    """Returns whether a graph changes, in place, an input that needs a gradient.
+    """Returns whether the graph that is being compiled changes in place an input that needs a gradient.
 
-    The graph is the one that AOTAutograd compiles at this moment.
+    If PyTorch has no record of the graph's inputs, the result is True.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fw_metadata is None:
@@ -85,10 +87,11 @@ def changes_inputs() -> bool:
 
 
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:
-    """Returns the positions of the inputs of a graph that hold the batch, along their first dimension.
+    """Returns the positions of those inputs of a graph whose first dimension is the batch.
 
-    Parameters and buffers do not count. The first of the other tensors gives the length of the batch. Every
-    other tensor whose first dimension has this length holds the batch, too.
+    Parameters, buffers and tensors without dimensions are left out. The first size of the first remaining
+    tensor is taken as the length of the batch. The result has the positions of all remaining tensors whose
+    first dimension has this length.
     """
     tensor_positions = [
         position
@@ -106,7 +109,8 @@ def batch_inputs(inputs: Sequence[Any]) -> list[int]:
 def prepare() -> None:
     """Sets options of torch._dynamo, and makes MoELayers traceable. Runs once, when this module is imported.
 
-    capture_dynamic_output_shape_ops   on: sizes that are known only when the graph runs do not break it
+    capture_dynamic_output_shape_ops   on: a size that is known only when the graph runs does not break the
+                                       graph
     optimize_ddp                       off: DDP must not cut graphs between layers that communicate
     recompile_limit                    raised to accumulated_recompile_limit, because every block of a model
                                        may be compiled by itself

@@ -31,9 +31,10 @@ BACKENDS: list[Any] = []
 
 @dataclass(frozen=True)
 class CapturedCounts:
-    """Row counts of a call that ran inside a graph, on the host. `LastCall` keeps them for statistics.
+    """Row counts of a layer's call that ran inside a compiled graph.
 
-    W is the number of ranks, E_local the number of experts of one rank.
+    `LastCall`, the record of a layer's last call, keeps them for statistics. All tensors are on the host. W
+    is the number of ranks, E_local the number of experts of one rank.
 
     send_WE: (W, E_local) int64, rows that this rank sent to each rank's experts; 0 to itself.
     recv_WE: (W, E_local) int64, rows that came from each rank for this rank's experts; 0 from itself.
@@ -50,11 +51,11 @@ class CapturedCounts:
 
     @property
     def max_tokens(self) -> int:
-        """The number of tokens of the rank that has most tokens."""
+        """The largest number of tokens of any rank."""
         return int(self.tokens_W.max())
 
     def rows(self) -> RankCounts:
-        """Returns the counts as a `RankCounts`, the form that row counts have outside of a graph.
+        """Returns the counts as a `RankCounts`, the record of row counts outside of a graph.
 
         In a `RankCounts`, rows that stay on their rank count as rows that the rank sends to itself.
         """
@@ -67,7 +68,7 @@ class CapturedCounts:
         )  # fmt: skip
 
     def kept_E(self) -> Tensor:
-        """Returns (E,) int64: the number of rows of this rank's tokens for each of the E experts.
+        """Returns (E,) int64: for each expert of all ranks, the number of rows from this rank's tokens.
 
         E is the number of experts of all ranks. Dropped rows are not counted.
         """
@@ -75,10 +76,12 @@ class CapturedCounts:
 
 
 def install(backend: Any) -> None:
-    """Replaces `MoELayer.forward` by a function that ``backend`` can trace.
+    """Replaces `MoELayer.forward` by a function that torch.compile can trace for ``backend``.
 
-    If torch.compile traces the function for ``backend``, the graph gets the operators of `_captured`. In all
-    other cases the function runs the original forward pass.
+    When torch.compile traces a layer for ``backend`` and the layer can be captured, the graph gets the
+    operators of `_captured`. In all other cases the original forward pass runs.
+
+    backend: the backend function, as `torch.compile` receives it.
     """
     BACKENDS.append(backend)
     _forward.__doc__ = _eager.__doc__
@@ -148,10 +151,10 @@ def _refusal(layer: MoELayer) -> str | None:
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_traced_for_us() -> bool:
-    """Returns whether torch.compile traces at this moment, and for one of the `BACKENDS`.
+    """Returns whether torch.compile makes the present trace for one of the `BACKENDS`.
 
-    torch.compile wraps a backend in several functions or objects. So this function unwraps the backend before
-    it looks for it in `BACKENDS`. A wrapper keeps the wrapped function in one of two attributes.
+    torch.compile wraps a backend in several functions or objects. So the backend of the trace is unwrapped
+    before it is compared with the `BACKENDS`. A wrapper keeps the wrapped function in one of two attributes.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -165,8 +168,8 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     """Computes a layer by the operators of this package, which the backend can cut and move in the graph.
 
     The stages are those of a layer outside a graph: gate, order, exchange of row counts, dispatch, experts,
-    combine. Rows that stay on this rank have an experts operator of their own, because it need not wait for
-    the dispatch.
+    combine. Two calls of the operator `experts` compute the rows: one computes the rows that stay on this
+    rank and does not wait for the dispatch, the other computes the rows that arrive from other ranks.
 
     layer: the layer.
     number: the number that stands for the layer in the graph (`pmoe.graph.operators.number_of`).
@@ -226,10 +229,10 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
 
 
 def _shared(layer: MoELayer, x_TM: Tensor, rows: Tensor) -> Tensor:
-    """Returns the output of the shared expert, which computes every token: (T, M), T tokens, M = d_model.
+    """Returns the output of the shared expert for every token: (T, M), T tokens, M = d_model.
 
-    It is computed by operators of PyTorch, for which the backend needs no rules of its own. If the shared
-    expert has a gate, the output is multiplied by the gate's weight.
+    The output is computed by operators of PyTorch, for which the backend needs no special rules. If the
+    shared expert has a gate, the output is multiplied by the gate's weight.
 
     layer: the layer.
     x_TM: (T, M), the tokens as the gate reads them.

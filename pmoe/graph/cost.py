@@ -41,9 +41,10 @@ class Cost:
     """Cost of one operator call of a graph, or of one input of the graph.
 
     seconds: time on the device; for an all-to-all, time on the link. 0 for an input.
-    num_bytes: bytes that the call allocates for its result; 0 if the result is a view. For an input, its
-        bytes.
-    view_of: the name (`label`) of the call or input that owns the memory, if the result is a view; else None.
+    num_bytes: bytes that the call allocates for its result; 0 if the result is a view. For an input, the
+        bytes of the input.
+    view_of: None if the result is no view. For a view, the name (`label`) of the call or input that owns the
+        memory.
     """
 
     seconds: float
@@ -54,9 +55,9 @@ class Cost:
 class Costs:
     """Measured seconds of operators on one type of device, kept in a file between runs.
 
-    The files are in the cache folder ($PMOE_CACHE). Each type of device, version of torch and number of
-    threads has its own file. If the file is damaged, a warning is issued and nothing is read. The next `save`
-    replaces the file.
+    The files are in the cache folder ($PMOE_CACHE). There is one file for each combination of device type,
+    version of torch and number of threads. If the file is damaged, the constructor warns and reads nothing.
+    The next `save` replaces the file.
 
     seconds: seconds of each operator call, by its `signature`.
     """
@@ -67,11 +68,11 @@ class Costs:
         self.seconds: dict[str, float] = self._stored()
 
     def _stored(self) -> dict[str, float]:
-        """Returns the measured seconds in the costs' file; {}, with a warning, if it cannot be used."""
+        """Returns the measured seconds in the file of costs. If it cannot be used, warns and returns {}."""
         remedy = "they are measured again, and the file is replaced"
 
         def read() -> dict[str, float]:
-            """Returns the seconds of operator calls that are stored in the costs' file, by `signature`.
+            """Returns the seconds of operator calls in the file of costs, by `signature`.
 
             Raises OSError or ValueError if the file cannot be used.
             """
@@ -99,9 +100,9 @@ def costs_of(device: torch.device) -> Costs:
 
 
 def signature(node: fx.Node, args: object, kwargs: object) -> str:
-    """Returns the text by which an operator's seconds are stored: its name and arguments.
+    """Returns the key under which an operator's seconds are stored: its name and arguments, as text.
 
-    Each tensor among the arguments is given as its shape and dtype.
+    For a tensor among the arguments, the text has its shape and dtype.
 
     node: the call of the operator in the graph.
     args, kwargs: the arguments of the call, as values.
@@ -116,11 +117,11 @@ def signature(node: fx.Node, args: object, kwargs: object) -> str:
 
 
 class Profiled(fx.Interpreter):
-    """Runs a graph once, call by call in its order, and measures the cost of each call.
+    """Runs a graph once, call by call, and measures the cost of each call.
 
     cost_by_label: the cost of each call and of each input, by its `label`.
-    bases: for each tensor of a node's result that is a view, the label of the node that owns the memory; None
-        for a tensor with memory of its own.
+    bases: for each node, a list with one entry for each tensor in the node's result. The entry is the label
+        of the node that owns the tensor's memory, if the tensor is a view, and None if it is not.
     """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
@@ -128,8 +129,8 @@ class Profiled(fx.Interpreter):
 
         module: the graph.
         costs: known seconds of operators. Newly measured seconds are added to this object.
-        link: function from the bytes of an all-to-all to its seconds. The bytes are the larger of what this
-            rank sends and what it receives.
+        link: function from the bytes of an all-to-all to its seconds. Its argument is the number of bytes
+            that this rank sends or the number that it receives, whichever is larger.
         """
         super().__init__(module)
         self.cost_by_label: dict[str, Cost] = {}
@@ -168,7 +169,7 @@ class Profiled(fx.Interpreter):
         return result
 
     def count_inputs(self, node: fx.Node) -> None:
-        """Stores the bytes of the graph's inputs that a node reads in ``cost_by_label``."""
+        """Stores in ``cost_by_label`` the bytes of those inputs of the graph that a node reads."""
         for source in node.all_input_nodes:
             if source not in self.bases:  # an input of the graph
                 value = self.env[source]
@@ -178,10 +179,13 @@ class Profiled(fx.Interpreter):
     def timed(self, node: fx.Node, run: functools.partial[Any], name: str) -> tuple[float, Any]:
         """Runs an operator, and returns its seconds and its result.
 
+        If the operator's seconds are already known, the operator runs once, and the known seconds are
+        returned. Otherwise it runs `REPEATS` times, and the smallest time is returned. An operator that must
+        not run several times, such as one that draws random numbers, always runs once.
+
         node: the call of the operator.
-        run: runs the operator on its arguments.
-        name: the operator's `signature`. If its seconds are already known, the operator runs only once and
-            the known seconds are returned.
+        run: function that runs the operator on its arguments.
+        name: the operator's `signature`, under which its seconds are stored.
         """
         known_seconds = self._costs.seconds
         times = 1 if name in known_seconds or not _may_repeat(node) else REPEATS
@@ -199,9 +203,11 @@ class Profiled(fx.Interpreter):
 
 
 def _may_repeat(node: fx.Node) -> bool:
-    """Returns whether an operator may be run several times, without harm, so that it can be timed.
+    """Returns whether an operator may run several times, so that it can be timed.
 
-    It must not write to its arguments, and it must not draw random numbers.
+    An operator must run only once if it writes to its arguments or draws random numbers.
+
+    node: the call of the operator.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -227,18 +233,19 @@ def link_of(
 ) -> Callable[[float], float]:
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
-    On one rank the function returns 0. Otherwise alpha, the fixed time, comes from the profile of the group.
-    beta, the time per byte, is measured by one message. The message takes about `LONG_SECONDS`, or less if it
-    would have more than ``most_bytes``. The profile's beta is not used. The profile
-    measured messages of a few milliseconds, so a single interruption may have changed its beta much. The
-    predicted seconds of every long message would then be wrong.
+    With one rank, the predicted seconds are 0. With several ranks, alpha (the fixed time of a message) comes
+    from the profile of the process group. beta (the time per byte) is measured by one long message. The
+    length of the message is chosen so that it takes about `LONG_SECONDS`, but it has at most ``most_bytes``.
+
+    The profile has a beta, too, but it is not used. It was measured on messages of a few milliseconds, so one
+    interruption may have changed it much. The predicted seconds of every long message would then be wrong.
 
     ranks: the ranks of the all-to-alls.
     device, dtype: device and dtype of the measured message.
     most_bytes: how many bytes a measurement may allocate. All ranks use the largest number of any rank. If
         beta was measured before with a limit below this number / `WIDER`, it is measured again.
 
-    Collective.
+    Collective: all ranks must call it together.
     """
     if ranks.size == 1:
         return lambda num_bytes: 0.0
@@ -270,10 +277,10 @@ measured message was as long as it should be.
 
 
 def packed_bytes(module: fx.GraphModule) -> float:
-    """Returns the bytes of the rows of one MoE layer of a graph: the layer with the most bytes.
+    """Returns the bytes of the routed rows of one MoE layer of a graph: the layer with the most bytes.
 
-    A layer copies its tokens to rows, a row for each choice of a token. In forward, the layer allocates at
-    least twice as much: its rows and their results. In backward, the rows are gradients.
+    A layer copies each token to one row for each of its experts. In a backward graph, the rows are gradients.
+    A forward pass of the layer allocates at least twice these bytes: the rows and the experts' outputs.
 
     module: the graph as it was traced.
 

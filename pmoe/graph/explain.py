@@ -37,12 +37,12 @@ In the first steps ranks measure and agree; the last 3 are timed.
 
 
 class PassSeconds:
-    """A function that runs and times the passes of a program, for `explain`.
+    """A callable that runs and times the passes of a program, for `explain`.
 
-    `explain` stores it as ``watch`` of a program (`pmoe.graph.run.Program`). To run a pass, the program then
-    calls this function with the module and its arguments.
+    A program (`pmoe.graph.run.Program`) is the state of all graphs of the same layers and direction.
+    `explain` stores this object as the program's ``watch``. Each pass is then run by a call of this object.
 
-    durations: the seconds of each pass so far.
+    durations: the seconds of each pass that was run so far.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,11 @@ class Explanation:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        """Yields the report as text: a table of seconds, then what was cut, then moved weight gradients."""
+        """Yields the report as text: a table of seconds, then lines about each direction.
+
+        The lines name the ranges of instructions that were cut, and where weight gradients and reductions
+        run.
+        """
         rows = [["pass", "predicted ms", "measured ms", "exposed ms", "as traced ms", "exposed as traced ms"]]
         for direction, program in self.programs.items():
             before = program.before
@@ -105,9 +109,10 @@ class Explanation:
     def draw(self, path: str | Path | IO[bytes]) -> None:
         """Draws two predicted timelines of each pass into a PNG file: in traced order, and in final order.
 
-        The final order is the order in which the instructions are really run.
+        The traced order is that of the model's code. The final order is the one in which the backend runs the
+        instructions.
 
-        path: the file; or an open binary file.
+        path: the path of the file, or an open binary file.
 
         Needs matplotlib.
         """
@@ -126,12 +131,12 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     example: the arguments of a call of the model.
     options: the options of ``torch.compile``, by name (`pmoe.graph.options.Options`).
 
-    A step is a forward pass. If parameters need gradients, a backward pass of a made-up loss follows: the
-    mean of the squared first result. The parameters' own ``grad`` does not change. Every rank must call
-    `explain`.
+    A step is a forward pass. If parameters need gradients, a backward pass follows. Its loss is made up: the
+    mean of the squares of the model's first result. The ``grad`` of the parameters does not change. Every
+    rank must call `explain`.
 
-    Raises ValueError if the model has no layer that was captured and communicates. Raises ValueError or
-    TypeError for a bad option.
+    Raises ValueError if no layer of the model was captured and communicates. Raises ValueError or TypeError
+    for a bad option.
     """
     check_module(model=model)
     Options.of(options)
@@ -162,8 +167,8 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
 def _moved(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the moved weight gradients that run between it and the next all-to-all.
 
-    Returns {name of the all-to-all: number of weight gradients}. All-to-alls without any are left out. The
-    name "" stands for the time before the first all-to-all.
+    Returns {name of the all-to-all: number of weight gradients}. All-to-alls without moved weight gradients
+    are left out. The name "" stands for the time before the first all-to-all.
 
     program: what was decided for a graph.
     """
@@ -176,8 +181,8 @@ def _moved(program: Program) -> Counter[str]:
 def _reduced(program: Program) -> Counter[str]:
     """Counts, for each all-to-all, the gradient reductions that begin between it and the next all-to-all.
 
-    Returns {name of the all-to-all: number of reductions}. All-to-alls without any are left out. The name ""
-    stands for the time before the first all-to-all.
+    Returns {name of the all-to-all: number of reductions}. All-to-alls without reductions are left out. The
+    name "" stands for the time before the first all-to-all.
 
     program: what was decided for a graph.
     """
@@ -186,7 +191,12 @@ def _reduced(program: Program) -> Counter[str]:
 
 
 def _behind(order: Iterable[Instruction]) -> dict[str, str]:
-    """Returns for each instruction, by name, the last all-to-all before it in this order; "" for none."""
+    """Returns {name of an instruction: name of the last all-to-all before it, or "" if there is none}.
+
+    An all-to-all itself gets its own name.
+
+    order: the instructions, in order.
+    """
     last_message = ""
     message_before = {}
     for instruction in order:
@@ -199,7 +209,7 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
     """Returns the predicted timeline of a pass as bars for `pmoe.planner.timeline.draw`.
 
     direction: "forward", "backward" or "inference".
-    ran: instructions with their predicted start and end, in seconds. An instruction that takes no time gets
+    ran: instructions with their predicted start and end, in seconds. An instruction that takes 0 seconds gets
         no bar.
     free: names of the instructions for which no all-to-all waits. They get a colour of their own.
     """
@@ -221,8 +231,9 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
 def _kind(instruction: Instruction, free: Collection[str]) -> str:
     """Returns the kind of an instruction's bar in the timeline, which decides the bar's colour.
 
-    The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, and "experts" or
-    "dense" for other instructions. "free " is put in front if no all-to-all waits for the instruction.
+    The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, "experts" for the
+    computation of experts, and "dense" for other computation. A kind of computation begins with "free " if
+    no all-to-all waits for the instruction.
 
     instruction: the instruction of the bar.
     free: names of the instructions for which no all-to-all waits.

@@ -1,13 +1,15 @@
 """Runs a graph whose batch is cut into parts, only to measure its costs. Such a run is a trial.
 
-A step frees each saved tensor after its last use. Trials come before the step and read the same tensors, so a
-trial cannot free them. So that a trial still takes no more memory than the step, it frees other tensors
-early. A block is the rows of one layer in one part of the batch:
+A step frees each saved tensor after its last use. Trials run before the step and read the same tensors, so a
+trial cannot free them. A trial must still take no more memory than the step. So it frees other tensors
+earlier than a step does, as the table shows. A block is the rows that one call of `experts` computes.
 
-    tensor                            freed in a step               freed in a trial
-    results, such as gradients        by the caller                 after their last use in the graph
-    rows that weight gradients read   after the weight gradients    after the weight gradient of their block
-                                      of all blocks of the layer
+    tensor                              freed in a step             freed in a trial
+    results of the graph, such as       by the caller of the        after the last call of the graph that
+    gradients                           graph                       reads them
+    rows of a block, which the weight   after the weight            after the weight gradient of this block
+    gradient of the experts reads       gradients of all blocks
+                                        of the layer
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ WEIGHT_GRADIENT = OPS.experts_weight_gradient.default
 
 
 class GraphTrial(Profiled):
-    """Runs a graph and measures the cost of each call, but returns no results."""
+    """Runs a graph and measures the cost of each call, but returns no results.
+
+    Results of the graph are freed after their last use in the graph, so that less memory is needed.
+    """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
         """Prepares the trial of a graph.
@@ -49,7 +54,7 @@ class GraphTrial(Profiled):
     def run_node(self, n: fx.Node) -> Any:
         """Runs one node of the graph, stores its cost in ``cost_by_label``, and returns its result.
 
-        The node with the results of the graph returns [].
+        For the output node, which collects the results of the graph, [] is returned.
         """
         if n.op == "output":
             self.count_inputs(n)
@@ -66,13 +71,18 @@ class GraphTrial(Profiled):
         return result
 
     def _free_results(self) -> None:
-        """Lets each result of the graph be freed after its last use by a call, or at once if none uses it."""
+        """Lets each result of the graph be freed after the last call that reads it.
+
+        A result that no call reads is freed as soon as it is computed.
+        """
         output = self.graph.output_node()
         for node in self.user_to_last_uses.pop(output, []):
             self._free_after(node, [node, *(user for user in node.users if user is not output)])
 
     def _split(self, gradient: fx.Node) -> None:
         """Lets the weight gradient of each block of rows be computed as soon as the block's tensors exist.
+
+        A block is the rows that one call of `experts` computes.
 
         gradient: the call that sums the weight gradients of all blocks of a layer.
         """
@@ -94,11 +104,12 @@ class GraphTrial(Profiled):
     def _measure(self, gradient: fx.Node, block: Sequence[fx.Node]) -> None:
         """Computes the weight gradient of one block of rows, and adds its seconds to those of the layer.
 
-        The sum is a little too high: here each block writes a gradient of its own into memory, while a step
-        writes one gradient for all blocks.
+        A block is the rows that one call of `experts` computes. The sum of the blocks' seconds is a little
+        higher than the seconds of a step. Here each block writes a gradient of its own into memory, whereas a
+        step writes one gradient for all blocks.
 
         gradient: the call that sums the weight gradients of all blocks of the layer.
-        block: the tensors of the block.
+        block: the tensors of the block that the weight gradient reads.
         """
         arguments = (*([tensor] for tensor in block), *gradient.args[5:])
         values: Any = self.map_nodes_to_values(arguments, gradient)

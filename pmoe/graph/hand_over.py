@@ -1,21 +1,24 @@
 """Hands each gradient to autograd as soon as its operator has run, inside the backward graph.
 
 Autograd calls a compiled backward graph as one node, which returns all gradients at once. A data-parallel
-wrapper reduces a gradient over ranks when autograd adds the gradient to ``grad``. So no reduction could begin
-before the whole graph has run. With this file, the node returns before the graph runs. It returns tensors
-that stand for the gradients (`PendingGradient`). Each input of the graph has one more autograd node
-(`HandOver`), which runs the graph until the gradient of this input exists:
+wrapper reduces a gradient over ranks when autograd adds the gradient to ``grad``. So without this file, no
+reduction could begin before the whole graph has run. With this file, the node of the graph returns before the
+graph runs. It returns tensors that stand for the gradients (`PendingGradient`). Each input of the forward
+graph that needs a gradient gets an autograd node of its own (`HandOver`). In the backward pass, this node
+runs the backward graph until the gradient of its input exists. Example for a model with transformer blocks
+and a head:
 
-    node                      what it does
-    backward graph            nothing: returns pending gradients
-    HandOver of the head      runs the graph up to the gradient of the head
-    AccumulateGrad, hooks     adds it to ``grad``; DistributedDataParallel starts to reduce it
-    HandOver of a block       runs the graph up to the gradient of the block
+    autograd node                         what it does
+    backward graph                        runs nothing; returns pending gradients
+    HandOver of the head's weight         runs the graph until this weight's gradient exists
+    AccumulateGrad of the head's weight   adds the gradient to ``grad``; a hook of DistributedDataParallel
+                                          starts to reduce it
+    HandOver of a weight of a block       runs the graph until this weight's gradient exists
     ...
 
-Autograd runs `HandOver` nodes in the reverse of the order in which the forward pass makes them, and
-AccumulateGrad nodes before any other. So the hooks of a parameter run as soon as its gradient is computed,
-between two operators of the graph, as in an eager backward pass.
+Autograd runs `HandOver` nodes in the reverse of the order in which the forward pass makes them. If it can run
+several nodes, AccumulateGrad nodes come first. So the hooks of a parameter run as soon as its gradient is
+computed, between two operators of the graph, as in an eager backward pass.
 """
 
 from __future__ import annotations
@@ -63,7 +66,7 @@ class GradientPass:
         self._lock = threading.Lock()
 
     def run_to(self, number: int) -> Box:
-        """Runs the pass until a gradient exists, and returns the list (`Box`) that holds the gradient.
+        """Runs the pass until a gradient exists, and returns the one-element list (`Box`) with the gradient.
 
         number: the number of the gradient among the results of the graph.
         """
@@ -121,7 +124,10 @@ class PendingGradient(Tensor):
         return func(*args, **kwargs)
 
     def computed_box(self) -> Box:
-        """Runs the pass until the gradient exists, and returns the list (`Box`) that holds the gradient."""
+        """Runs the pass until the gradient exists, and returns the one-element list (`Box`) with it.
+
+        Raises RuntimeError if the backward pass that returned this tensor has ended.
+        """
         running = self.running()
         if running is None:
             raise RuntimeError(
@@ -133,9 +139,9 @@ class PendingGradient(Tensor):
 def computed(gradient: Any) -> Any:
     """Returns the value of a gradient. For a `PendingGradient`, runs the pass until the value exists.
 
-    The pass keeps no reference to the result, so that AccumulateGrad need not copy it. A gradient may hold
-    other tensors, as a DTensor holds a local tensor. It is then built again from the computed values of these
-    tensors.
+    The pass keeps no reference to the value. So AccumulateGrad, the autograd node that adds it to ``grad``,
+    need not copy it. A gradient may be a tensor that holds other tensors, as a DTensor holds a local tensor.
+    Such a gradient is built again from the computed values of the tensors that it holds.
     """
     if isinstance(gradient, PendingGradient):
         return gradient.computed_box().pop()
@@ -149,10 +155,10 @@ def computed(gradient: Any) -> Any:
 
 
 class HandOver(torch.autograd.Function):
-    """An autograd function that returns its input. In backward it computes a gradient that is pending.
+    """An autograd function that returns its input. In backward it returns the gradient's computed value.
 
-    If the gradient is not computed yet, the function's backward pass runs the compiled backward graph up to
-    this gradient.
+    If the gradient that backward receives is a `PendingGradient`, the compiled backward graph is run until
+    the value of this gradient exists.
     """
 
     @staticmethod
@@ -177,14 +183,14 @@ class GraphInputs:
     owners: for each result of the backward graph, the number of the input of which it is the gradient.
     may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. For this, each
         input of the forward graph that needs a gradient must be the result of a `HandOver`. torch raises an
-        error if code changes this result in place. So may_stop is False if the forward graph changes one of
-        these inputs in place.
+        error if code changes such a result in place. So ``may_stop`` is False if the forward graph changes
+        one of these inputs in place.
     layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
-    order: function that returns the numbers of the results, in the order in which these will be handed over;
-        [] before the order is known.
-    group: the ranks over which the gradients of the last call are reduced; a single rank if there is no
-        reduction.
-    reduced_bytes: bytes of the gradients of all parameters but those of experts, by name.
+    order: function that returns the numbers of the backward graph's results in the order in which they will
+        be handed over. Before this order is known, the function returns [].
+    group: the ranks over which the gradients of the last call are reduced. If they are not reduced, a group
+        of one rank.
+    reduced_bytes: for each parameter that does not belong to experts, by name, the bytes of its gradient.
     """
 
     names: Sequence[str]
@@ -200,7 +206,7 @@ class GraphInputs:
         """Returns the record of a graph's inputs.
 
         module: the graph as torch.compile traced it.
-        inputs: examples of its inputs.
+        inputs: the inputs with which the graph was traced.
         """
         owners = list[int]()
         names = list[str]()
@@ -221,8 +227,8 @@ class GraphInputs:
 
         module: the backward graph.
         layers: numbers of the layers in the graph that communicate. Stored as the attribute ``layers``.
-        order: function that returns the numbers of the results, in the order in which these will be handed
-            over. Stored as the attribute ``order``.
+        order: function that returns the numbers of the graph's results in the order in which they will be
+            handed over. Stored as the attribute ``order``.
         """
         results: Any = module.graph.output_node().args[0]
         if not self.may_stop or len(results) != len(self.names):
@@ -238,7 +244,9 @@ class GraphInputs:
     def wrapped(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Returns the inputs of a call, with a `HandOver` applied to each input that needs a gradient.
 
-        Autograd runs `HandOver` nodes in the reverse of the order in which they are made here.
+        In the backward pass, autograd runs the `HandOver` nodes in the reverse of the order in which this
+        method makes them. If gradients are disabled or ``may_stop`` is False, the inputs are returned
+        unchanged.
         """
         if not (self.may_stop and torch.is_grad_enabled()):
             return inputs
@@ -255,8 +263,8 @@ class GraphInputs:
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
         """Stores the ranks over which this call's gradients are reduced, and the bytes of the gradients.
 
-        `DistributedDataParallel` or `pmoe.GradientReducer` reduces these gradients. Neither of them reduces
-        gradients of experts.
+        `DistributedDataParallel` or `pmoe.GradientReducer` reduces the gradients. Neither of the two reduces
+        gradients of experts, so these are left out.
 
         inputs: the inputs of the call.
         """
@@ -276,10 +284,12 @@ class GraphInputs:
 
 
 def _parts(value: object) -> list[str]:
-    """Returns a suffix of a name for each value that AOTAutograd passes to a graph in place of one input.
+    """Returns the suffixes with which the gradients of one input are named: [""] for a plain input.
 
-    If an input is a tensor that holds other tensors, such as a DTensor, AOTAutograd passes those tensors. A
-    plain input has the suffix "".
+    If the input is a tensor that holds other tensors, such as a DTensor, AOTAutograd passes those tensors to
+    the graph in its place. There is then one suffix for each of them, such as "._local_tensor".
+
+    value: the input.
     """
     if not is_traceable_wrapper_subclass(value):
         return [""]
@@ -302,7 +312,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
     steps: the graph's pass, as an iterator that yields its gradients.
 
     Returns None in two cases: if the size of a result does not follow from the arguments, or if a result is
-    neither a tensor nor one of the arguments.
+    something else than a tensor, an argument of the graph or None.
     """
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     running = GradientPass(steps)
@@ -330,7 +340,7 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
 def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
     """Returns the value of each symbolic size (a symbol or an expression of symbols) of a graph's inputs.
 
-    inputs: the argument for each input.
+    inputs: for each input node of the graph, the argument that the call passes for it.
     """
     known: dict[Any, int] = {}
     for node, argument in inputs.items():
@@ -345,7 +355,7 @@ def _known_sizes(inputs: Mapping[fx.Node, Any]) -> dict[Any, int]:
 def _size(size: int | torch.SymInt, known: Mapping[Any, int]) -> int | None:
     """Returns a size as a number; None if it is a symbol whose value is not known.
 
-    size: a number, or a symbol of the trace.
+    size: a number; or a symbol or an expression of symbols, for a size that the trace does not know.
     known: values of symbols, from `_known_sizes`.
     """
     if isinstance(size, int):

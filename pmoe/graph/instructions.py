@@ -1,13 +1,15 @@
-"""A graph as a list of instructions without tensors. It predicts the time and the memory of a pass.
+"""A graph as a list of instructions (operator calls with costs), to predict time and memory of a pass.
+
+Each instruction runs on one of two lanes (queues). All-to-alls run on the lane "communicate", as do
+reductions of gradients over ranks, because they use the same link. All other instructions run on the lane
+"compute":
 
     compute      | attention, gate |        other work        | needs the rows |
     communicate                    | all-to-all of rows       |
 
-Each instruction runs on one of two lanes (queues): an all-to-all on "communicate", all others on "compute". A
-reduction of a gradient over ranks is on "communicate" too, because it uses the same link. The instructions of
-the compute lane run in the order of the list. While an all-to-all runs, the compute lane goes on, until an
-instruction needs the result of the all-to-all (Lancet, section 5.3). `pmoe.planner.simulator.simulate`
-predicts when each instruction runs.
+The instructions of the compute lane run in the order of the list. While an all-to-all runs, the compute lane
+goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3).
+`pmoe.planner.simulator.simulate` predicts when each instruction runs.
 """
 
 from __future__ import annotations
@@ -81,15 +83,14 @@ def total_seconds(instructions: Iterable[Instruction]) -> float:
 def exposed_seconds(instructions: Sequence[Instruction]) -> float:
     """Returns the predicted seconds in which nothing is computed, because all work waits for messages.
 
-    In these seconds the compute lane is idle. The compute lane is the queue of all instructions except
-    all-to-alls and reductions.
+    Messages are all-to-alls, and reductions of gradients over ranks.
     """
     busy = sum(instruction.seconds for instruction in instructions if instruction.lane == COMPUTE)
     return total_seconds(instructions) - busy
 
 
 def users_of(instructions: Iterable[Instruction]) -> dict[str, list[str]]:
-    """Returns for each instruction, by name, the names of the instructions that wait for it."""
+    """Returns {name of an instruction: names of the instructions that read its result}."""
     users: dict[str, list[str]] = {}
     for instruction in instructions:
         users.setdefault(instruction.name, [])
@@ -103,9 +104,9 @@ def peak_bytes(
 ) -> int:
     """Returns the largest number of bytes that a pass holds at one time, if it runs in this order.
 
-    A result is held until the last instruction that reads its memory has ended.
+    The memory of a result is held until the last instruction that reads it has ended.
 
-    instructions: the pass, in order.
+    instructions: the instructions of the pass, in the order in which they run.
     kept: names of results and inputs that are held to the end, because the graph returns them.
     input_bytes: bytes of each input of the graph, by name.
     """

@@ -10,8 +10,8 @@ The start is put where the operator was. The wait is put before the first instru
 The code of a backward pass is a generator. It yields wherever a gradient is handed over to autograd
 (`pmoe.graph.hand_over`).
 
-A MoELayer's operators are called as plain Python functions, which saves the cost of torch's dispatcher. Each
-value, inputs included, is freed after its last use, as autograd does.
+A MoELayer's operators are called as plain Python functions, which saves the time of torch's dispatcher. Each
+value, inputs included, is freed after its last use, as in an eager backward pass.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ CALLS: dict[object, Callable[..., Any]] = {
 
 
 def has_shape(value: object, shape: tuple[int, ...]) -> bool:
-    """Returns whether ``value`` is a tensor that has this shape for all values of the symbols in its sizes.
+    """Returns whether ``value`` is a tensor that has this shape, whatever values its symbolic sizes have.
 
-    A size that depends on row counts is a symbol when a graph is traced.
+    A size is a symbol if it is not known when the graph is traced, for example because it depends on row
+    counts.
     """
     return isinstance(value, Tensor) and statically_known_true(sym_eq(tuple(value.shape), shape))
 
@@ -63,11 +64,15 @@ def communicates(node: fx.Node) -> bool:
 def label(node: fx.Node) -> str:
     """Returns a node's name that is equal on all ranks, such as "mm_0".
 
-    Ranks use this name when they share decisions. Graphs with the same operators get the same names from
-    `name_all`, although torch's own names of their nodes may differ. Calls that compute a size get no name
-    from `name_all`. For them the result is torch's name, marked as "unnamed". An input of a backward graph
-    may be a tensor that forward saved. Torch gives this input the name of the call that computed the tensor.
-    So the result for an input is marked, too; otherwise it could be equal to another call's name.
+    Ranks use this name when they share decisions. There are three cases:
+
+    - A call of an operator has the name that `name_all` gave it. Graphs with the same operators get the same
+      names, although torch's own names of their nodes may differ.
+    - A call that computes a size gets no name from `name_all`. Its label is torch's name, followed by
+      ", unnamed".
+    - An input of the graph has torch's name, followed by ", input". Torch may give an input of a backward
+      graph the name of a call, if the input is the result of this call in the forward graph. Without the
+      addition, the names of the input and of another call could be equal.
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else f"{node.name}, input"
     name: str = node.meta.get("label", unnamed)
@@ -77,8 +82,8 @@ def label(node: fx.Node) -> str:
 def name_all(graph: fx.Graph) -> None:
     """Labels each call by its operator and a running number: "mm_0", "mm_1", "experts_0".
 
-    Calls that compute a size get no label. Only graphs for changing shapes have such calls. If they were
-    labelled, the numbers of other calls would differ between graphs.
+    Calls that compute a size get no label. Only graphs that torch.compile traced for changing shapes have
+    such calls. If these were labelled, calls of the same operator could have different numbers in two graphs.
     """
     counts: Counter[str] = Counter()
     for node in graph.nodes:
@@ -113,9 +118,10 @@ def calls_of(module: fx.GraphModule) -> list[fx.Node]:
 def merge_weight_gradients(graph: fx.Graph) -> None:
     """Merges the `experts_weight_gradient` calls of each layer into one, which adds gradients in place.
 
-    A graph has one call for rows that stayed on their rank, and one for rows that came from other ranks. If
-    the batch is cut, there are two such calls for each part. The graph then adds up the gradients of each
-    parameter. Two calls are merged only if nothing but these additions uses their results.
+    For each layer, a traced graph has one call for rows that stayed on their rank, and one for rows that came
+    from other ranks. If the batch is cut, there are two calls for each part. The graph adds the gradients
+    that the calls give for the same parameter. Two calls are merged only if nothing but these additions uses
+    their results.
     """
     nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
@@ -140,12 +146,13 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
 
 
 def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
-    """Returns the nodes that add the gradients of two calls, by the position of the parameter.
+    """Returns {position of a parameter: node that adds its gradients from two calls}.
 
-    first, second: two calls of `experts_weight_gradient`.
+    first, second: two calls of `experts_weight_gradient`. The position is that of the parameter's gradient
+        among the results of each call.
 
-    Returns None if the calls cannot be merged: if something other than the addition also uses a gradient, or
-    if the calls have gradients of different parameters.
+    Returns None if the calls cannot be merged. They cannot be merged if something besides the addition uses a
+    gradient, or if the two calls have gradients of different parameters.
     """
     sums: dict[int, fx.Node] = {}
     for block in (first, second):
@@ -160,9 +167,10 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 
 
 def boxed(tensor: Tensor) -> list[Tensor]:
-    """Returns a list that holds a tensor. The generated code keeps only the list, not the tensor.
+    """Returns a list with ``tensor`` as its only element, so that the tensor can be freed early.
 
-    So code that pops the tensor from the list has the only reference to the tensor.
+    The generated code keeps a reference to the list, but none to the tensor. So code that pops the tensor
+    from the list has the only reference to the tensor.
     """
     return [tensor]
 
@@ -170,11 +178,11 @@ def boxed(tensor: Tensor) -> list[Tensor]:
 def hand_over(number: int, box: list[Tensor]) -> None:
     """Marks the position in a graph at which a gradient is handed over. The function is never called.
 
-    `lowered` replaces the call by a ``yield`` in the generated code, which hands the gradient over to
-    autograd.
+    In the generated code, `lowered` replaces the call of this function by a ``yield``, which hands the
+    gradient over to autograd.
 
     number: position of the gradient among the results of the graph.
-    box: a list that holds the gradient.
+    box: a list with the gradient as its only element.
     """
 
 
@@ -190,8 +198,8 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
     An all-to-all becomes a start and a wait, so that other calls can run between them.
 
     module: the graph.
-    order: the calls of the graph (`calls_of`) in the new order. Each must come after the calls whose results
-        it reads. At the position of a `Gradient` in the list, this gradient is handed over to autograd.
+    order: the calls of the graph (`calls_of`) in the new order, and gradients. Each call must come after the
+        calls whose results it reads. A `Gradient` in the list is handed over to autograd at its position.
 
     The new module takes its arguments in one list and empties the list, so that each argument can be freed
     after its last use. Without gradients in ``order``, the module returns the list of its results. With
@@ -253,7 +261,10 @@ def lowered(module: fx.GraphModule, order: Sequence[fx.Node | Gradient]) -> fx.G
 
 
 def handed_over(module: fx.GraphModule) -> list[int]:
-    """Returns the numbers of the gradients that a lowered module hands over, first to last."""
+    """Returns the numbers of the gradients that a lowered module hands over, in the order of hand-over.
+
+    The number of a gradient is its position among the results of the graph.
+    """
     calls = module.graph.find_nodes(op="call_function", target=hand_over)
     return [node.args[0] for node in calls]
 
@@ -261,7 +272,7 @@ def handed_over(module: fx.GraphModule) -> list[int]:
 def run_whole(module: fx.GraphModule, arguments: list[Any]) -> list[Any]:
     """Runs a lowered module to its end, and returns its results.
 
-    arguments: in a list that the run empties.
+    arguments: the module's arguments, in a list that the run empties.
     """
     results: Any = module.forward(arguments)
     if isinstance(results, Generator):
@@ -280,15 +291,15 @@ def _value_of(steps: Generator[Any, None, T]) -> T:
 
 
 def unboxed(results: Iterable[Any]) -> list[Any]:
-    """Returns the results of a lowered module, each gradient taken out of its list (`boxed`)."""
+    """Returns the results of a lowered module. Takes each gradient out of its one-element list (`boxed`)."""
     return [result.pop() if isinstance(result, list) else result for result in results]
 
 
 def failed_at(module: fx.GraphModule, error: BaseException) -> str:
-    """Returns the label of the call that raised an error, with the number of its layer if it has one.
+    """Returns the label of the call that raised an error; for a MoELayer's call, with the layer's number.
 
     The traceback of the error holds a line of the module's generated code. This line begins with the name of
-    a node.
+    the node whose call failed. If no such line is found, "the results" is returned.
 
     module: a module that `lowered` returned.
     error: the error that it raised.

@@ -1,11 +1,12 @@
 """All-to-alls of a MoELayer as functional ``torch.library`` operators, each with a start and a wait.
 
-Together they are Lancet's irregular all-to-all (section 6, Fig. 10):
+Together they are Lancet's irregular all-to-all (section 6, Fig. 10), in which the routing decides how many
+rows each rank sends:
 
     exchange_counts   every rank gets the numbers of rows that it will receive
     exchange_rows     sends the rows; its gradient is the same exchange in the other direction
 
-When a graph is traced, each is one operator. `pmoe.graph.lower` replaces it by its start and its wait.
+Each is one operator when a graph is traced. `pmoe.graph.lower` then replaces it by its start and its wait.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from pmoe.graph.operators import modules_of
 def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -> CountsExchange:
     """Starts the exchange of row counts, without waiting for it. Returns the exchange, for `wait_counts`.
 
-    counts: (E + 1,), this rank's numbers of rows for each of the E experts of all ranks, then the code of a
-        fault in its routing.
+    counts: (E + 1,), as `order` returns them: this rank's number of rows for each of the E experts of all
+        ranks, and as the last element the code of a fault in this rank's routing, or 0 for no fault.
     slot: (S,), the sorted slots (a slot is one choice of one token). Only their number S is read.
     dtype: dtype of the rows that will be sent.
     layer: the number that stands for the layer (`number_of`).
@@ -69,8 +70,8 @@ def exchange_counts(
     E is the number of experts of all ranks, E_local of one rank, and W the number of ranks. S is the number
     of slots (a slot is one choice of one token).
 
-    counts: (E + 1,), this rank's number of rows for each expert, then the code of a fault in its routing, as
-        `order` returns them.
+    counts: (E + 1,), as `order` returns them: this rank's number of rows for each expert, and as the last
+        element the code of a fault in this rank's routing, or 0 for no fault.
     slot: (S,), the sorted slots, as `order` returns them. Only the length is read: it gives the number of
         tokens.
     dtype: dtype of the rows that will be sent.
@@ -78,12 +79,14 @@ def exchange_counts(
 
     Returns
 
-        send_WE   (W, E_local) rows that this rank sends to each rank's experts; 0 to itself
-        recv_WE   (W, E_local) rows that come from each rank; 0 from itself
-        own_1E    (1, E_local) rows that stay on this rank
-        tokens_W  (W,) tokens of each rank
+        send_WE   (W, E_local) number of rows that this rank sends to each expert of each rank; 0 to itself
+        recv_WE   (W, E_local) number of rows that come from each rank for each expert of this rank; 0 from
+                  itself
+        own_1E    (1, E_local) number of rows that stay on this rank, for each of its experts
+        tokens_W  (W,) number of tokens of each rank
 
-    Raises FaultError on every rank if the routing of any rank is at fault.
+    If the routing of any rank has a fault, such as logits that are not finite, FaultError is raised on every
+    rank.
     """
     return wait_counts(start_counts(counts, slot, dtype, layer), layer)
 
@@ -106,8 +109,8 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
     rows, W the number of ranks, E_local the number of experts of one rank.
 
     rows: tensors (N, ...). The rows of all tensors have the same order.
-    counts_WE: (W, E_local), number of rows of each rank and expert.
-    back: True sorts from (expert, rank) to (rank, expert).
+    counts_WE: (W, E_local), number of rows for each pair of rank and expert.
+    back: False sorts from (rank, expert) to (expert, rank), True from (expert, rank) to (rank, expert).
 
     Returns the sorted tensors.
     """
@@ -123,19 +126,19 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 class Exchanging:
     """An all-to-all of rows that has been started. The constructor starts it, `wait` returns received rows.
 
-    The operator `exchange_rows` starts an exchange and waits for it. Its arguments are those of the
-    constructor:
+    The operator `exchange_rows` starts an exchange and waits for it. The constructor has the same arguments
+    as this operator:
 
     rows: the tensors to send, (N, ...) each for N rows.
     send_WE, recv_WE: (W, E_local) int64 on the host, numbers of rows to and from each of W ranks, for each of
         E_local experts of a rank.
-    num_out: not read. It is only needed when a graph is traced.
+    num_out: not read. Only tracing needs this argument.
     returns: True for a combine, False for a dispatch.
     layer: the number that stands for the layer (`number_of`).
 
-    Attribute
+    The only attribute is
 
-    out: the rows that arrive, one tensor for each tensor that is sent. Complete only after `wait`.
+    out: the rows that arrive, one tensor for each tensor that is sent. They are complete only after `wait`.
     """
 
     out: list[Tensor]
@@ -168,12 +171,12 @@ class Exchanging:
             ]
 
     def wait(self, layer: int) -> list[Tensor]:
-        """Waits until the rows have arrived, and returns them.
+        """Waits until the rows have arrived, and returns them: one tensor for each tensor that was sent.
 
         Dispatched rows arrive sorted by (rank, expert), and are sorted by (expert, rank) before they are
         returned.
 
-        layer: not read; the operator that `pmoe.graph.lower` puts into the graph has this argument.
+        layer: not read. `pmoe.graph.lower` calls every function that waits with this argument.
         """
         with at_stage(self._stage, self._ranks):
             for work in self._works:
@@ -199,10 +202,11 @@ def exchange_rows(
 
     rows: tensors (N, ...). The rows of all tensors have the same order (see the table). N is the sum of
         send_WE.
-    send_WE, recv_WE: (W, E_local) int64 on the host, rows to and from each rank.
-    num_out: number of rows that come; None if it is not known when the graph is traced. Only tracing reads
-        it.
-    returns: whether this is the combine.
+    send_WE, recv_WE: (W, E_local) int64 on the host, numbers of rows to and from each of W ranks, for each of
+        E_local experts of a rank.
+    num_out: number of rows that arrive; None if it is not known when the graph is traced. Only tracing reads
+        this argument.
+    returns: True for a combine, False for a dispatch.
     layer: the number that stands for the layer (`number_of`).
     """
     return Exchanging(rows, send_WE, recv_WE, num_out, returns, layer).wait(layer)

@@ -5,9 +5,10 @@ graph, the layer is one operator, `run_and_keep`. It runs the layer exactly as w
 its options, on any number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward
 pass is one operator too, `run_backward`.
 
-`run_and_keep` keeps the autograd graph of what it ran, for `run_backward`. A number connects the two. The
-first operator returns the number in a tensor, the *ticket*. A kept graph is freed by its backward pass, or
-together with the ticket if there is no backward pass.
+`run_and_keep` keeps the autograd graph of the layer's run, and `run_backward` runs this graph backward. A
+number connects the two calls: `run_and_keep` returns it in a tensor, the *ticket*, which `run_backward` gets
+as an argument. A kept graph is freed by its backward pass, or together with the ticket if there is no
+backward pass.
 
 Several kinds of modules run like this (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
 experts of transformers and torchtitan, in files of `pmoe.integrations`.
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 class KeptGraph:
     """The autograd graph of a module's run, kept for its backward pass.
 
-    results: the module's results.
-    sources: the inputs and the parameters that need gradients.
+    results: the module's results, which refer to the autograd graph.
+    sources: those inputs and parameters of the module that need gradients.
     """
 
     results: list[Tensor]
@@ -60,8 +61,9 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
 
     torch.compile traces this function. The operator's gradients are computed by `run_backward`.
 
-    kind: the name of the module's `OperatorKind`.
-    inputs: the module's inputs.
+    kind: the name of the module's `OperatorKind`, such as "layer" for a MoELayer.
+    module: the module.
+    inputs: the module's inputs; None for an input that was not passed.
     """
     grad = torch.is_grad_enabled()
     # `local_part` would cut the graph of autograd here.
@@ -103,7 +105,7 @@ def run_and_keep(
 ) -> list[Tensor]:
     """Runs a module. Returns its results, copies of its inputs, and the ticket of the kept autograd graph.
 
-    kind: the name of the module's `OperatorKind`.
+    kind: the name of the module's `OperatorKind`, such as "layer" for a MoELayer.
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
@@ -113,8 +115,9 @@ def run_and_keep(
     autocast: the dtype of autocast; None if autocast is off.
 
     The kept autograd graph reads the copies, not the inputs. The compiler may overwrite an input before
-    backward runs, and compute it again for its own use. There are no copies if no gradient is wanted.
-    The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was kept.
+    backward runs, and compute it again for its own use. If no input and no parameter needs a gradient, there
+    are no copies. The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was
+    kept.
     """
     module = LAYERS[number]
     wants_grad = any(needs_grad) or bool(parameters)
@@ -153,7 +156,11 @@ def _(
 
 
 def _all_inputs(inputs: Sequence[Tensor], is_given: Sequence[bool]) -> list[Tensor | None]:
-    """Returns the list of a module's inputs, with None for each input that was not passed."""
+    """Returns the list of a module's inputs, with None for each input that was not passed.
+
+    inputs: the inputs that were passed, in order.
+    is_given: for each of the module's inputs, whether it was passed.
+    """
     remaining = iter(inputs)
     return [next(remaining) if given else None for given in is_given]
 
@@ -168,11 +175,12 @@ def run_backward(
 ) -> list[Tensor]:
     """Runs the backward pass for a call of `run_and_keep`. Returns gradients of inputs and parameters.
 
-    gradients: the gradients of the results.
+    The result has the gradients of the inputs that need a gradient, then those of all ``parameters``.
+
+    gradients: the gradients of the module's results.
     ticket: the last result of `run_and_keep`.
-    inputs: the copies of the inputs, which the kept graph reads.
-    parameters, needs_grad: the arguments of `run_and_keep`. The result has the gradients of the inputs that
-        need one, and of all ``parameters``.
+    inputs: the copies of the inputs that `run_and_keep` returned.
+    parameters, needs_grad: the arguments of `run_and_keep` with these names.
 
     Raises RuntimeError if this backward pass has run before.
     """
@@ -212,7 +220,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    """Returns the gradients of the arguments of `run_and_keep`."""
+    """Returns a gradient for each argument of `run_and_keep`; None for arguments without gradient."""
     ticket, *tensors = ctx.saved_tensors
     inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
     found = iter(run_backward(gradients[: ctx.num_results], ticket, inputs, parameters, ctx.needs_grad))
@@ -240,10 +248,11 @@ def _with_autograd() -> Any:
 
 @contextlib.contextmanager
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Runs the block without the tensors' own hooks (`torch.Tensor.register_hook`).
+    """Runs the ``with`` block without the hooks of ``tensors`` (`torch.Tensor.register_hook`).
 
-    Autograd calls these hooks with the gradients that the operator returns. The block runs the autograd graph
-    that the operator kept (`KeptGraph`). This graph would call the hooks, too, so each would run twice.
+    Autograd calls these hooks with the gradients that the operator returns. The ``with`` block runs the
+    autograd graph that the operator kept (`KeptGraph`). This graph would call the hooks, too, so each hook
+    would run twice.
     """
     hooks = [tensor._backward_hooks or {} for tensor in tensors]
     before = [dict(own) for own in hooks]
@@ -257,10 +266,12 @@ def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _laid_out(gradient: Tensor | None, source: Tensor) -> Tensor:
-    """Returns a gradient with the strides that the compiled graph expects; zeros if it is None.
+    """Returns a gradient with the strides that the compiled graph expects: those of its tensor.
 
-    gradient: the gradient, or None.
-    source: the tensor whose gradient it is. Both may be DTensors.
+    gradient: the gradient. If it is None, zeros are returned.
+    source: the input or parameter to which the gradient belongs.
+
+    If the arguments are DTensors, the result is this rank's part of the gradient.
     """
     like = local_part(source)
     if gradient is None:
@@ -315,7 +326,7 @@ class LastCallInGraph(LastCall):
         return LAST[LAYERS[self.number]].ran
 
     def with_loss(self, l_aux: Tensor | None) -> LastCall:
-        """Returns the record with another auxiliary loss."""
+        """Returns a copy of this record with the auxiliary loss ``l_aux``."""
         return LastCall(l_aux=l_aux, counts=self.counts, ran=self.ran)
 
 
@@ -324,6 +335,7 @@ def forward_in_graph(
 ) -> Tensor:
     """Computes `MoELayer.forward` by the operators of this file. torch.compile traces this function.
 
+    layer: the layer.
     x, token_ids, mask: as in `MoELayer.forward`.
 
     Returns the layer's output, in the shape of x.
@@ -349,7 +361,7 @@ def _run_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[Tensor]
 
 
 def _shapes_of_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Returns empty tensors like a layer's output and its auxiliary loss."""
+    """Returns empty tensors with the shapes and dtypes of a layer's output and its auxiliary loss."""
     x = inputs[0]
     assert x is not None
     with unset_fake_temporarily():

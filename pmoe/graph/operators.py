@@ -41,9 +41,9 @@ _NEXT = itertools.count()
 
 
 def number_of(layer: nn.Module) -> int:
-    """Returns the number by which operators name a layer. A module cannot be an operator's argument.
+    """Returns the number by which operators name a layer, because an operator cannot take a module.
 
-    A layer gets its number at the first call.
+    A layer gets its number at the first call of this function.
     """
     if layer not in NUMBERS:
         NUMBERS[layer] = next(_NEXT)
@@ -74,12 +74,13 @@ def order(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sorts a rank's slots by expert, and drops the slots beyond the experts' capacity.
 
-    A slot is one choice of one token. T is the number of tokens, K of choices, S = T * K of slots and E of
+    A slot is one choice of one token. There are T tokens, K choices of each token, S = T * K slots and E
     experts of all ranks.
 
     expert_TK: (T, K) int64, the expert of each slot.
-    keep_TK: (T, K) bool, slots that the gate keeps; None if it keeps all.
-    logits: the router's logits, of any shape. Logits that are not finite are a fault. None checks nothing.
+    keep_TK: (T, K) bool, True for the slots that the gate keeps; None if the gate keeps all slots.
+    logits: the router's logits, of any shape. Logits that are not finite are a fault. If this is None,
+        nothing is checked.
     used_E: (E,) int64, the number of slots of each expert in earlier parts of the batch.
     capacity: largest number of rows of an expert; -1 for no limit. Ignored if keep_TK is not None.
     layer: the number that stands for the layer (`number_of`).
@@ -88,10 +89,11 @@ def order(
 
         slot      (S,) slots in sorted order: | sent, by expert | stay on this rank, by expert | dropped |
         position  (S,) the inverse: the position of each slot in the sorted order
-        counts    (E + 1,) int64, rows of each expert, without dropped ones; then 0 or the code of a `Fault`
-        used_E    (E,) the argument ``used_E`` for the next part of the batch (Lancet, section 2.3). If
-                  ``capacity`` limits the rows: this call's ``used_E`` plus the number of each expert's slots
-                  in expert_TK. Otherwise a copy of this call's ``used_E``
+        counts    (E + 1,) int64: the number of rows of each expert, without dropped rows; as the last element
+                  the code of a `Fault`, or 0 for no fault
+        used_E    (E,) int64: the argument ``used_E`` for the next part of the batch (Lancet, section 2.3). If
+                  ``capacity`` limits the rows, each expert's slots in expert_TK are added to the argument
+                  of this call. Otherwise this is a copy of the argument
     """
     modules = modules_of(layer)
     used_E = used_E.clone()
@@ -121,12 +123,12 @@ def pack(
 ) -> tuple[Tensor, Tensor]:
     """Copies each token to one row for each of its experts. Returns (rows to be sent, rows that stay).
 
-    Rows stay on this rank if their expert is on it. Both results are (N, ...), each with its own number of
-    rows N. A slot is one choice of one token. S is the number of slots, W the number of ranks, E_local the
-    number of experts of a rank. With top_k = 1 the function copies one value for each slot, such as a routing
-    weight.
+    A row stays on this rank if its expert is on this rank. Each of the two results is a tensor (N, ...) with
+    its own number of rows N. A slot is one choice of one token. S is the number of slots, W the number of
+    ranks, E_local the number of experts of a rank.
 
-    values: (S / top_k, ...), one value for every ``top_k`` slots.
+    values: (S / top_k, ...), one value for every ``top_k`` slots. For tokens, ``top_k`` is the number of
+        choices of a token. For values that each slot has of its own, such as routing weights, it is 1.
     slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
     send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows that are sent and that stay, for each
         expert (`exchange_counts`).
@@ -177,15 +179,15 @@ def join(
     """Returns the sum of each token's rows, (num_values, ...), after experts have computed the rows.
 
     The function is the reverse of `pack`, which copies each token to its rows. A slot is one choice of one
-    token, and S the number of slots. N is a number of rows.
+    token, and S the number of slots. A dropped slot has no row and counts as zeros.
 
-    travelled, stayed: (N, ...) each, rows that came back from other ranks, and rows that never left this
-        rank. A dropped slot has no row and counts as zeros.
+    travelled: (N, ...), the N rows that came back from other ranks.
+    stayed: (N, ...), the rows that never left this rank, with their own number N.
     slot, position: (S,), the sorted slots and the inverse, as `order` returns them.
     send_WE, own_1E: row counts, (W, E_local) and (1, E_local) for W ranks and E_local experts of a rank. They
         are needed only in backward.
-    top_k: number of slots of each value.
-    num_values: S / top_k, which tracing cannot derive from the other arguments.
+    top_k: number of slots of each token.
+    num_values: number of tokens, S / top_k. Tracing cannot derive it from the other arguments.
     """
     rows = [travelled, stayed]
     kept = travelled.shape[0] + stayed.shape[0]
@@ -221,7 +223,8 @@ join.register_autograd(_join_backward, setup_context=_join_setup)
 def _groups(counts_RE: Tensor, rows: Tensor) -> RowGroups:
     """Returns where the rows of each expert begin and end among rows that are sorted by expert.
 
-    counts_RE: (R, E_local) on the host, rows of each of R senders for each of E_local experts of this rank.
+    counts_RE: (R, E_local) on the host, the number of rows from each of R senders for each of E_local experts
+        of this rank.
     rows: (N, ...), the N sorted rows. Only their device is read.
     """
     counts_E = counts_RE.sum(0)
@@ -239,7 +242,7 @@ def experts(
 
     rows: (N, M), the dispatched input T_DI, sorted by expert.
     weight_N: (N,), the routing weight of each row, by which the row's output is multiplied.
-    counts_RE: (R, E_local), rows of each of R senders for each of E_local experts.
+    counts_RE: (R, E_local), the number of rows from each of R senders for each of E_local experts.
     parameters: the experts' parameters, in the order of `Experts.operands`.
     layer: the number that stands for the layer (`number_of`).
     """
@@ -266,16 +269,15 @@ def experts_input_gradient(
     parameters: Sequence[Tensor],
     layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Returns the gradients of the experts' input rows and routing weights, and three tensors for later.
+    """Returns the gradients of the experts' input rows and routing weights, and three more tensors.
 
-    N is the number of rows, M = d_model.
+    `experts_weight_gradient` needs the three more tensors. They are the gradient of T_M, T_M after the
+    nonlinearity, and ``grad`` times the routing weight. T_M is the hidden activation of the experts before
+    the nonlinearity. N is the number of rows, M = d_model.
 
     grad: (N, M), the gradient of the experts' output T_DO.
     rows, weight_N, counts_RE, parameters, layer: the arguments of `experts` in the forward pass.
     hidden: the hidden activation T_M, which `experts` returned.
-
-    The three tensors are for `experts_weight_gradient`: the gradient of T_M, T_M after the nonlinearity, and
-    ``grad`` times the routing weight.
     """
     expert_rows = ExpertRows(rows, _groups(counts_RE, rows), parameters)
     out, grad_weight_N, (_, grad_hidden, active, grad_out) = modules_of(layer).experts.input_gradient(
@@ -303,16 +305,16 @@ def experts_weight_gradient(
 ) -> list[Tensor]:
     """Returns the gradients of the experts' parameters, each summed over several blocks of rows.
 
-    A block holds rows of one call of `experts`, (N, ...) for N rows. Rows that stayed on their rank and rows
-    from other ranks are different blocks.
+    A block holds the rows of one call of `experts`. Rows that stayed on their rank and rows from other ranks
+    are different blocks.
 
     rows, counts_RE: for each block, the arguments of `experts` with these names.
     grad_hidden, active, grad_out: for each block, the last three results of `experts_input_gradient`.
     parameters: the experts' parameters, in the order of `Experts.operands`.
     layer: the number that stands for the layer (`number_of`).
 
-    If `pmoe.parallelize` gave the layer a reduction over data-parallel ranks, the reduction also scales and
-    sums the gradients.
+    If `pmoe.parallelize` has set the layer's experts to reduce their gradients over data-parallel ranks, the
+    result is also scaled and summed over these ranks.
     """
     layer_experts = modules_of(layer).experts
     sums = [GradientSum(parameter, len(rows)) for parameter in parameters]
@@ -336,10 +338,11 @@ def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
-    """Returns the gradients of `experts`. Two operators compute them, so that the second can run later.
+    """Returns the gradients of the arguments of `experts`. Two operators compute them.
 
-    The gradients of the rows are needed at once, because they are sent back. The gradients of the parameters
-    can be computed while another all-to-all runs.
+    `experts_input_gradient` gives the gradients of the rows, which are needed at once, because they are sent
+    back to other ranks. `experts_weight_gradient` gives the gradients of the parameters. It can run later,
+    while another all-to-all runs.
     """
     rows, weight_N, hidden, counts_RE, *parameters = ctx.saved_tensors
     grad_rows, grad_weight_N, *pending = experts_input_gradient(

@@ -17,11 +17,12 @@ SLACK = 1.05
 class Options:
     """Options of the backend "pmoe" of torch.compile.
 
-    parts: the largest number of parts into which the batch is cut, so that all-to-alls of one part run while
-        another part is computed; 1 cuts nothing.
+    parts: the largest number of parts into which the batch is cut. All-to-alls of one part run while another
+        part is computed. With 1 nothing is cut.
     weight_gradients: whether gradients of weights are computed while all-to-alls run.
-    memory_limit: most memory that the inputs and results of a pass may take at one time, in bytes or as a
-        string such as "2GiB". None allows `SLACK` times the bytes of the pass in the order of the trace.
+    memory_limit: the most memory that the inputs and results of a pass may take at one time, in bytes or as a
+        string such as "2GiB". None allows `SLACK` times the memory that the pass takes in the order in which
+        it was traced.
 
     Raises ValueError or TypeError for a bad value.
     """
@@ -42,7 +43,7 @@ class Options:
 
         options: the values by the names of this class's fields, or None for all defaults.
 
-        Raises TypeError or ValueError, which names the option, its value and the rule.
+        Raises TypeError or ValueError for a bad option. The message names the option, its value and the rule.
         """
         known = [option.name for option in fields(Options)]
         check_kind((Mapping, type(None)), f"a dict of {', '.join(known)}", options=options)
@@ -54,8 +55,8 @@ class Options:
     def limit(self, traced: int) -> float:
         """Returns the memory limit of a pass in bytes.
 
-        traced: peak bytes of the graph in the order of its trace. The limit is at least this number, because
-            perhaps no other order of the operators needs less.
+        traced: peak bytes of the pass if its operators run in the order in which they were traced. The limit
+            is at least this number, because perhaps no other order needs less memory.
         """
         memory_limit = self.memory_limit
         return (

@@ -59,9 +59,10 @@ class RangePlan:
 class GraphSplit:
     """A graph with all that is needed to cut it into parts of the batch.
 
-    size: the number of sequences in the batch, as text: a number, or a symbol of the trace.
+    size: the number of sequences in the batch, as text. It is the name of a symbol if the trace does not know
+        the number.
     calls: the operator calls of the graph, in order.
-    names: their names, equal in graphs of the same operators (`pmoe.graph.lower.label`).
+    names: the names of the calls, equal in graphs of the same operators (`pmoe.graph.lower.label`).
     """
 
     size: str
@@ -76,7 +77,7 @@ class GraphSplit:
 
         module: the graph. The order of its calls may change.
         input_axes: for each input of the graph that is cut, the dimension along which it is cut.
-        sequences: number of sequences in the batch, a number or a symbol of the trace.
+        sequences: number of sequences in the batch: an int, or a symbol if the trace does not know it.
         """
         self._module = module
         self.size = f"{sequences}"
@@ -98,11 +99,11 @@ class GraphSplit:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Moves calls that do not belong to a layer, but are among the layer's calls, behind the layer.
+        """Moves each call that interrupts a layer behind the layer.
 
-        The method is for backward graphs whose inputs do not have the batch as first dimension. In these
-        graphs each layer is cut along its tokens. The cut is possible only if all calls from the layer's
-        first to its last belong to the layer.
+        A call interrupts a layer if it comes between the layer's first and last call, but does not belong to
+        the layer. The method is for backward graphs whose inputs do not have the batch as first dimension. In
+        these graphs each layer is cut along its tokens, which is possible only if no call interrupts it.
         """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
@@ -121,10 +122,10 @@ class GraphSplit:
     def saved(self) -> dict[str, int]:
         """Returns the dimension along which each result of a forward graph is cut, by name and by shape.
 
-        `backward_axes` finds the axes of the backward graph's inputs in this dict. The backward graph has two
-        kinds of inputs. A tensor that forward saved has the name of a result of the forward graph. The
-        gradient of a result has a different name, and is found by the shape of the result. So each result has
-        two keys: its name, and its shape as text. Results that are not cut along a dimension are left out.
+        `backward_axes` looks up the inputs of the backward graph in this dict. A tensor that forward saved
+        has the name of a result of the forward graph. The gradient of a result has another name, so it is
+        found by its shape. Therefore each result has two keys: its name, and its shape as text. Results that
+        are not cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():
@@ -162,8 +163,8 @@ class GraphSplit:
     def apply(self, plan: RangePlan) -> fx.GraphModule:
         """Returns the graph with the ranges of ``plan`` cut into parts of the batch.
 
-        A range is a run of consecutive instructions, which may hold several MoE layers and the operators
-        between them. Ranges are cut along the sequences of the batch under two conditions:
+        A range is a run of consecutive instructions. It may hold several MoE layers and the operators between
+        them. The whole range is cut along the sequences of the batch if both conditions hold:
 
         - the batch has two or more sequences;
         - this graph has the same instructions as the graph on which the ranges were chosen.
@@ -204,9 +205,10 @@ NUM_SOURCES: dict[Any, int] = {OPS.order.default: 3, OPS.pack.default: 1}
 
 
 def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
-    """Returns the tensors with an entry for each token, or choice of a token, that a layer reads.
+    """Returns {tensor: 0} for the tensors with tokens that a layer reads from the rest of the graph.
 
-    The result maps each tensor to 0, the dimension along which the tensor is cut into parts of the batch.
+    These tensors have one entry in dimension 0 for each token, or for each choice of a token. 0 is the
+    dimension along which they are cut into parts of the batch.
 
     body: the calls of the layer.
     """
@@ -224,8 +226,9 @@ def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
 def backward_axes(forward: GraphSplit, graph: fx.Graph) -> dict[fx.Node, Axis]:
     """Returns the axes of a backward graph's inputs: the dimensions along which they are cut into parts.
 
-    An input has the axis of a result of the forward graph. A tensor saved for backward is found by its name.
-    The gradient of a result ("tangents_...") has another name than the result, and is found by its shape.
+    The axis of an input is that of the result of the forward graph to which the input belongs. For a tensor
+    that was saved for backward, this result is found by its name. The gradient of a result ("tangents_...")
+    has another name than the result, which is therefore found by its shape.
 
     forward: the forward graph.
     graph: the backward graph.
@@ -248,8 +251,8 @@ def _text(node: fx.Node) -> str:
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
     """Moves calls that cannot be cut to the end of the graph, if no all-to-all waits for them.
 
-    Calls that read the results of moved calls are moved too. An auxiliary loss, for example, needs the whole
-    batch. In the middle of the graph it would interrupt the instructions that are cut.
+    Calls that read the results of moved calls are moved too. An example is the auxiliary loss, which needs
+    the whole batch. In the middle of the graph it would interrupt the calls that are cut.
 
     refused: the calls that cannot be cut, with reasons.
     """

@@ -5,9 +5,9 @@ as a pipeline. Instructions are first joined to groups of about equal time. The 
 
     T(n) = min over i < n and k of T(i) + P(i + 1, n, k)
 
-T(n) is the predicted time of the first n groups. The last range in it consists of the groups i + 1 to n. P is
-the predicted time of this range in k parts, as a pipeline of its stages (section 5.3). k = 1 leaves the range
-uncut.
+T(n) is the predicted time of the first n groups, T(0) = 0. P(i + 1, n, k) is the predicted time of the range
+that consists of the groups i + 1 to n, if it runs in k parts as a pipeline of its stages (section 5.3). With
+k = 1 the range is not cut.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Range:
     first, last: names of the range's first and last instruction.
     k: number of parts.
     lag: how many parts the second stage of a MoELayer (experts, combine) is behind its first stage (gate,
-        dispatch): the second stage of part p runs after the first stage of part p + lag (`turns`).
+        dispatch). The second stage of part p runs after the first stage of part p + lag (`turns`).
     """
 
     first: str
@@ -46,11 +46,13 @@ class Range:
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Costs of instructions that are cut into k parts of the batch, for one k, by the instruction's name.
+    """Costs of the instructions of a graph if they are cut into k parts of the batch, for one k.
 
-    part: seconds of the instruction for one part, on average.
-    join: seconds for joining the parts of the instruction's result to one tensor. Parts are joined if an
-        instruction that is not cut with them reads the result.
+    The keys are the names of the instructions.
+
+    part: seconds of the instruction for one part, on average over the parts.
+    join: seconds for joining the parts of the instruction's result to one tensor. They are joined if an
+        instruction that is not cut into these parts reads the result.
     """
 
     part: Mapping[str, float]
@@ -63,8 +65,9 @@ class Cuttable:
 
     A range is a run of consecutive instructions that are all computed like this, part by part.
 
-    ends: for each instruction, whether a range may end directly before it. One more entry is for the end of
-        the graph.
+    instructions: the instructions, in order.
+    ends: for each instruction, whether a range may end directly before it. The last entry, one more, is for
+        the end of the graph.
     can: for each instruction, whether it can be computed part by part.
     """
 
@@ -74,12 +77,16 @@ class Cuttable:
 
 
 def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
-    """Splits instructions into the stages of a pipeline: computation, followed by all-to-alls of rows.
+    """Splits instructions into the stages of a pipeline. Each stage ends with its all-to-alls of rows.
+
+    A stage is some computation followed by one or more all-to-alls. The last stage may have none.
 
     body: consecutive instructions that are cut into parts of the batch.
     ends_stage: function that returns True for an all-to-all of rows, and False for all other instructions,
-        even an exchange of row counts. If an exchange of row counts ended a stage too, the gates of all parts
-        would run before the rows of the first part are sent.
+        even for an exchange of row counts. If an exchange of row counts ended a stage too, the gates of all
+        parts would run before the rows of the first part are sent.
+
+    Returns the instructions of each stage.
     """
     result = list[list[T]]()
     ended = True
@@ -96,9 +103,9 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
     """Returns the order in which a pipeline runs the stages of each part of the batch: pairs (stage, part).
 
     A MoELayer has two stages: the first ends with its dispatch, the second with its combine. The two stages
-    of a layer take turns: after the first stage of some part, the second stage of an earlier part may run.
-    All parts of a layer run before the next layer begins. This order suits all ranks: some ranks' graphs can
-    only be cut layer by layer, and all ranks must send their messages in the same order.
+    of a layer take turns. After the first stage of one part, the second stage of an earlier part may run.
+    All parts of a layer run before the next layer begins, because some ranks' graphs can only be cut layer by
+    layer, and all ranks must send their messages in the same order.
 
     num_stages: number of stages of the pipeline, two for each layer.
     k: number of parts.
@@ -115,11 +122,13 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 def lags(k: int) -> list[int]:
     """Returns the values of ``lag`` that are tried for a pipeline over k parts of the batch.
 
-    A MoELayer has two stages: gate and dispatch, then experts and combine. ``lag`` says how many parts the
-    second stage is behind the first (`turns`). Two values are tried. The costs decide which is faster:
+    A MoELayer has two stages: gate and dispatch, then experts and combine. ``lag`` is the number of parts by
+    which the second stage is behind the first (`turns`). Two values are tried:
 
-        1   the second stage of part p follows the first stage of part p + 1: combines start early
-        k   all first stages run before any second stage: no dispatch waits for a combine
+        1   the second stage of part p follows the first stage of part p + 1, so combines start early
+        k   all first stages run before any second stage, so no dispatch waits for a combine
+
+    Which of them is faster depends on the costs.
     """
     return sorted({1, k})
 
@@ -127,9 +136,9 @@ def lags(k: int) -> list[int]:
 def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -> list[Instruction]:
     """Returns the tasks of a range that runs as a pipeline over k parts of the batch, in their order.
 
-    A range is a run of consecutive instructions. Each task stands for consecutive instructions of one stage
-    that use the same lane (computation or communication), for one part. Stages and parts run in the order of
-    `turns`. A task waits only for tasks of its own part.
+    A range is a run of consecutive instructions. A task stands for one part of several consecutive
+    instructions that belong to one stage and use the same lane (computation or communication). Stages and
+    parts run in the order of `turns`. A task waits only for tasks of its own part.
 
     body: the instructions of the range.
     k: number of parts.
@@ -187,10 +196,10 @@ def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
     """Returns the instructions of an uncut range, changed so that the time of the range can be predicted.
 
     A range is a run of consecutive instructions. Results from outside the range count as complete, so no
-    instruction waits for them. Each instruction gets its seconds in ``costs``.
+    instruction waits for them. The seconds of each instruction are taken from ``costs``.
 
     body: the instructions of the range.
-    costs: the seconds of each instruction.
+    costs: the costs of the instructions in one part.
     """
     inside = {instruction.name for instruction in body}
     return [
@@ -242,9 +251,9 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
 def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
     """Joins consecutive instructions to groups of about equal time, so that fewer ranges must be compared.
 
-    Returns the index at which each group begins, and the number of instructions as the last element. There
-    are about `GROUPS_A_LAYER` groups for each MoELayer. With G groups, a group ends at the first allowed
-    position at which its seconds are at least 1 / G of those of all computation.
+    Returns the index at which each group begins, and the number of instructions as the last element. G, the
+    intended number of groups, is `GROUPS_A_LAYER` for each MoELayer. A group ends at the first allowed
+    position at which its computation takes at least 1 / G of the seconds of all computation.
 
     graph: the instructions, and where a group may end.
     seconds: seconds of each instruction, by name.
@@ -265,9 +274,12 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
 
 
 def whole_ranges(graph: Cuttable, k: int) -> list[Range]:
-    """Returns the longest runs of instructions that can be cut, each in k parts of the batch.
+    """Returns the longest runs of instructions (ranges) that can be cut, each with k parts of the batch.
 
-    The costs of parts are measured on these runs (ranges). Each run holds at least one all-to-all.
+    The costs of parts are measured on these ranges. Each range holds at least one all-to-all.
+
+    graph: the instructions, and which of them may be computed part by part.
+    k: number of parts.
     """
     instructions = graph.instructions
     ranges = list[Range]()

@@ -1,22 +1,25 @@
 """Chooses when a backward graph hands gradients over, so that reductions fit between all-to-alls.
 
-A data-parallel wrapper starts to reduce a gradient over ranks when the graph hands it over to autograd
-(`pmoe.graph.hand_over`). Reductions use the link of the all-to-alls:
+When the graph hands a gradient over to autograd (`pmoe.graph.hand_over`), a data-parallel wrapper starts to
+reduce the gradient over ranks. Reductions and all-to-alls use the same link, as in this example:
 
     compute      | head | experts      | block        | experts      | block
     communicate         | S |  head  | R |         | S |  block   | R |         | block |
 
-On the compute lane, "head" and "block" stand for the operators that compute gradients of the head and of a
-transformer block; on the link, for the reductions of these gradients. S is a dispatch, R a combine.
+In the line "compute", "head" and "block" are the operators that compute the gradients of the model's head and
+of a transformer block. In the line "communicate", they are the reductions of these gradients. S is a
+dispatch, R a combine.
 
-The plan is FSMoE's gradient partition (section 5) for a whole graph. Step 1: a gradient takes the first gap
-on the link in which its reduction ends before the next all-to-all begins. Step 2: a gradient may take a gap
-that is too short, so that an all-to-all waits for the rest of its reduction. This is done if the pass is then
-predicted to be faster.
+The plan is FSMoE's gradient partition (section 5) for a whole graph. Two kinds of plans are compared, and the
+one with the fastest predicted pass is taken:
 
-The place of a gradient is the number of all-to-alls that begin before it is handed over. Places are equal on
-all ranks: all-to-alls and reductions may use the same process group, whose collectives must begin in the same
-order on all ranks.
+- Each gradient takes the first gap on the link in which its whole reduction ends before the next all-to-all
+  begins.
+- Gradients may also take gaps that are too short. An all-to-all then waits for the rest of a reduction.
+
+The place of a gradient is the number of all-to-alls that begin before the gradient is handed over. All ranks
+use the same places. Otherwise all-to-alls and reductions that use the same process group could begin in
+different orders on two ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +47,10 @@ TIE = 1.01
 class Gradient:
     """A gradient that a backward graph returns.
 
-    name: the name of its parameter or input, equal on all ranks.
-    number: its position among the results of the graph.
-    source: the name of the instruction that computes it; "" if it is an input of the graph.
+    name: the name of the parameter or input to which the gradient belongs, equal on all ranks.
+    number: the position of the gradient among the results of the graph.
+    source: the name of the instruction that computes the gradient; "" if no instruction of the graph does,
+        because the gradient is an input of the graph.
     """
 
     name: str
@@ -67,20 +71,23 @@ def plan_hand_overs(
 ) -> list[Instruction]:
     """Chooses the order of a backward pass, and where in it each gradient is handed over to autograd.
 
-    Returns the instructions of the pass that is predicted to be fastest, in order. Each gradient has one
-    instruction that hands it over.
+    Returns the instructions of the pass that is predicted to be fastest, in order. For each gradient, one
+    instruction that hands it over is added.
 
-    The place of a gradient is the number of all-to-alls that begin before it is handed over. Predictions are
-    not exact, so passes of up to `TIE` times the seconds of the fastest pass count as equally fast.
+    The place of a gradient is the number of all-to-alls that begin before the gradient is handed over.
+    Predictions are not exact. So if gradients are reduced, all passes that take at most `TIE` times the
+    seconds of the fastest pass count as equally fast. The choice has two steps:
 
     - For each order of the instructions, several ways to place the gradients are compared. Of the equally
       fast ways, the one that delays all-to-alls least is taken.
-    - Of orders that are then equally fast, the one in which reductions begin earliest on average is taken.
+    - The resulting passes, one for each order, are compared. Of the equally fast passes, the one in which
+      reductions begin earliest on average is taken.
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
     seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
-    agreed: the places of the gradients, by name, if ranks agreed on them.
+    agreed: the places on which the ranks have agreed, by the name of the gradient; None if there is no
+        agreement yet.
     """
     passes = [_in_order(order, gradients, seconds, agreed) for order in orders]
     tie = TIE if seconds else 1.0
@@ -93,12 +100,12 @@ def _in_order(
     seconds: Mapping[str, float],
     agreed: Mapping[str, int] | None,
 ) -> list[Instruction]:
-    """Returns a pass with the instructions that hand gradients over to autograd, at the best places.
+    """Adds to a pass the instructions that hand gradients over to autograd. Returns the new pass.
 
-    The place of a gradient is the number of all-to-alls that begin before it is handed over. If ranks have
-    agreed on places, these are used. Otherwise several ways to place the gradients are compared. Of the
-    passes with nearly the fewest predicted seconds (`TIE`), the one that delays all-to-alls least is
-    returned.
+    The place of a gradient is the number of all-to-alls that begin before the gradient is handed over. If
+    ranks have agreed on places, these are used. Otherwise several ways to place the gradients are compared.
+    All ways that take at most `TIE` times the seconds of the fastest way count as equally fast. Of these, the
+    one that delays all-to-alls least is taken.
 
     order: the instructions of the pass, in the order to keep.
     gradients: the gradients that the pass returns.
@@ -113,13 +120,18 @@ def _in_order(
 
 
 def _fastest(passes: Sequence[list[Instruction]], tie: float) -> list[list[Instruction]]:
-    """Returns the passes that take at most ``tie`` times as long as the fastest of them, in their order."""
+    """Returns those of ``passes`` that take at most ``tie`` times the predicted seconds of the fastest."""
     took = [total_seconds(order) for order in passes]
     return [order for order, total in zip(passes, took, strict=True) if total <= tie * min(took)]
 
 
 def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
-    """Returns the sum over all reductions of their predicted start, in seconds from the start of the pass."""
+    """Returns the sum of the times at which reductions are predicted to start.
+
+    Each time is in seconds from the start of the pass.
+
+    order: the instructions of the pass, in order.
+    """
     return sum(ran.start for ran in timeline(order) if ran.task.reduces)
 
 
@@ -130,17 +142,17 @@ def hand_over_places(
 
     Returns for each gradient, by name, the number of all-to-alls that begin before it is handed over.
 
-    Reductions and all-to-alls use the same link. So a reduction should fill the time in which the link is
-    idle between two all-to-alls, in the predicted timeline of the pass without reductions. Each gradient gets
-    the first idle time, after its computation, into which the fraction ``share`` of its reduction fits.
-    Gradients that are computed earlier choose first. If the reduction of a gradient fits into no idle time,
-    the gradient is handed over after the last all-to-all.
+    Reductions and all-to-alls use the same link. In the predicted timeline of the pass without reductions,
+    the link is idle between some all-to-alls. Reductions should fill these idle times. Each gradient gets the
+    first idle time after its computation into which the fraction ``share`` of its reduction fits. Gradients
+    that are computed earlier choose first. If a reduction fits into no idle time, its gradient is handed over
+    after the last all-to-all.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
     seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced,
         and are handed over as soon as they are computed.
-    share: the fraction of a reduction that must fit; 1 for all of it.
+    share: the fraction of a reduction that must fit into the idle time; 1 for the whole reduction.
     """
     begun = 0
     earliest = {"": 0}
@@ -184,17 +196,17 @@ def with_hand_overs(
     """Returns a pass with one more instruction for each gradient, which hands it over at its place.
 
     A place is the stretch of the pass from the start of one all-to-all to the start of the next. A gradient
-    is handed over as soon as it is computed, but not before its place begins. If it would be computed only
-    after its place ends, the instructions that compute it are moved into the place.
+    is handed over as soon as it is computed, but not before its place begins. If the gradient would be
+    computed only after its place ends, the instructions that compute it are moved into the place.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    place_of: the place of each gradient, by name: how many all-to-alls begin before it. Gradients without an
-        entry are handed over after the last all-to-all.
+    place_of: the place of each gradient, by name, as the number of all-to-alls that begin before the place.
+        Gradients without an entry are handed over after the last all-to-all.
     seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
 
-    Raises ValueError if a gradient needs the result of an all-to-all that comes after its place. This happens
-    only if the graphs of two ranks differ.
+    Raises ValueError if a gradient needs the result of an all-to-all that comes after the gradient's place.
+    This happens only if the graphs of two ranks differ.
     """
     by_name = {instruction.name: instruction for instruction in order}
     # Gradients that are not handed over yet, the one with the lowest place first.
@@ -217,11 +229,15 @@ def with_hand_overs(
         )
 
     def take(instruction: Instruction, gradient: Gradient | None) -> None:
-        """Adds an instruction to the pass, after those that it waits for. Then hands over its gradients.
+        """Adds to the pass the instructions for which ``instruction`` waits, then ``instruction`` itself.
 
-        instruction: the instruction. Nothing is done if it was added before.
+        Gradients that wait for one of these instructions are handed over directly after it.
+
+        instruction: the instruction. If it was added before, nothing is done.
         gradient: the gradient for which the instruction is added early; None if it is added in its usual
             order.
+
+        Raises ValueError if an all-to-all would be added early.
         """
         if instruction.name in result:
             return
@@ -238,9 +254,10 @@ def with_hand_overs(
             hand_over(waiting)
 
     def open_place() -> None:
-        """Hands over the gradients whose place has come. If one is not computed yet, it is handed over later.
+        """Hands over the gradients whose place begins now.
 
-        The place of a gradient is the number of all-to-alls that begin before it is handed over.
+        A gradient that is not computed yet is noted, and handed over as soon as it is computed. The place of
+        a gradient is the number of all-to-alls that begin before the gradient is handed over.
         """
         while pending and pending[0][0] <= begun:
             gradient = heapq.heappop(pending)[-1]
@@ -264,7 +281,7 @@ def with_hand_overs(
 
 
 def by_source(gradients: Iterable[Gradient], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the seconds of reductions, by the instruction that computes the gradient.
+    """Returns {name of an instruction: seconds of the reductions of the gradients that it computes}.
 
     gradients: the gradients that the pass returns.
     seconds: seconds of the reduction of each gradient, by the gradient's name.
@@ -277,9 +294,10 @@ def by_source(gradients: Iterable[Gradient], seconds: Mapping[str, float]) -> di
 
 
 def places_in(order: Iterable[Instruction], gradients: Sequence[Gradient]) -> dict[str, int]:
-    """Returns the place of each gradient in a pass, by name: how many all-to-alls begin before it.
+    """Returns {name of a gradient: number of all-to-alls that begin before it is handed over}.
 
-    order: the instructions of the pass, with those that hand over ``gradients``.
+    order: the instructions of the pass, with one instruction for each gradient that hands it over.
+    gradients: the gradients.
     """
     by_instruction = {gradient.instruction: gradient.name for gradient in gradients}
     begun = 0

@@ -1,13 +1,14 @@
 """Runs a compiled graph: measures it in the first training steps, then runs it in the best predicted order.
 
-Graphs of the same layers and direction form one program, for all input shapes. A range is a run of
-consecutive operator calls that is cut into parts of the batch.
+All graphs of the same layers and direction, for any input shapes, form one program. A range is a run of
+consecutive operator calls that is cut into parts of the batch. In the first steps of a program, ranks first
+agree on something, then each rank runs its graph:
 
-    step   runs                                       ranks first agree on
-    1      the graph in k parts, for each k, then     whether they have the same operators; the largest
-           as traced, which gives the step's results  number of parts
-    2      the graph with its ranges cut              the ranges (rank 0's)
-    3      the graph in its final order               the costs (rank 0's), from which the order follows
+    step   ranks agree on                             then each rank runs
+    1      whether they have the same operators;      the graph in k parts, for each k; then the graph as
+           the largest number of parts                traced, which gives the results of the step
+    2      the ranges, which rank 0 has chosen        the graph with these ranges cut
+    3      the costs that rank 0 has measured         the graph in the order that follows from these costs
 
 Step 2 is left out if no range is cut. Steps 1 and 2 measure the costs of operators. Measured costs differ
 between ranks, but all ranks must run operators in the same order. So all ranks use the costs of rank 0. Ranks
@@ -63,23 +64,24 @@ Key = tuple[str, tuple[int, ...]]
 
 @dataclass
 class Program:
-    """State that all graphs of the same layers and direction share.
+    """State that all graphs of the same layers and the same direction share, for any input shapes.
 
     key: the direction, and the numbers of the layers that communicate.
     steps: number of training steps that have begun on this rank. The count stops when `is_agreed` becomes
         True.
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
-    is_agreed: whether all ranks have rank 0's plan, costs and places, from which the order of the calls
-        follows.
+    is_agreed: whether all ranks have the plan, costs and places of rank 0. The order of the calls follows
+        from these.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
-    places: for each gradient of a backward graph, by name, how many all-to-alls begin before it is handed
-        over.
-    reductions: seconds in which each gradient is reduced over ranks, by name; {} if none is reduced.
+    places: for each gradient of a backward graph, by name, the number of all-to-alls that begin before the
+        gradient is handed over.
+    reductions: for each gradient that is reduced over ranks, by name, the predicted seconds of the reduction;
+        {} if no gradient is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
-    watch: a function of a module and its arguments that runs and times the pass. `explain` sets it; otherwise
-        None.
+    watch: a function of a module and its arguments that runs and times a pass. `explain` sets it. None if
+        passes are not timed.
     """
 
     key: Key
@@ -106,13 +108,13 @@ graphs.
 
 
 class GraphRunner:
-    """The function that AOTAutograd calls to run one graph.
+    """A callable that runs one compiled graph. AOTAutograd, a part of torch.compile, calls it in each pass.
 
     module: the graph. Each layer's calls that compute weight gradients are merged into one call
         (`merge_weight_gradients`), and every call has a label.
     options: the options of the backend.
     program: the state that this graph shares with other graphs of the same layers and direction.
-    cutting: the graph with the dimension along which each tensor is cut into parts of the batch.
+    cutting: the graph, and for each tensor the dimension along which it can be cut into parts of the batch.
     """
 
     module: fx.GraphModule
@@ -140,8 +142,8 @@ class GraphRunner:
         batch: positions of the inputs of a forward graph that hold the batch, along their first dimension.
         is_tiny: whether the batch has 0 or 1 sequence. torch.compile traces such small batches with other
             operators.
-        cuttings: how the graphs that are compiled together can be cut, by direction. Each graph adds its own
-            `GraphSplit`. A backward graph reads that of the forward graph.
+        cuttings: for each direction, the `GraphSplit`: how the graph of this direction can be cut. This graph
+            adds its own. A backward graph reads the `GraphSplit` of the forward graph.
         graph_inputs: the inputs of the forward graph, whose gradients a backward graph hands over.
         """
         for node in reversed(list(module.graph.nodes)):
@@ -184,14 +186,15 @@ class GraphRunner:
     def __call__(self, boxed: list[Any]) -> Sequence[Any]:
         """Runs the graph and returns its results.
 
-        boxed: the arguments, in a list that the run empties, so that each can be freed after its last use.
+        boxed: the arguments, in a list that the run empties, so that each argument can be freed after its
+            last use.
 
-        In the first steps, which measure and agree, the graph runs to its end. Later, a backward graph may
-        return before it has run. Its results then stand for gradients (`PendingGradient`), and the graph runs
-        further each time autograd needs one of them.
+        In the first steps, in which operators are measured and ranks agree, the graph runs to its end. Later,
+        a backward graph may return before it has run. Its results then stand for gradients
+        (`PendingGradient`), and the graph runs further each time autograd needs one of the gradients.
 
-        Raises ValueError on every rank if ranks run different graphs. An error in the graph is raised again,
-        with rank, operator call and layer in the message.
+        If ranks run different graphs, ValueError is raised on every rank. If the graph raises RuntimeError,
+        this error is raised again with rank, operator call and layer in its message.
         """
         ranks = self.ranks
         program = self.program
@@ -223,7 +226,9 @@ class GraphRunner:
             raise self._failure(error) from error
 
     def _steps(self, boxed: list[Any]) -> GradientSteps:
-        """Runs the graph. Yields (number, list that holds the gradient) when a gradient is handed over.
+        """Runs the graph. Each time a gradient is handed over, yields (its number, list with the gradient).
+
+        The number is the position of the gradient among the results of the graph.
 
         boxed: the arguments, in a list that the run empties.
         """
@@ -241,7 +246,7 @@ class GraphRunner:
             raise self._failure(error) from error
 
     def _failure(self, error: RuntimeError) -> RuntimeError:
-        """Returns an error of the graph with this rank, the operator call and its layer in the message."""
+        """Returns a copy of ``error`` whose message names this rank, the operator call and its layer."""
         rank = 0 if self.ranks is None else self.ranks.rank
         where = f"{failed_at(self._run, error)} of the {self.program.key[0]} graph"
         return type(error)(f"pmoe: rank {rank} failed in {where}: {error}")
@@ -261,17 +266,18 @@ class GraphRunner:
         return [] if self._run is None else handed_over(self._run)
 
     def _first_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any]:
-        """Runs the first training step: measures the graph in k parts for each k, then runs it uncut.
+        """Runs the first training step. Measures the graph in k parts for each k, then runs it uncut.
 
-        ranks: the ranks that share one decision.
+        ranks: the ranks of the graph's all-to-alls.
         boxed: the arguments of the graph, in a list that the run empties.
 
-        Returns the results of the uncut graph. Rank 0 chooses what later steps cut, and stores the choice in
-        the program:
+        Returns the results of the uncut graph. Rank 0 also chooses what later steps cut, and stores the
+        choice in the program:
 
-        - forward graph: `solve` chooses ranges and numbers of parts by the measured costs.
-        - backward graph: either everything that can be cut is cut, or nothing. Each number of parts and each
-          order of stages is compared with the uncut graph, and the fastest within the memory limit is chosen.
+        - In a forward graph, `solve` chooses ranges and numbers of parts by the measured costs.
+        - In a backward graph, either everything that can be cut is cut, or nothing. The uncut graph is
+          compared with the graph in each number of parts and each order of stages. The fastest within the
+          memory limit is chosen.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -313,11 +319,15 @@ class GraphRunner:
         return results
 
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
-        """Runs a training step after the first: all ranks take rank 0's choice of cuts, then its costs.
+        """Runs a training step after the first. All ranks take the ranges of rank 0, then its costs.
 
-        If the choice has ranges (runs of instructions) to cut, step 2 measures the cut graph and returns its
-        results. The step after that, or step 2 if nothing is cut, takes rank 0's costs and returns None. Then
-        the ranks agree on everything, and the caller can run the graph in its final order.
+        - Step 2: all ranks take the ranges that rank 0 has chosen. If there are any, the graph with these
+          ranges cut is run and measured, and its results are returned.
+        - Step 3, or step 2 if there are no ranges: all ranks take the costs of rank 0. None is returned. The
+          caller can then run the graph in its final order.
+
+        ranks: the ranks of the graph's all-to-alls.
+        boxed: the arguments of the graph, in a list that a run empties.
         """
         program = self.program
         if program.steps == 2:
@@ -337,10 +347,11 @@ class GraphRunner:
         return None
 
     def _reduction_seconds(self) -> dict[str, float]:
-        """Returns the predicted seconds in which each gradient is reduced over ranks, by name.
+        """Returns {name of a gradient: predicted seconds of its reduction over ranks}.
 
-        In a ring of W ranks, each rank sends 2 (W - 1) / W times the bytes of a gradient. The fixed cost of a
-        message is left out, because one message carries several gradients.
+        In a ring of W ranks, each rank sends 2 (W - 1) / W times the bytes of a gradient. The fixed time of a
+        message is left out, because one message carries several gradients. {} is returned if gradients are
+        not reduced.
         """
         link = self._link
         num_ranks = self._inputs.group.size
@@ -378,7 +389,7 @@ class GraphRunner:
     def _ordered(self, module: fx.GraphModule) -> list[fx.Node | Gradient]:
         """Returns the calls of a module in the order that is predicted fastest within the memory limit.
 
-        A `Gradient` in the list is handed over at its position.
+        The list also has gradients. A `Gradient` in the list is handed over to autograd at its position.
         """
         program = self.program
         program.before, program.instructions, *_ = self._fastest(module, program.costs)
@@ -392,8 +403,8 @@ class GraphRunner:
         """Finds the order of a module's calls that is predicted to be fastest within the memory limit.
 
         Orders that move weight gradients beside all-to-alls are compared with the module's own order. In each
-        order, gradients are handed over at the places on which ranks agreed. Before ranks agree, the places
-        are those that make the pass fastest.
+        order, gradients are handed over to autograd at the places on which the ranks have agreed. As long as
+        the ranks have not agreed, the places that make the pass fastest are used.
 
         module: the graph, possibly in parts.
         costs: the cost of each call and input, by label.
@@ -401,9 +412,9 @@ class GraphRunner:
         Returns
 
             the instructions in the module's own order
-            the instructions in the fastest order; in the module's own order if none is within the limit
+            the instructions in the fastest order; if no order is within the limit, in the module's own order
             the peak bytes of the fastest order
-            the limit in bytes
+            the memory limit in bytes
         """
         program = self.program
         gradients = gradients_of(module, self._names)
@@ -438,17 +449,23 @@ def gradients_of(module: fx.GraphModule, names: Mapping[int, str]) -> list[Gradi
 
 
 def _source(node: fx.Node) -> str:
-    """Returns the label of the call that computes a result of a graph; "" if it is an input of the graph."""
+    """Returns the label of the call that computes a result of a graph.
+
+    If the result is an input of the graph, "" is returned.
+
+    node: the node of the result.
+    """
     if is_result(node):
         node = node.args[0]  # type: ignore[assignment]
     return label(node) if node.op == "call_function" else ""
 
 
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
-    """Returns the measured costs of parts, by the label of the call that was cut.
+    """Returns the costs of a graph in parts, by the label of the call that was cut.
 
-    module: a graph in parts. The node of each part holds the label of the call in meta["origin"].
-    costs: the measured cost of each node, by its own label.
+    module: the graph in parts. The node of each part has the label of the call that was cut in
+        meta["origin"]. A node that joins parts has this label in meta["joins"].
+    costs: the measured cost of each node, by the label of the node itself.
     """
     part: dict[str, list[float]] = {}
     join: dict[str, float] = {}
@@ -468,10 +485,11 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
 
     The error names the first operator that differs.
 
+    ranks: the ranks of the graph's all-to-alls.
     module: this rank's graph.
-    is_tiny: whether this rank's batch has 0 or 1 sequence. Its graph then has other operators than graphs of
-        larger batches, so only the all-to-alls are compared.
-    key: the direction of the graph and its layers.
+    is_tiny: whether this rank's batch has 0 or 1 sequence. The graph of so small a batch has other operators
+        than graphs of larger batches. So only the all-to-alls of this graph are compared.
+    key: the direction of the graph, and the numbers of its layers that communicate.
 
     Collective: one reduction of a digest. If the digests differ, the ranks also gather their operators.
     """

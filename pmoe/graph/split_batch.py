@@ -1,12 +1,14 @@
 """Cuts ranges of a graph into parts of the batch, in the order of Lancet's pipeline (section 5.3).
 
 A range is a run of consecutive operator calls. The sequences of the batch are divided into k parts of nearly
-equal size. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part;
-`pmoe.graph.ranges.turns` gives the order. With k = 2 parts and three stages, A (attention and gate), E
-(experts) and F (the operators after the layer), the order is
+equal size. Inside a range, each all-to-all of rows ends a stage. Each stage runs once for each part, in the
+order that `pmoe.graph.ranges.turns` gives. An example with k = 2 parts, numbered 0 and 1:
 
     compute        A0   A1   E0   E1   F0   F1
-    communicate        S0   S1   R0   R1            S dispatch, R combine
+    communicate        S0   S1   R0   R1
+
+The three stages are A with S, E with R, and F. A is attention and gate, S the dispatch, E the experts, R the
+combine, F the operators after the layer.
 
 The all-to-all of a part starts as soon as the rows that it sends are computed. Each part passes to the next
 part how many rows every expert has so far (section 2.3). So all parts together drop the rows that the whole
@@ -62,8 +64,8 @@ def bounds(size: int, sequences: int, part: int, k: int) -> tuple[int, int]:
     Each part has whole sequences.
 
     size: length of the dimension, a multiple of ``sequences``.
-    sequences: number of sequences in the batch. A dimension of tokens or rows may be longer than this
-        number: it has several tokens or rows for each sequence.
+    sequences: number of sequences in the batch. A dimension of tokens is longer than this number, because
+        each sequence has several tokens.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
 
@@ -90,18 +92,18 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
     """Joins the rows of all parts of the batch, in the order that the rows of the whole batch would have.
 
-    N is the number of rows of a part, R the number of ranks that sent rows, E_local the number of experts of
-    one rank.
+    N is the number of rows of a part, R the number of ranks that sent rows (senders), E_local the number of
+    experts of one rank.
 
     rows: for each part a tensor (N, ...), sorted by (sender, expert); with ``by_expert`` by (expert, sender).
     counts_RE: for each part a tensor (R, E_local) on the host: the part's number of rows from each sender for
         each expert.
     by_expert: whether rows are sorted by expert first.
 
-    In the result, rows of the same sender and expert are in the order of the parts. Example with 1 sender, 2
-    experts and 2 parts:
+    In the result, rows of the same sender and expert are in the order of the parts. In this example with 1
+    sender, 2 experts and 2 parts, a are rows of expert 0 and b are rows of expert 1:
 
-        part 0         a0 b0       (a rows of expert 0, b rows of expert 1)
+        part 0         a0 b0
         part 1         a1 b1
         whole batch    a0 a1 b0 b1
     """
@@ -116,10 +118,10 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
 
 
 def rows_of_part(rows: Tensor, counts_kRE: Sequence[Tensor], part: int) -> Tensor:
-    """Selects the rows of one part of the batch from the rows of the whole batch.
+    """Returns the rows of one part of the batch, selected from the rows of the whole batch.
 
     The function is the reverse of `joined_rows` for rows that are sorted by expert. N is the number of rows,
-    R the number of ranks that sent rows, E_local the number of experts of one rank.
+    R the number of ranks that sent rows (senders), E_local the number of experts of one rank.
 
     rows: (N, ...), rows of the whole batch, sorted by (expert, sender).
     counts_kRE: for each of k parts a tensor (R, E_local) on the host: the part's number of rows from each
@@ -137,19 +139,20 @@ def order_of_part(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sorted slots of one part of the batch, from the sorted slots of the whole batch.
 
-    A slot is one choice of one token: a token with K experts has K slots. Backward needs this function,
-    because forward saves only the order of the whole batch. S is the number of slots, W the number of ranks,
-    E_local the number of experts of one rank.
+    A slot is one choice of one token, so a token with K experts has K slots. A backward graph in parts needs
+    this function, because forward saves only the order of the whole batch. S is the number of slots, W the
+    number of ranks, E_local the number of experts of one rank.
 
     slot: (S,), the sorted slots of the whole batch.
-    send_WE, own_1E: (W, E_local) and (1, E_local), numbers of rows of the whole batch that are sent to each
-        rank's experts and that stay on this rank (`exchange_counts`).
+    send_WE: (W, E_local), the whole batch's numbers of rows that are sent to each rank's experts
+        (`exchange_counts`).
+    own_1E: (1, E_local), the whole batch's numbers of rows that stay on this rank.
     layer: the number that stands for the layer (`number_of`).
     sequences: number of sequences or tokens in the batch.
     part: number of the part, from 0 to k - 1. A part has the slots of its own tokens.
     k: number of parts.
 
-    Returns (slot, position, counts) of the part, as `order` would return them.
+    Returns (slot, position, counts), the first three results that `order` would give for the part.
     """
     begin, end = bounds(slot.shape[0], sequences, part, k)
     is_in_part = (slot >= begin) & (slot < end)
@@ -169,16 +172,17 @@ def order_of_part(
 def cut_ranges(
     module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
 ) -> fx.GraphModule:
-    """Returns the module with the given ranges cut into parts of the batch.
+    """Returns a new module, in which some ranges of the old module are cut into parts of the batch.
 
     A range is a run of consecutive operator calls.
 
-    module: the graph.
-    ranges: for each range, a tensor with the length of the batch (in sequences or tokens) as its first size.
+    module: the old module with its graph.
+    ranges: the ranges to cut. The value of each range is a tensor whose first size is the length of the batch
+        (in sequences or tokens).
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
 
-    In the new graph, the node of each part of a call has the call's `label` in meta["origin"]. A node that
-    joins the parts of a call has this label in meta["joins"].
+    In the new graph, a call that was cut has one node for each part. Each of these nodes has the call's
+    `label` in meta["origin"]. The node that joins the parts has this label in meta["joins"].
     """
     return _Cutter(module, axes).run(ranges)
 
@@ -189,16 +193,22 @@ class Route:
 
     pack: the call that copies the gradients of the layer's output into rows, which are then sent to the
         experts.
-    last: the call that sums, for each token, the gradients of its rows: the gradient of the layer's input.
+    last: the call that sums the gradients of each token's rows. Its result is the gradient of the layer's
+        input.
     layer: the number that stands for the layer (`number_of`).
-    kept: tensors of the whole batch that the forward pass saved, by name:
+    kept: tensors of the whole batch that the forward pass saved, by the names in the table.
 
-        "slot", "position"              the sorted slots (choices of tokens) and their inverse
-        "send", "own", "recv"           numbers of rows that were sent, that stayed, and that were received
-        "own 1", "own 2", "own 3"       of the rows that stayed: the rows, their routing weights, and T_M
-        "recv 1", "recv 2", "recv 3"    of the rows that came in: the rows, their routing weights, and T_M
-
-    T_M is the hidden activation of the experts.
+        "slot"       the sorted slots (choices of tokens)
+        "position"   the position of each slot in the sorted order
+        "send"       numbers of rows that were sent to other ranks
+        "own"        numbers of rows that stayed on this rank
+        "recv"       numbers of rows that were received from other ranks
+        "own 1"      the rows that stayed
+        "own 2"      routing weights of the rows that stayed
+        "own 3"      T_M, the hidden activation of the experts, for the rows that stayed
+        "recv 1"     the rows that were received
+        "recv 2"     routing weights of the rows that were received
+        "recv 3"     T_M for the rows that were received
     """
 
     pack: fx.Node
@@ -242,19 +252,20 @@ ORDER = ("slot", "position", "send", "own", "recv")
 
 
 class _Cutter:
-    """Builds a graph with ranges cut into parts of the batch, node by node.
+    """Builds, node by node, a new graph in which ranges of an old graph are cut into parts of the batch.
 
     A range is a run of consecutive operator calls.
 
-    module: the old graph.
+    module: the module with the old graph.
     axes: for each node of the old graph, the dimension along which it is cut.
     graph: the new graph.
-    whole: for a node of the old graph, the node of the new graph with its value for the whole batch.
-    sequences: length of the batch in the range that is being cut: a number, or a node of the new graph.
-    kept: for a tensor that forward saved for a layer, the layer's `Route` and the tensor's name in
-        `Route.kept`.
-    routed: for each layer's `Route`, one dict for each part. The dict holds the nodes with the part's sorted
-        slots, row counts and rows, by the names of `Route.kept`.
+    whole: for a node of the old graph, the node of the new graph that has its value for the whole batch.
+    sequences: length of the batch in the range that is being cut. It is a number, or a node of the new graph
+        that computes the number.
+    kept: for a tensor that forward saved for a layer, the layer's `Route` (its calls in a backward graph) and
+        the tensor's name in `Route.kept`.
+    routed: for the `Route` of each layer, one dict for each part. The dict has the nodes with the part's
+        sorted slots, row counts and rows, by the names of `Route.kept`.
     """
 
     def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
@@ -269,8 +280,8 @@ class _Cutter:
     def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
         """Copies the old graph in its order, with ranges cut into parts. Returns the new module.
 
-        ranges: for each range (run of consecutive calls) to be cut, a tensor with the length of the batch as
-            its first size.
+        ranges: the ranges (runs of consecutive calls) to cut. The value of each range is a tensor whose first
+            size is the length of the batch.
         """
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place_of = {label(node): index for index, node in enumerate(calls)}
@@ -303,9 +314,9 @@ class _Cutter:
     def _size_of(self, batch: fx.Node, route: Route | None = None) -> Any:
         """Returns the length of the batch: a number, or a node that computes the length when the graph runs.
 
-        batch: a tensor of the old graph with the length as its first size.
-        route: None if ``batch`` is already computed. Otherwise a layer's `Route`: the length is then computed
-            from the layer's saved slots (choices of tokens).
+        batch: a tensor of the old graph whose first size is the length of the batch.
+        route: a layer's `Route`, if ``batch`` is not computed yet. The length then follows from the number of
+            slots (choices of tokens) that forward saved for the layer. None if ``batch`` is already computed.
         """
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
@@ -320,12 +331,12 @@ class _Cutter:
     def _route(self, route: Route, batch: fx.Node, k: int) -> None:
         """Adds the operator calls that compute a layer's sorted slots and row counts for every part.
 
-        A slot is one choice of one token. These calls come before all other calls of the graph. If their
-        exchange of row counts came later, it would wait for the link until other rows are sent, and the host
-        would wait too.
+        A slot is one choice of one token. The added calls come before all other calls of the graph. One of
+        them is an exchange of row counts. If it came later, it would wait for the link until other rows are
+        sent, and the host would wait, too.
 
         route: the calls of the layer in the backward graph.
-        batch: a tensor with the length of the batch as its first size.
+        batch: a tensor of the old graph whose first size is the length of the batch.
         k: number of parts.
         """
         slot, _, send, own, _ = (self.whole[route.kept[name]] for name in ORDER)
@@ -337,7 +348,7 @@ class _Cutter:
         for part in range(k):
 
             def call(what: str, target: Any, *args: Any, part: int = part) -> fx.Node:
-                """Adds a call to the new graph. The call's label has the layer, ``what`` and the part."""
+                """Adds a call of ``target`` to the new graph. Labels it with layer, ``what`` and part."""
                 return self._call(target, *args, name=f"{label(route.pack)}, {what} of part {part}")
 
             order = call("order", order_of_part, slot, send, own, route.layer, size, part, k)
@@ -349,8 +360,8 @@ class _Cutter:
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
         """Returns the node of the new graph that holds one part's rows of a tensor that forward saved.
 
-        The first call for a part of a tensor adds an operator to the new graph, which selects the part's
-        rows.
+        The first time that this method is called for a part of a tensor, it adds a call to the new graph that
+        selects the rows of the part.
 
         node: the saved tensor, a node of the old graph.
         part: number of the part.
@@ -380,15 +391,15 @@ class _Cutter:
         """Copies a node of the old graph to the new graph, and returns the copy.
 
         node: the node of the old graph.
-        value: function that returns the node of the new graph for an input of the old node.
-        part: text that is added to the copy's label.
+        value: function that returns, for an input of ``node``, the node of the new graph that the copy reads.
+        part: text that is added to the label of the copy.
         """
         copied = self.graph.node_copy(node, value)
         copied.meta = {**node.meta, "origin": label(node), "label": label(node) + part}
         return copied
 
     def _cut(self, body: Sequence[fx.Node], k: int, lag: int) -> None:
-        """Adds one range in k parts to the new graph. Joins the results that are read outside the range.
+        """Adds one range in k parts to the new graph. Joins the parts of results that are read outside it.
 
         body: the calls of the range, in order.
         k: number of parts.
@@ -420,8 +431,8 @@ class _Cutter:
         node: the call, a node of the old graph.
         part: number of the part.
         k: number of parts.
-        parts: for each part, a dict from nodes of the old graph to nodes of the new one. The added node is
-            stored in the dict.
+        parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.
+            The added node is stored in the dict of its part.
         """
         new_nodes = parts[part]
 
@@ -431,7 +442,7 @@ class _Cutter:
             old_node: the input, a node of the old graph.
 
             An input that was computed before the range is not cut yet. If it must be cut along a dimension,
-            the first use of a part adds an operator to the new graph, which cuts out this part.
+            the first use of a part adds a call to the new graph that cuts out this part.
             """
             if old_node not in new_nodes:
                 axis = self.axes.get(old_node)
@@ -475,18 +486,19 @@ class _Cutter:
     # ---- joins the parts of a tensor to its value for the whole batch
 
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns a node with a call's value for the whole batch, joined from its parts.
+        """Returns a node of the new graph that joins the parts of a call's result.
 
         The way in which parts are joined depends on the axis along which the call was cut:
 
             a dimension   the parts are concatenated
             SUM           the parts are added
-            None          the value is the same in all parts, so the first one is taken
-            IRREGULAR     rows are sorted as they would be without parts, row counts are added, and sorted
-                          slots are computed again for the whole batch
+            None          the value is the same in all parts, so the first part is taken
+            IRREGULAR     rows are joined in the order that they would have without parts; row counts are
+            added;
+                          sorted slots are computed again for the whole batch
 
         node: the call, a node of the old graph.
-        parts: for each part, a dict from nodes of the old graph to nodes of the new one.
+        parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
@@ -514,12 +526,13 @@ class _Cutter:
         return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _sum(self, values: Sequence[fx.Node]) -> fx.Node:
-        """Returns a node with the sum of the parts of a tensor.
+        """Returns a node of the new graph with the sum of the parts of a tensor.
 
-        Each part is added directly after the call that computes it, so that the graph holds one sum. If parts
-        were added at the end of the range, it would hold a gradient of each weight for every part.
+        Each part is added directly after the call that computes it, so that only one sum is in memory at any
+        time. If the parts were added at the end of the range, every part's gradient of each weight would be
+        in memory until then.
 
-        values: the parts, nodes of the new graph in their order.
+        values: the parts, nodes of the new graph in the order of the graph.
         """
         total, *others = values
         for value in others:
@@ -528,11 +541,13 @@ class _Cutter:
         return total
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns a node with one result of `order`, which sorts slots by expert, for the whole batch.
+        """Returns a node of the new graph with one result of `order` for the whole batch.
+
+        `order` sorts slots (choices of tokens) by expert.
 
         node: the call of `order`, a node of the old graph.
         place: position of the result among the results of `order`.
-        parts: for each part, a dict from nodes of the old graph to nodes of the new one.
+        parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.
         """
         if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)
@@ -545,14 +560,16 @@ class _Cutter:
 
 
 def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
-    """Returns the MoELayer's operator that made a tensor, and the tensor's index among its results.
+    """Returns the operator of a MoELayer that made an irregular tensor, and which of its results it is.
 
-    The tensor must be irregular: its size in each part depends on the routing. It holds rows, row counts or
-    slots. Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as
-    pointwise ones, may have changed the tensor since.
+    A tensor is irregular if its size in each part depends on the routing. It holds rows, row counts or slots.
+    Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise
+    operators, may have changed the tensor after it was made.
 
-    node: the tensor.
+    node: the node of the tensor.
     axes: for each node, the dimension along which it is cut.
+
+    Returns (node of the operator, position of the tensor among the operator's results).
     """
     place = 0
     while node.target not in MAKERS:
@@ -567,9 +584,10 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
 def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, bool]:
     """Returns (node with the row counts of routed rows, whether the rows are sorted by expert first).
 
-    The second result is True for rows sorted by (expert, sender), False for (sender, expert).
+    The second result is True if the rows are sorted by (expert, sender), and False if they are sorted by
+    (sender, expert).
 
-    node: the operator that makes the rows (`_maker`).
+    node: the operator that made the rows (`_maker`).
     place: position of the rows among the operator's results.
     axes: for each node, the dimension along which it is cut.
     """

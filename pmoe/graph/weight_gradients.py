@@ -5,15 +5,17 @@
     moved        compute      | dX2 | dW2 |      | dX1 | dW1 |
                  communicate        | all-to-all |
 
-dX is the gradient of a layer's input, for which the next all-to-all may wait; dW is that of its weights.
+dX is the gradient of a layer's input, for which the next all-to-all may wait. dW is the gradient of the
+layer's weights, for which no all-to-all waits. In "moved", dW2 runs while rows are sent.
 
 In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
-may run at any time after its inputs. If it runs while all other computation waits for an all-to-all, it costs
-no time. Some instructions only select one of the results of another instruction. They always come directly
-after that instruction, because all its results stay in memory until then.
+may run at any time after the instructions whose results it reads. If it runs while all other computation
+waits for an all-to-all, the pass does not get longer. Some instructions only select one of the results of
+another instruction. They always come directly after that instruction, because all its results stay in memory
+until then.
 
-The list schedule (`listed`) gives faster orders than Lancet's pass (`assign`, `placed`). `pmoe.graph.run`
-predicts the time of both, and takes the faster order that fits into memory.
+The list schedule (`listed`) usually gives faster orders than Lancet's pass (`assign`, `placed`).
+`pmoe.graph.run` predicts the seconds of both orders, and takes the faster one that fits into memory.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ def weight_gradients(instructions: Listing) -> set[str]:
 def labels(instructions: Listing) -> dict[str, set[str]]:
     """Returns, for each all-to-all, the names of the weight gradients that can run beside it.
 
-    A weight gradient is any instruction that no all-to-all waits for. It can run beside an all-to-all under
-    two conditions (Lancet, section 4.1):
+    A weight gradient is any instruction that no all-to-all waits for. It can run beside an all-to-all if both
+    conditions hold (Lancet, section 4.1):
 
-    - it does not wait for this all-to-all, directly or through other instructions;
-    - all instructions that it waits for come before the all-to-all. Weight gradients among them may come
-      later, because they can be moved too.
+    - It does not wait for this all-to-all, directly or through other instructions.
+    - All instructions that it waits for come before the all-to-all. Weight gradients among them may come
+      after the all-to-all, because they can be moved too.
 
     instructions: the pass, in order.
     """
@@ -83,12 +85,14 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
 def assign(instructions: Listing) -> dict[str, str]:
     """Assigns weight gradients to all-to-alls beside which they run (Lancet, Algorithm 1).
 
-    A weight gradient is any instruction that no all-to-all waits for. The all-to-alls choose in their order.
-    Each all-to-all starts with its own seconds as the time to fill. It takes the weight gradient with the
-    seconds closest to the time to fill, and subtracts these seconds. This is repeated until the time is
-    filled, or until no weight gradient is left.
+    A weight gradient is any instruction that no all-to-all waits for. The all-to-alls choose one after the
+    other, in the order of the pass. The time to fill is at first the seconds of the all-to-all. The weight
+    gradient whose seconds are closest to the time to fill is assigned, and its seconds are subtracted from
+    the time to fill. This is repeated until the time is filled, or until no weight gradient is left.
 
-    Returns for each assigned weight gradient, by name, the name of its all-to-all.
+    instructions: the pass, in order.
+
+    Returns {name of an assigned weight gradient: name of its all-to-all}.
     """
     seconds = {instruction.name: instruction.seconds for instruction in instructions}
     assigned: dict[str, str] = {}
@@ -109,11 +113,10 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     A weight gradient is any instruction that no all-to-all waits for.
 
     instructions: the pass, in order.
-    assigned: for each weight gradient that moves, by name, the name of its all-to-all.
+    assigned: for each weight gradient that is moved, by name, the name of its all-to-all.
 
-    If an assigned weight gradient waits for other weight gradients, those are put directly before it. If
-    other weight gradients wait for the assigned one, they come after it. All other instructions keep their
-    order.
+    If a moved weight gradient waits for other weight gradients, those are put directly before it. If other
+    weight gradients wait for the moved one, they come after it. All other instructions keep their order.
     """
     by_name = {instruction.name: instruction for instruction in instructions}
     free = weight_gradients(instructions)
@@ -130,7 +133,9 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     def take(name: str) -> None:
         """Adds an instruction to the result, after the weight gradients that it waits for.
 
-        The instructions that select one of its results follow it.
+        If other instructions only select one of this instruction's results, they are added directly after it.
+
+        name: the name of the instruction. If it was added before, nothing is done.
         """
         if name in order:
             return
@@ -169,18 +174,19 @@ def listed(
 ) -> list[Instruction]:
     """Returns the instructions in the order of a list schedule, which is found by simulating both lanes.
 
-    A lane is a queue of instructions: all-to-alls run on one, all others on the compute lane. All-to-alls
-    keep their order, because it must be the same on every rank. A weight gradient is an instruction that no
-    all-to-all waits for. The compute lane runs the first ready instruction that is not a weight gradient. If
-    all these instructions wait for an all-to-all, the lane has a gap. It then runs the weight gradient whose
-    seconds are closest to those of the gap.
+    A lane is a queue of instructions. All-to-alls run on the communicate lane, all other instructions on the
+    compute lane. All-to-alls keep their order, because it must be the same on every rank. A weight gradient
+    is an instruction that no all-to-all waits for. The compute lane runs the first ready instruction that is
+    not a weight gradient. If all these instructions wait for an all-to-all, the compute lane has a gap. It
+    then runs the weight gradient whose seconds are closest to the length of the gap.
 
     instructions: the pass, in order.
-    limit: a number of bytes. While results take more bytes, weight gradients that free memory run first.
+    limit: a number of bytes. While more bytes are allocated, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
     input_bytes: bytes of each input of the graph, by name.
-    reductions: seconds of the reduction over ranks that follows an instruction, by the instruction's name.
-        While the link is idle, weight gradients that a reduction waits for run before anything else.
+    reductions: for each instruction whose result is a gradient that is reduced over ranks, by name, the
+        seconds of the reduction. While the link is idle, weight gradients that a reduction waits for run
+        before all other computation.
     """
     return _List(instructions, limit, kept, input_bytes or {}, reductions or {}).run()
 
@@ -189,21 +195,22 @@ class _List:
     """The simulation behind `listed`, and its state.
 
         by_name      the instructions by name
-        place        the position of each instruction in the given order
+        place        the position of each instruction in the pass that `listed` was called with
         free         names of the weight gradients: instructions that no all-to-all waits for
         sorter       counts how many of its inputs each instruction still waits for
         ready        names of instructions whose inputs have all been scheduled
-        uses         for each piece of memory, how many instructions still read it; one more if the graph
-                     returns it
-        num_bytes    bytes of each piece of memory, by the name of the instruction or input that owns it
-        limit        while more bytes are live, weight gradients that free memory run first
+        uses         for each result or input of the graph, by name, the number of instructions that still
+                     have to read its memory; one more if the graph returns it
+        num_bytes    bytes of each result or input of the graph, by name
+        limit        a number of bytes; while more are allocated, weight gradients that free memory run first
         live_bytes   bytes that are allocated now
-        reductions   seconds of the reduction that follows an instruction, by its name
+        reductions   for an instruction whose result is reduced over ranks, by name, the seconds of the
+                     reduction
         reduced      names of the weight gradients that a reduction waits for
-        messages     names of the all-to-alls that are left, the next one last
-        now          time of the compute lane, in seconds
-        link_free    when the communicate lane is free, in seconds
-        end          when each scheduled instruction ends, in seconds
+        messages     names of the all-to-alls that are not scheduled yet, the next one last
+        now          time until which the compute lane is scheduled, in seconds
+        link_free    time at which the communicate lane becomes free, in seconds
+        end          time at which each scheduled instruction ends, in seconds
         order        the scheduled instructions, in the order found
 
     Ready instructions that compute are in one of three collections:
@@ -252,7 +259,7 @@ class _List:
         self.order: list[Instruction] = []  # the result
 
     def run(self) -> list[Instruction]:
-        """Schedules one instruction after the other, and returns all of them in the order found."""
+        """Schedules one instruction after the other. Returns all instructions in the order found."""
         self.sorter.prepare()
         self._release()
         while len(self.order) < len(self.by_name):
@@ -273,10 +280,11 @@ class _List:
     def _fill(self) -> None:
         """Fills a gap, in which all computation waits for an all-to-all, with a weight gradient.
 
-        Of the weight gradients (instructions that no all-to-all waits for), the one with the time closest to
-        the gap is taken. A weight gradient that takes more than twice the gap is not considered, because it
-        would delay other instructions by more than the gap. If no weight gradient is short enough, nothing
-        runs in the gap, and ``now`` (the time of the compute lane) becomes the end of the gap.
+        A weight gradient is an instruction that no all-to-all waits for. The one whose seconds are closest to
+        the length of the gap is scheduled. A weight gradient that takes more than twice the gap is not
+        considered, because it would delay other instructions by more than the gap. If no weight gradient is
+        short enough, nothing runs in the gap. ``now``, the time until which the compute lane is scheduled,
+        then becomes the end of the gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
@@ -307,7 +315,7 @@ class _List:
 
         A weight gradient is any instruction that no all-to-all waits for.
 
-        place: the instruction's position in the given order.
+        place: the instruction's position in the pass that `listed` was called with.
         name: the instruction's name.
         """
         if name in self.free:
@@ -316,12 +324,14 @@ class _List:
             heapq.heappush(self.chain, (place, name))
 
     def _release(self) -> None:
-        """Sorts instructions whose inputs have all been scheduled into the collections for `run`.
+        """Sorts instructions that have become ready into the collections from which `run` takes them.
 
-        Instructions that select one of the results of an instruction are scheduled at once. Computations that
-        can begin now go to ``chain``, or to ``pool`` if they are weight gradients. Computations that read
-        the result of an all-to-all that is still running go to ``later``. All-to-alls are not moved: they
-        are in ``messages`` from the start.
+        An instruction is ready if all its inputs have been scheduled.
+
+        - An instruction that only selects one of the results of another instruction is scheduled at once.
+        - Computation that can begin now goes to ``pool`` if it is a weight gradient, otherwise to ``chain``.
+        - Computation that reads the result of an all-to-all that is still running goes to ``later``.
+        - An all-to-all goes to none of them, because it is in ``messages`` from the start.
         """
         for name in self.sorter.get_ready():
             if self.by_name[name].selects:
@@ -338,9 +348,12 @@ class _List:
                 heapq.heappush(self.later, (begin, place, name))
 
     def _take(self, name: str) -> None:
-        """Schedules an instruction: advances the time of its lane, and frees memory that nothing reads later.
+        """Schedules an instruction. Advances the time of its lane by the instruction's seconds.
 
-        A lane is a queue of instructions: one for all-to-alls, one for computation.
+        There is one lane (queue) for all-to-alls, and one for computation. Memory that no later instruction
+        reads counts as freed.
+
+        name: the name of the instruction.
         """
         instruction = self.by_name[name]
         self.order.append(instruction)
@@ -358,7 +371,7 @@ class _List:
         self._release()
 
     def _freed(self, name: str) -> int:
-        """Returns how many bytes an instruction frees: those that no later instruction reads."""
+        """Returns the bytes that are freed after an instruction: those that no later instruction reads."""
         holds = set(self.by_name[name].holds)
         return sum(self.num_bytes.get(result, 0) for result in holds if self.uses[result] == 1)
 

@@ -20,8 +20,8 @@ def assumptions(experiment: str) -> Mapping[str, str]:
 def section(page: str, title: str) -> Mapping[str, str]:
     """Returns the texts below one heading of a Markdown page: a dict {name: text}.
 
-    page: text of the page.
-    title: the heading, which is written "# title". Each text below it has a heading "## name".
+    page: the whole text of the page.
+    title: the heading, without "# ". Each text below the heading has a heading "## name" of its own.
     """
     body = page.partition(f"\n# {title}\n")[2].partition("\n# ")[0]
     blocks = (block.partition("\n") for block in body.strip().split("\n\n"))
@@ -29,9 +29,11 @@ def section(page: str, title: str) -> Mapping[str, str]:
 
 
 def wrapped(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields the lines of a two-column list, names beside texts, wrapped to 110 characters.
+    """Yields the entries of a list with two columns, names and texts, wrapped to 110 characters.
 
-    texts: texts by name.
+    An entry is a string. It has several lines if its text is long.
+
+    texts: the texts by name.
     """
     width = max(map(len, texts)) + 2
     for name, text in texts.items():
@@ -41,6 +43,6 @@ def wrapped(texts: Mapping[str, str]) -> Iterator[str]:
 def printed(name: str) -> Any:
     """Returns the numbers of a paper's table or figure, as the paper prints them.
 
-    name: key in printed.json, such as "comet table 3".
+    name: name of the table or figure in printed.json, such as "comet table 3".
     """
     return json.loads(files(__package__).joinpath("printed.json").read_text(encoding="utf-8"))[name]

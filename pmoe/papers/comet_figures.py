@@ -1,13 +1,15 @@
-"""Simulates COMET: Table 3, the best n_c of Fig. 8, and its fused layer beside a layer in chunks.
+"""Simulates COMET: its Table 3, its Fig. 8, and its fused layer beside a layer in chunks.
 
-A fused kernel has 132 thread blocks, of which n_c communicate and all others compute (section 3.2.2). This
-file simulates how long a kernel takes with each n_c, to find the best one. The machine's rates are for this
-reproduction only: no layer of pmoe uses them. ASSUMPTIONS lists what the paper does not say. Nothing is
-fitted to the paper. The output shows where simulation and paper differ.
+A fused kernel has 132 thread blocks, of which n_c communicate and all others compute (section 3.2.2). Fig. 8
+is about the best n_c. This file simulates how long a kernel takes with each n_c, to find the best one. The
+rates of the GPUs are for this reproduction only, no layer of pmoe uses them. ASSUMPTIONS lists what is
+assumed where the paper says nothing. Nothing is fitted to the paper. The output shows where simulation and
+paper differ.
 
 Letters are the paper's (Table 1): M tokens of all ranks, N width of a token (pmoe's d_model), K width of an
-expert's hidden layer (d_hidden), W = TP * EP ranks (tensor and expert parallel); n_c communicating blocks,
-T_N columns of a chunk. Layer 0 is dispatch and the first product, layer 1 the second product and combine.
+expert's hidden layer (d_hidden), W = TP * EP ranks (TP tensor-parallel, EP expert-parallel), n_c
+communicating blocks, T_N columns of a chunk. Layer 0 is dispatch and the first product, layer 1 the second
+product and combine.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 def fused_run(
     layer: Arriving | Returning, device: DeviceRates, n_c: int, chunk_columns: int = TILE_COLUMNS
 ) -> list[Simulated[FusedTask]]:
-    """Simulates a fused kernel, and returns its tasks with their start and end.
+    """Simulates a fused kernel, and returns its tasks with their start and end in seconds.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -104,13 +106,15 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    Computing blocks, communicating blocks and the link between ranks work side by side. For each of the three
-    the function adds up seconds of work that cannot overlap. The bound is the largest of the three sums:
+    Computing blocks, communicating blocks and the link between ranks work side by side. For each of the
+    three, the function adds the seconds of work that cannot overlap. The bound is the largest of the three
+    sums. The table lists the work in each sum:
 
                                layer 0                            layer 1
-        computing blocks       all tiles                          all tiles, sending the last chunk
-        communicating blocks   sending all rows, one tile         tiles of the first chunk, sending all sums
-        link                   bytes for other ranks, one tile    tiles of the first chunk, bytes for others
+        computing blocks       all tiles                          all tiles + sending the last chunk
+        communicating blocks   sending all rows + one tile        tiles of the first chunk + sending all sums
+        link                   bytes for other ranks + one tile   tiles of the first chunk + bytes for other
+                                                                  ranks
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -162,15 +166,15 @@ def busy_bars(
 ) -> list[Span]:
     """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw a row for each. A bar stands for the blocks that work on the
-    tokens of one source rank (layer 0: dispatch and first product), or on one chunk of columns (layer 1:
-    second product and combine). Its height is their fraction of all blocks in this row of the timeline. Time
-    is cut into 200 steps, and heights are rounded to 1/25. Neighbouring steps with the same height become one
-    bar.
+    A kernel has too many thread blocks to draw a row for each. In COMET's layer 0 (dispatch and first
+    product), a bar stands for the blocks that work on the tokens of one source rank. In layer 1 (second
+    product and combine), it stands for the blocks that work on one chunk of columns. The height of the bar is
+    the fraction of the row's blocks that it stands for. Time is cut into 200 steps, and heights are rounded
+    to 1/25. Neighbouring steps with the same height become one bar.
 
     run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
-    lanes: the rows of the timeline. Maps the name of a row to (first letters of its blocks' names, number of
-        its blocks).
+    lanes: the rows of the timeline: {name of a row: (first letters of the names of its blocks, number of
+        these blocks)}.
     origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
@@ -236,9 +240,9 @@ def table3() -> list[dict[str, Any]]:
     Each result is a dict with these fields:
 
         model            name of the model
-        tokens           M, number of tokens
-        computed_bytes   by section 5.5's formula: M * N elements of two bytes, where N is the number of
-                         columns of a token (d_model)
+        tokens           M, the number of tokens of all ranks
+        computed_bytes   bytes by the formula of section 5.5: M * N elements of two bytes each, where N is the
+                         number of columns of a token (d_model)
         paper_bytes      the bytes that the paper prints; the paper's MB are 2^20 bytes
     """
     return [
@@ -258,6 +262,8 @@ def table3() -> list[dict[str, Any]]:
 @functools.cache
 def figure8() -> list[dict[str, Any]]:
     """Returns the cases of Fig. 8 for COMET's layer 1: the fastest number of communicating blocks (n_c).
+
+    Each result is a dict with these fields:
 
     tp              number of ranks of a tensor-parallel (TP) group
     tokens          M, the number of tokens of all ranks
@@ -312,7 +318,7 @@ def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float
 
     T_N, the number of columns after which sums are sent, is then the width of one tile, 256.
 
-    Returns the best division of the blocks, and the seconds of the layer with it.
+    Returns the best division of the blocks, and the simulated seconds of layer 1 with this division.
 
     layer: work of one rank in COMET's layer 1 (second product and combine).
     device: rates of the device.
@@ -321,11 +327,15 @@ def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float
 
 
 def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compares how the best n_c changes with M and with TP: in the simulation and in the paper.
+    """Compares how the best n_c changes with M and with TP in the simulation and in the paper.
 
     n_c is the number of communicating blocks, M the number of tokens, TP the size of a tensor-parallel group.
-    The paper reports two changes, and the result has a dict for each. The field "same way" is True if the
-    best n_c grows in both the paper and the simulation, or shrinks in both.
+    The paper reports two changes. The result has a dict for each of them, with these fields:
+
+        move        what changes, such as "TP = 8, M 4096 -> 16384"
+        paper       the best n_c before and after the change, in the paper
+        model       the best n_c before and after the change, in the simulation
+        same way    True if the best n_c grows in both, or shrinks in both
 
     cases: the result of `figure8`.
     """
@@ -353,12 +363,14 @@ def chunked_run(
 ) -> list[Simulated[Task]]:
     """Simulates a forward pass of pmoe in n chunks, for comparison with fused kernels.
 
-    The schedule is pmoe's own. The costs of its tasks are those of "chunked layer" in ASSUMPTIONS.
+    The schedule is pmoe's own. The text "chunked layer" in ASSUMPTIONS has the costs of its tasks.
 
     arriving: work of one rank in COMET's layer 0 (dispatch and first product).
     returning: work of one rank in COMET's layer 1 (second product and combine).
     device: rates of the device.
     n: number of chunks.
+
+    Returns the tasks of the pass with their start and end in seconds.
     """
     local_rows_E = arriving.rows_WE[0]
     peer_rows_E = tuple(map(sum, zip(*arriving.rows_WE[1:], strict=True)))
@@ -370,9 +382,9 @@ def chunked_run(
     out_bytes = returning.columns * returning.element_size
 
     def products(rows_E: Sequence[int]) -> float:
-        """Returns the seconds of the experts' two grouped products, in whole waves of tiles.
+        """Returns the seconds of the experts' two matrix products, in whole waves of tiles.
 
-        In a wave every block computes one tile. The last wave takes as long as a full one.
+        In a wave every thread block computes one tile. The last wave takes as long as a full wave.
 
         rows_E: number of rows of each expert.
         """
@@ -405,7 +417,10 @@ def chunked_run(
 
 
 def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
-    """Returns how many of ``rows`` rows are in a chunk, if n chunks share them as evenly as possible."""
+    """Returns how many of ``rows`` rows belong to a chunk, if n chunks share them as evenly as possible.
+
+    chunk: number of the chunk, from 0 to n - 1.
+    """
     return rows * (chunk + 1) // n - rows * chunk // n
 
 
@@ -413,9 +428,9 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
 def beside() -> list[dict[str, Any]]:
     """Returns the simulated seconds of Mixtral's layer with EP = 8: with fused kernels, and in chunks.
 
-    EP is the number of ranks over which the experts are distributed. The first row is for two fused kernels,
-    which run one after the other, each with its best division of thread blocks. The other rows are for pmoe's
-    schedule in 1, 2, 4 and 8 chunks.
+    EP is the number of ranks over which the experts are distributed. The first row is for COMET's two fused
+    kernels, which run one after the other. Each has its best division into communicating and computing thread
+    blocks. The other rows are for pmoe's schedule in 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     first, first_seconds = best_division(arriving, H800)
@@ -441,6 +456,8 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.0) -> list[Span]:
     """Returns a simulated fused kernel as bars of a timeline.
 
+    The rows of the timeline are the link, the communicating blocks, and the computing blocks.
+
     run: tasks of the kernel with their start and end.
     n_c: number of communicating blocks.
     origin: seconds from the start of the drawing to the start of the kernel.
@@ -450,9 +467,10 @@ def fused_bars(run: Sequence[Simulated[FusedTask]], n_c: int, origin: float = 0.
 
 
 def panels() -> dict[str, list[Span]]:
-    """Returns the timelines to draw, by title: the fused layer, and the layer in chunks.
+    """Returns the timelines to draw, as {title: bars}: the fused layer, and the layer in chunks.
 
-    The layer in chunks has two timelines: one with 2 chunks, one with the best number of chunks.
+    The layer in chunks has one timeline with 2 chunks, and one with the fastest number of chunks. If 2 chunks
+    are fastest, there is only one.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     fused, *chunked = beside()

@@ -1,8 +1,8 @@
 """Simulates COMET's Figs. 10, 12, 13 and 14: the time of a layer by COMET and by four other systems.
 
-COMET is simulated as two fused kernels, each with its best division of thread blocks
-(`pmoe.papers.comet_figures`). Each of the four other systems launches more kernels. It is simulated as pmoe's
-forward schedule in chunks (micro-batches). Every launch of a kernel costs time. `pmoe simulate comet
+COMET is simulated as two fused kernels. Each has its best division into communicating and computing thread
+blocks (`pmoe.papers.comet_figures`). The four other systems launch more kernels. Each of them is simulated as
+pmoe's forward schedule in chunks (micro-batches). Every launch of a kernel costs time. `pmoe simulate comet
 --assumptions` prints the assumptions, which were written down before the first run.
 
 Letters are the paper's: M tokens of all ranks, E experts, topk experts of a token, W = EP * TP ranks (expert
@@ -64,8 +64,8 @@ The paper's text names only 0, 0.032 and 0.05.
 class SystemTime(NamedTuple):
     """Time of a layer's forward pass by one system.
 
-    device: seconds of the kernels and messages, without launches.
-    launches: number of launches, each of which adds `LAUNCH_SECONDS`.
+    device: seconds of the kernels and messages, without their launches.
+    launches: number of launches of kernels and collectives. Each launch adds `LAUNCH_SECONDS`.
     """
 
     device: float
@@ -73,15 +73,15 @@ class SystemTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the forward pass: kernels, messages, and the time that the kernels' launches add."""
+        """Seconds of the forward pass: the sum of kernels, messages, and all launches."""
         return self.device + self.launches * LAUNCH_SECONDS
 
 
 def chunk_launches(n: int, local_experts: int) -> int:
-    """Returns the number of kernel launches of a forward pass in n chunks, with kernels for each expert.
+    """Returns the number of launches of a forward pass in n chunks, if each expert has its own kernels.
 
-    Gate and routing have 20 launches. Each chunk has two collectives and two kernels that arrange rows. In
-    each chunk, each expert of the rank has two products and an activation.
+    Gate and routing have 20 launches. Each chunk has 2 collectives and 2 kernels that arrange rows. In each
+    chunk, each expert of the rank has 3 kernels: two products and an activation.
 
     n: number of chunks.
     local_experts: number of experts of the rank.
@@ -91,9 +91,10 @@ def chunk_launches(n: int, local_experts: int) -> int:
 
 @functools.cache
 def system_times(arriving: Arriving, returning: Returning, device: DeviceRates) -> dict[str, SystemTime]:
-    """Returns the time of a forward pass of a layer by each system, by the system's name.
+    """Returns {name of a system: time of a layer's forward pass in this system}.
 
-    "CUTLASS" and "TE" are Megatron-LM with products by CUTLASS and by Transformer Engine.
+    "CUTLASS" is Megatron-LM with matrix products by CUTLASS, "TE" Megatron-LM with matrix products by
+    Transformer Engine.
 
     arriving: work of one rank in COMET's layer 0 (dispatch and first product).
     returning: work of one rank in COMET's layer 1 (second product and combine).
@@ -119,8 +120,9 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
     There are 8 ranks with one expert each. Layer 0 is dispatch and the first product, layer 1 the second
     product and combine.
 
-    The experts' shares of the rows are evenly spaced around their mean. Every rank is assumed to send as many
-    rows as the busiest rank receives.
+    An expert's share is the fraction of all rows that the expert receives. The shares of the 8 experts are
+    evenly spaced around their mean. The busiest rank has the largest share. It is assumed that every rank
+    sends as many rows as the busiest rank receives.
 
     model: sizes of the layer. It has 8 experts.
     tokens: tokens of all ranks.
@@ -142,10 +144,10 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
 
 
 def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: DeviceRates) -> dict[str, Any]:
-    """Returns one row of a figure: the fields of ``case``, and each system's seconds.
+    """Returns one row of a figure: the fields of ``case``, and each system's seconds for a forward pass.
 
-    The field "no launches_seconds" has COMET's seconds without launches. FasterMoE has no tensor parallelism,
-    so its field is None if the case has TP (the size of a tensor-parallel group) above 1.
+    The field "no launches_seconds" has COMET's seconds without the time of launches. FasterMoE has no tensor
+    parallelism, so its field is None if the case has TP (the size of a tensor-parallel group) above 1.
 
     case: the numbers by which the rows of the figure differ, such as {"M": 8192}.
     layers: work of one rank in COMET's layer 0 (dispatch and first product) and layer 1 (second product and
@@ -160,25 +162,26 @@ def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: De
 
 
 def figure10() -> list[dict[str, Any]]:
-    """Returns Fig. 10: the seconds of each system for a layer of Mixtral, by number of tokens (M).
+    """Returns Fig. 10, the seconds of each system for a layer of Mixtral: a row for each number of tokens.
 
-    The layer has EP = 8: its experts are distributed over 8 ranks.
+    M is the number of tokens of all ranks. The experts are distributed over 8 ranks (EP = 8).
     """
     return [_row({"M": M}, even_layer(MIXTRAL, M, ep=8), H800) for M in TOKENS]
 
 
 def figure12() -> list[dict[str, Any]]:
-    """Returns Fig. 12: the seconds of each system for a layer of Mixtral, by EP and TP.
+    """Returns Fig. 12, the seconds of each system for a layer of Mixtral: a row for each EP and TP.
 
-    EP and TP are the numbers of ranks for expert and tensor parallelism. There are 8192 tokens (M).
+    EP is the number of ranks of an expert-parallel group, TP of a tensor-parallel group. All ranks together
+    have 8192 tokens.
     """
     return [_row({"EP": ep, "TP": tp}, even_layer(MIXTRAL, 8192, ep=ep, tp=tp), H800) for ep, tp in LAYOUTS]
 
 
 def figure13() -> list[dict[str, Any]]:
-    """Returns Fig. 13: the seconds of each system, by E (experts) and topk (experts of a token).
+    """Returns Fig. 13, the seconds of each system: a row for each E (experts) and topk (experts of a token).
 
-    All other sizes are those of Mixtral, with 8192 tokens on 8 expert-parallel ranks.
+    All other sizes are those of a layer of Mixtral, with 8192 tokens on 8 expert-parallel ranks.
     """
     return [
         _row({"E": E, "topk": topk}, even_layer(MIXTRAL._replace(E=E, topk=topk), 8192, ep=8), H800)
@@ -187,7 +190,7 @@ def figure13() -> list[dict[str, Any]]:
 
 
 def figure14_left() -> list[dict[str, Any]]:
-    """Returns Fig. 14, left: the seconds of each system, by the skew of the routing.
+    """Returns the left side of Fig. 14, the seconds of each system: a row for each skew of the routing.
 
     The layer is Mixtral's, with 8192 tokens on 8 expert-parallel ranks. Two fields are not seconds:
 
@@ -199,10 +202,10 @@ def figure14_left() -> list[dict[str, Any]]:
 
 
 def figure14_right() -> list[dict[str, Any]]:
-    """Returns Fig. 14, right: the seconds of each system on eight L20, by EP and TP.
+    """Returns the right side of Fig. 14, the seconds of each system on eight L20: a row for each EP and TP.
 
-    EP and TP are the numbers of ranks for expert and tensor parallelism. The layer is Mixtral's with 4
-    experts for each token, and 8192 tokens.
+    EP is the number of ranks of an expert-parallel group, TP of a tensor-parallel group. The layer is
+    Mixtral's, but with 4 experts for each token. All ranks together have 8192 tokens.
     """
     model = MIXTRAL._replace(topk=4)
     return [_row({"EP": ep, "TP": tp}, even_layer(model, 8192, ep=ep, tp=tp), L20) for ep, tp in LAYOUTS]
@@ -219,9 +222,12 @@ FIGURES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields COMET's mean speed-up over each system in each figure: simulated, and as the paper prints it.
+    """Yields COMET's mean speed-ups over the other systems: a row for each figure.
 
-    figures: rows of the figures by name.
+    A row has the name of the figure, the simulated mean for each system, and in the field "paper" what the
+    paper prints.
+
+    figures: the rows of each figure, by the figure's name in `FIGURES`.
     """
     for figure, rows in figures.items():
         row: dict[str, Any] = {"figure": figure.removeprefix("figure").replace("_", ", ")}

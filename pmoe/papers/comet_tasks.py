@@ -3,19 +3,20 @@
 See section 3.1 of the paper. Its layer 0 is dispatch and the first product. Its layer 1 is the second
 product, the sum of each token's rows, and combine.
 
-The level of a row says how many ranks away its source rank is. All ranks are assumed to do the same at the
-same time, so only one rank is simulated. While it receives rows from rank + level, it sends the same number
-of rows to rank - level. So one lane stands for both directions of its link.
-
 A lane is a queue that runs its tasks one after another. Each thread block is a lane, and so is the link. A
 task computes a tile of a product or sends a piece (16 rows, which are sent together). A rank has B persistent
-blocks: n_c communicate, and G = B - n_c compute. Computing block b takes the tiles b, b + G, b + 2 G, ... of
-one list. In cuda/comet the warps of a communicating block send pieces side by side. In this model a block
-sends one piece after another, at the rate of all its warps together.
+blocks. n_c of them communicate, and the other G = B - n_c compute. Computing block b takes the tiles b, b +
+G, b + 2 G, ... of one list. In cuda/comet the warps of a communicating block send pieces side by side. In
+this model a block sends one piece after another, at the rate of all its warps together.
 
-Layer 0: this rank's own rows have level 0, those of rank + 1 level 1, and so on. An expert's rows are sorted
-by level. Communicating blocks write pieces level by level (to this rank, to rank - 1, ...), so that every
-rank receives level 1, 2, ... in order. A tile starts when its pieces have arrived.
+The level of a row says how many ranks away its source rank is: rows from rank + level have this level. It is
+assumed that all ranks do the same at the same time, so only one rank is simulated. While this rank receives
+rows from rank + level, it sends the same number of its own rows to rank - level. So one lane stands for both
+directions of its link.
+
+In layer 0, an expert's rows are sorted by level. This rank's own rows have level 0, those of rank + 1 have
+level 1, and so on. Communicating blocks write pieces level by level (to this rank, to rank - 1, ...), so that
+every rank receives rows of level 1, 2, ... in order. A tile starts when its pieces have arrived.
 
     computing blocks      . L L L C1 C1 C1 C2 C2 ...
     communicating blocks  S0 S1 S1 S2 S2 S3 ...
@@ -23,12 +24,13 @@ rank receives level 1, 2, ... in order. A tile starts when its pieces have arriv
 
     L    a tile whose rows are all from this rank (level 0)
     C1   a tile that is complete when rows of level 1 have arrived
-    S1   pieces of rows for rank - 1, where they are rows of level 1
+    S1   pieces of rows for rank - 1, which receives them as rows of level 1
 
-Layer 1: the columns of the result are cut into chunks of T_N columns, and tiles are computed chunk by chunk.
-When a chunk is computed, the communicating blocks sum the rows that each token has on this rank, and write
-the sums to the ranks that own the tokens (to this rank, to rank + 1, ...). The owner adds the sums of all
-ranks for chunk c - 1 after it has sent chunk c (section 3.1.2, Fig. 6).
+In layer 1, the columns of the result are cut into chunks of T_N columns, and tiles are computed chunk by
+chunk. When a chunk is computed, the communicating blocks sum the rows that each token has on this rank. They
+write the sums to the ranks that own the tokens (to this rank, to rank + 1, ...). Each rank first sends the
+sums of chunk c. Then it adds, for the tokens that it owns, the sums of all ranks for chunk c - 1 (section
+3.1.2, Fig. 6).
 
     computing blocks      E0 E0 E1 E1 E2 E2
     communicating blocks  .  .  R0 .  R1 O0 R2 O1 O2
@@ -76,7 +78,7 @@ class DeviceRates:
     signal_seconds: float
 
     def tile_seconds(self, reduction: int) -> float:
-        """Returns the seconds in which a computing block computes one tile, whether or not the tile is full.
+        """Returns the seconds in which a computing block computes one tile. A tile may have empty rows.
 
         reduction: the number of elements of a row before the product. The product sums over them.
         """
@@ -85,13 +87,13 @@ class DeviceRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Arriving:
-    """COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
+    """Sizes of COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
-    rows_WE: numbers of rows, by level and by expert of this rank. rows_WE[level][expert] rows arrive from
-        rank + level, so the level says how many ranks away the source rank is. This rank sends the same
-        number of rows to rank - level.
+    rows_WE: rows_WE[level][expert] is the number of rows that arrive from rank + level for this expert of
+        this rank. The level says how many ranks away the source rank is. This rank sends the same number of
+        rows to rank - level.
     reduction: elements of a row (d_model).
-    columns: columns of the product.
+    columns: columns of the product (d_hidden).
     element_size: bytes of an element.
     """
 
@@ -113,11 +115,12 @@ class Arriving:
 
 @dataclass(frozen=True, kw_only=True)
 class Returning:
-    """COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
+    """Sizes of COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
     rows_E: number of rows of each expert of this rank.
     partials_W: partials_W[level] is the number of sums that this rank sends to rank + level. One sum is sent
-        for each token of rank + level with rows here. The same number of sums arrives from rank - level.
+        for each token of rank + level that has rows on this rank. The same number of sums arrives from
+        rank - level.
     tokens: tokens that this rank owns.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).
@@ -156,12 +159,12 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
     So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
     sends the sum to the rank that owns the token.
 
-    The number of tokens with rows on a rank is the expected value for randomly chosen experts.
+    The number of tokens that have rows on a rank is the expected value for randomly chosen experts.
 
     model: sizes of the layer.
     tokens: tokens of all ranks, divided evenly among them.
-    ep: number of groups that the experts are distributed over.
-    tp: number of ranks of a group.
+    ep: number of tensor-parallel groups over which the experts are distributed.
+    tp: number of ranks of a tensor-parallel group.
     """
     ranks = ep * tp
     own_tokens = tokens // ranks
@@ -198,9 +201,9 @@ class FusedTask:
     """A task of a fused kernel in the simulation. A thread block or the link runs it.
 
     name: the task's name, unique in a launch of the kernel.
-    lane: the queue that runs the task: "block 17" computes, "comm 3" communicates, "link" sends. A task that
-        stands for a signal or for the end of a chunk has a lane of its own, so it delays only the tasks that
-        wait for it.
+    lane: the queue that runs the task. "block 17" is a computing block, "comm 3" a communicating block,
+        "link" the link to other ranks. A task that stands for a signal or for the end of a chunk has a lane
+        of its own, so it delays only the tasks that wait for it.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
     part: in COMET's layer 0 (dispatch and first product) the level, which is the distance in ranks from this
@@ -236,10 +239,10 @@ class Launch:
 
         name: the task's name, unique in the launch.
         lane: thread block or link that runs the task.
-        kind: key of the timeline's legend.
+        kind: key of the timeline's legend (`pmoe.planner.timeline.LEGEND`).
         part: in COMET's layer 0 (dispatch and first product) how many ranks away the source rank is; in layer
             1 (second product and combine) the index of the chunk of columns.
-        seconds: seconds of the task if it runs alone.
+        seconds: seconds of the task if no other task slows it.
         waits: names of the tasks that must end before it starts.
         """
         step = FusedTask(name=name, lane=lane, waits=tuple(waits), kind=kind, part=part, seconds=seconds)
@@ -253,12 +256,12 @@ class Launch:
         its own, so it delays no other tasks.
 
         name: the task's name, unique in the launch.
-        kind: key of the timeline's legend.
+        kind: key of the timeline's legend (`pmoe.planner.timeline.LEGEND`).
         part: in COMET's layer 0 (dispatch and first product) how many ranks away the source rank is; in layer
             1 (second product and combine) the index of the chunk of columns.
         seconds: seconds of the task, for example the time of a signal; 0 if the task only stands for the end
             of all ``waits``.
-        waits: names of tasks.
+        waits: names of the tasks that must end before this task starts.
         """
         return self.add(name, name, kind, part, seconds, waits)
 
@@ -276,19 +279,19 @@ class Launch:
     ) -> str:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
-        The block reads its own rank's memory. Bytes for another rank then pass the link, one write after
+        The block reads the memory of its own rank. Bytes for another rank then pass the link, one write after
         another. The block starts when all its earlier writes except the last one have passed the link. So
         only few bytes wait for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 
-        name: name of the first task.
+        name: name of the task of the block. The task of the link gets the letter N in front of this name.
         block: number of the communicating block.
         level: how many ranks away the rank is to which the block writes; 0 is its own rank.
-        kind: key of the timeline's legend.
-        part: in COMET's layer 0 (dispatch and first product) the same as ``level``; in layer 1 (second
+        kind: key of the timeline's legend (`pmoe.planner.timeline.LEGEND`).
+        part: in COMET's layer 0 (dispatch and first product) the same number as ``level``; in layer 1 (second
             product and combine) the index of the chunk of columns.
-        read_bytes, write_bytes: bytes to read and to write.
+        read_bytes, write_bytes: numbers of bytes that the block reads and writes.
         waits: names of the tasks that must end before the block starts.
         """
         device = self._device
@@ -309,9 +312,10 @@ class Launch:
 class Tile:
     """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: the tile's last rows to arrive come from rank + level. The tile can start when they have arrived.
+    level: the highest level of the tile's rows. Rows of this level come from rank + level, and arrive last.
+        The tile can start when they have arrived.
     expert: number of the expert on this rank.
-    row, column: place of the tile in the grid of the expert's tiles.
+    row, column: position of the tile in the grid of the expert's tiles.
     """
 
     level: int
@@ -323,16 +327,17 @@ class Tile:
 def tile_order(layer: Arriving) -> list[Tile]:
     """Returns layer 0's tiles in the order in which computing blocks take them (section 3.1.2 and Fig. 5).
 
-    An expert's result is a grid of tiles. Tiles are sorted by four keys, the first key first:
+    An expert's result is a grid of tiles. Tiles are sorted by these keys, the most important key first:
 
-    1. the level. Rows of level l come from rank + l; a tile has the highest level among its rows. So tiles
-       with rows of this rank only are first;
+    1. the level of the tile. Rows of level l come from rank + l, and the level of a tile is the highest level
+       of its rows. So the first tiles are those whose rows are all from this rank;
     2. the expert;
-    3. the band: 16 neighbouring rows of the grid;
-    4. the column of the grid, then the row of the grid.
+    3. the band, which is 16 neighbouring rows of the grid;
+    4. the column of the grid;
+    5. the row of the grid.
 
-    The last row of an expert's grid may have fewer rows than a tile can hold. Its tiles then have the highest
-    level, W - 1, even if their rows have lower levels (as in cuda/comet/order.h). W is the number of ranks.
+    The tiles in the last row of an expert's grid may be only partly filled. These tiles have the level W - 1
+    (W is the number of ranks), even if their rows have lower levels, as in cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -356,8 +361,8 @@ def tile_order(layer: Arriving) -> list[Tile]:
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
     """Returns the tasks of COMET's layer 0: sending pieces of rows, and tiles of the product.
 
-    A piece has 16 rows. The communicating blocks take the pieces in turn. A tile waits for the pieces with
-    its rows.
+    A piece has at most 16 rows. The communicating blocks take the pieces in turn. A tile waits for the pieces
+    that hold its rows.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -396,14 +401,16 @@ def fused_combine_tasks(
 ) -> list[FusedTask]:
     """Returns the tasks of COMET's layer 1: tiles of the product, and two sums for each token.
 
-    See section 3.1.2 and Fig. 6. Each rank first sums the rows that a token has on it, and sends this partial
-    sum to the rank that owns the token. The owner adds the partial sums of all ranks to the final sum.
-    Partial sums are sent in pieces of 16 rows, those for this rank first. The communicating blocks take the
-    pieces in turn. They also share the final sums of this rank's tokens.
+    See section 3.1.2 and Fig. 6. The first sum, a partial sum, is computed on each rank that has rows of the
+    token. It is the sum of these rows, and it is sent to the rank that owns the token. The second sum is
+    computed by the owner, which adds the partial sums of all ranks. Partial sums are sent in pieces of 16
+    rows, those for this rank first. The communicating blocks take the pieces in turn. They also share the
+    second sums of this rank's tokens.
 
-    To simulate fewer tasks, all work that a block does without waiting is one task: all its tiles of a chunk,
-    or all its pieces for one rank. Computing blocks take as long as with a task for each tile. Only the link
-    is less exact: a block's pieces for one rank pass the link as one message.
+    To simulate fewer tasks, all work that a block does without waiting is one task. It is all tiles of a
+    chunk that a computing block has, or all pieces for one rank that a communicating block has. Computing
+    blocks take as long as with a task for each tile. Only the link is less exact, because a block's pieces
+    for one rank pass the link as one message.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -457,15 +464,15 @@ def fused_combine_tasks(
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     """Deals groups of rows to blocks in pieces. Returns how many rows of every group each block gets.
 
-    The blocks take pieces in turn. A new group continues the turn: its first piece goes to the block after
-    the block that got the last piece of the previous group.
+    The blocks take pieces in turn. The first piece of a group goes to the block after the one that got the
+    last piece of the previous group.
 
     counts: number of rows of each group.
     blocks: number of blocks.
     height: number of rows of a piece.
 
-    Example: counts [3, 1], 2 blocks, height 1 -> [[2, 1], [0, 1]]: a list for each group, with a number for
-    each block.
+    The result has a list for each group, with a number for each block. Example: counts [3, 1], 2 blocks,
+    height 1 -> [[2, 1], [0, 1]].
     """
     dealt = [[0] * blocks for _ in counts]
     turn = itertools.cycle(range(blocks))

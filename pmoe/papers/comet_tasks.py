@@ -312,8 +312,8 @@ class Launch:
 class Tile:
     """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: the highest level of the tile's rows. Rows of this level come from rank + level, and arrive last.
-        The tile can start when they have arrived.
+    level: the highest level of the tile's rows (for some tiles a higher one, see `tile_order`). Rows of this
+        level come from rank + level, and arrive last. The tile can start when they have arrived.
     expert: number of the expert on this rank.
     row, column: position of the tile in the grid of the expert's tiles.
     """

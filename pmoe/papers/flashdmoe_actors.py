@@ -1,8 +1,12 @@
 """Simulates FlashDMoE's kernel as tasks of actors, and the layers with which the kernel is compared.
 
-A rank's kernel has three actors (section 4.2 of the thesis). Processors, all thread blocks but one, send
-rows, multiply tiles and add results. The subscriber sees that a tile of rows has arrived. The scheduler gives
-tasks to the processors that are free.
+A rank's kernel has three kinds of actors (section 4.2 of the FlashDMoE thesis). They run side by side:
+
+- The processors are all thread blocks except one. They send rows, multiply tiles and add results.
+- The subscriber notices that a tile of rows has arrived.
+- The scheduler gives tasks to processors that are free.
+
+An example with two tiles of rows, numbered 0 and 1:
 
     time ->         0  1  2  3  4  5  6  7  8  9  10
     processors      S0 S1 .  .  C0 C1 E0 E1 .  O0 O1
@@ -11,10 +15,10 @@ tasks to the processors that are free.
     scheduler       .  .  .  C0 C1 E0 E1 .  .  .  .
 
     S0       rows of tile 0 are sent to the ranks of their experts
-    A0       the subscriber sees that tile 0 has arrived
-    C0, E0   first and second product of tile 0. In the scheduler's line: it hands out these tasks
+    A0       the subscriber notices that tile 0 has arrived
+    C0, E0   first and second product of tile 0; in the line "scheduler", the scheduler hands out these tasks
     R0       results of tile 0 are sent back
-    U0       the subscriber sees that results of tile 0 have arrived
+    U0       the subscriber notices that results of tile 0 have arrived
     O0       these results are added to the output
 
 The kernel is compared with a synchronous layer, which runs one task after another in one chunk. The sizes of
@@ -89,20 +93,20 @@ def actor_tasks(
     Three kinds of actors run side by side. The subscriber notices rows that have arrived. The scheduler hands
     out tasks. The processors (thread blocks) do the tasks. A tile of rows has these tasks, in order:
 
-        S   pieces of its rows arrive; the subscriber notices them, and the scheduler hands out tasks C
+        S   the tile's rows arrive in pieces; the subscriber notices this, and the scheduler hands out tasks C
         C   tiles of the first product (L for rows of this rank); then the scheduler hands out tasks E
-        E   tiles of the second product, which the processors write to the rank that the rows came from
-        R   the results pass the link
-        O   the returned results are added to the output
+        E   tiles of the second product; each is written to the rank that the rows came from
+        R   a tile of results passes the link
+        O   a tile of returned results is added to the output
 
-    All ranks are assumed to do the same tasks, at the same time unless ``late`` is above 0. So when this rank
-    sends results to rank - d, rank + d sends results to this rank.
+    It is assumed that all ranks do the same tasks. If ``late`` is 0, they do them at the same time. So when
+    this rank sends results to rank - d, rank + d sends results to this rank.
 
     layer: numbers of rows that arrive, by level and expert. The level is d for rows that rank + d sends.
     device: rates of the device.
-    late: seconds by which the next rank is behind this rank.
-    ends: the time in seconds at which each task ends if no rank is late, by name of the task; needed only if
-        ``late`` is above 0.
+    late: seconds by which the next rank, rank + 1, is behind this rank.
+    ends: {name of a task: the time in seconds at which the task ends if no rank is late}. It is needed only
+        if ``late`` is above 0.
     """
     processors = device.blocks - 1
     kernel = Launch(device, processors)
@@ -150,8 +154,9 @@ def actor_tasks(
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
     """Simulates tasks. A processor that becomes free takes the task that has been ready for longest.
 
-    If a task names a processor, the name is ignored, because the scheduler gives tasks to any free processor.
-    The link, the subscriber and the scheduler also run their tasks in the order in which they become ready.
+    Returns the tasks with their start and end in seconds. If a task names a processor, the name is ignored,
+    because the scheduler gives tasks to any free processor. The link, the subscriber and the scheduler also
+    run their tasks in the order in which these become ready.
 
     tasks: the tasks. Each must wait only for tasks before it in the list.
     processors: number of processors.
@@ -185,10 +190,10 @@ def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[Fu
 def rank_layer(
     ranks: int, tokens: int = TOKENS, experts: int = LAYER.E, element_size: int = 4
 ) -> tuple[Arriving, Returning]:
-    """Returns one rank's work in the MoE layer of section 6.1 of FlashDMoE's thesis, in two halves.
+    """Returns one rank's work in the MoE layer of section 6.1 of the FlashDMoE thesis, in two halves.
 
-    The halves are the work of COMET's two kernels: dispatch and the first product (COMET's "layer 0"), and
-    the second product and combine ("layer 1").
+    The halves are those of COMET's two kernels. The first half is dispatch and the first product (COMET's
+    "layer 0"), the second half is the second product and combine ("layer 1").
 
     ranks: number of ranks.
     tokens: tokens of a rank.
@@ -203,10 +208,10 @@ def rank_layer(
 def actor_run(
     ranks: int, late: float = 0.0, tokens: int = TOKENS, experts: int = LAYER.E
 ) -> list[Simulated[FusedTask]]:
-    """Returns the tasks of FlashDMoE's kernel on one rank, with their simulated start and end.
+    """Returns the tasks of FlashDMoE's kernel on one rank, with their simulated start and end in seconds.
 
     ranks: number of ranks.
-    late: seconds by which one other rank is behind this rank.
+    late: seconds by which one other rank is behind this rank; 0 if no rank is late.
     tokens: tokens of a rank.
     experts: experts of all ranks.
     """
@@ -220,9 +225,9 @@ def actor_run(
 
 
 def synchronous_seconds(ranks: int) -> tuple[float, float]:
-    """Returns seconds of a layer that runs one task after another: (whole layer, one all-to-all).
+    """Returns the simulated seconds of a synchronous layer's forward pass, and of one of its all-to-alls.
 
-    Launches of kernels are not included.
+    A synchronous layer runs one task after another. The time to launch kernels is not included.
 
     ranks: number of ranks.
     """
@@ -231,7 +236,7 @@ def synchronous_seconds(ranks: int) -> tuple[float, float]:
 
 
 def exchange_seconds(run: Iterable[Simulated[Any]]) -> float:
-    """Returns the seconds of the longest dispatch task in a simulated pass.
+    """Returns the seconds of the longest dispatch task (an all-to-all) in a simulated pass.
 
     run: tasks of the pass with their start and end.
     """
@@ -243,10 +248,10 @@ def pair_run(
 ) -> tuple[float, float]:
     """Returns the simulated seconds of COMET's first and second fused kernel, if one other rank is late.
 
-    arriving: work of one rank in COMET's layer 0 (dispatch and first product).
-    returning: work of one rank in COMET's layer 1 (second product and combine).
-    blocks: number of communicating thread blocks of each kernel.
-    late: seconds by which rank + 1 is behind this rank.
+    arriving: work of one rank in COMET's layer 0 (dispatch and first product), the first kernel.
+    returning: work of one rank in COMET's layer 1 (second product and combine), the second kernel.
+    blocks: number of communicating thread blocks of each of the two kernels.
+    late: seconds by which rank + 1 is behind this rank; 0 if it is not late.
     """
     tasks = fused_dispatch_tasks(arriving, H100, blocks[0])
     levels = {task.name: task.part for task in tasks if task.kind == "S"}
@@ -268,12 +273,12 @@ def pair_run(
 def chunked_seconds(arriving: Arriving, returning: Returning, n: int, late: float = 0.0) -> float:
     """Returns the simulated seconds of pmoe's forward schedule in n chunks, if one other rank is late.
 
-    The first all-to-all waits for that rank.
+    The first all-to-all waits for the late rank.
 
     arriving: work of one rank in COMET's layer 0 (dispatch and first product).
     returning: work of one rank in COMET's layer 1 (second product and combine).
     n: number of chunks.
-    late: seconds by which the other rank is behind this rank.
+    late: seconds by which the other rank is behind this rank; 0 if it is not late.
     """
     run = chunked_run(arriving, returning, H100, n)
     first = min((item for item in run if item.task.kind == "S"), key=lambda item: item.start).task.name

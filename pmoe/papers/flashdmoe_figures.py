@@ -56,11 +56,11 @@ FIGURE65_TOKENS = 16384
 
 
 def latencies(gpus: int, tokens: int, experts: int) -> dict[str, float]:
-    """Returns the milliseconds of a forward pass by system, launches of kernels included.
+    """Returns {"name of a system ms": milliseconds of a forward pass, launches of kernels included}.
 
-    FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). The
-    entry "Megatron-TE, float32 ms" is the time of Megatron-TE if it computed in float32, too. So FlashDMoE
-    can be compared with a system of the same precision.
+    FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). One more
+    entry, "Megatron-TE, float32 ms", is the time that Megatron-TE would take in float32. With this entry,
+    FlashDMoE can be compared with a system of the same precision.
 
     gpus: number of GPUs.
     tokens: tokens of a GPU.
@@ -84,7 +84,10 @@ def latencies(gpus: int, tokens: int, experts: int) -> dict[str, float]:
 
 
 def figure61() -> list[dict[str, Any]]:
-    """Returns Fig. 6.1: milliseconds of a forward pass by system, for numbers of GPUs and of tokens."""
+    """Returns Fig. 6.1, milliseconds of a forward pass: a row for each number of GPUs and of tokens.
+
+    A row has a field for each system. Tokens are counted for each GPU.
+    """
     return [
         {"GPUs": gpus, "tokens": tokens, **latencies(gpus, tokens, 64)}
         for gpus, tokens in itertools.product((4, 8), SIZES)
@@ -92,7 +95,10 @@ def figure61() -> list[dict[str, Any]]:
 
 
 def figure65() -> list[dict[str, Any]]:
-    """Returns Fig. 6.5: milliseconds of a forward pass by system, for numbers of GPUs and of experts."""
+    """Returns Fig. 6.5, milliseconds of a forward pass: a row for each number of GPUs and of experts.
+
+    A row has a field for each system. Experts are those of all GPUs together.
+    """
     return [
         {"GPUs": gpus, "experts": experts, **latencies(gpus, FIGURE65_TOKENS, experts)}
         for gpus, experts in itertools.product((4, 8), EXPERTS)
@@ -106,10 +112,12 @@ def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[di
 
     Each result has these fields:
 
-        figure, GPUs, over              the figure, the number of GPUs, and the system ("all" for any system)
-        most                            the largest simulated speed-up over this system
+        figure                          the name of the figure
+        GPUs                            the number of GPUs
+        over                            the system that is compared with FlashDMoE; "all" for all systems
+        most                            the largest simulated speed-up over this system, or over any system
         over Megatron-TE in float32     the largest simulated speed-up over Megatron-TE in float32
-        thesis                          the speed-up in the thesis
+        thesis                          the speed-up that the thesis prints
     """
     for claim in printed("flashdmoe speed-ups"):
         figure, gpus, over, paper = claim
@@ -131,14 +139,16 @@ def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[di
 
 
 def scaled_layers() -> list[dict[str, Any]]:
-    """Returns a row for each number of GPUs: times of FlashDMoE's kernel and of a synchronous layer.
+    """Returns times of FlashDMoE's kernel and of a synchronous layer: a row for each number of GPUs.
 
-    The synchronous layer runs one task after another. A row has the fields below. Those with "synchronous" in
-    their names are for that layer, all others for FlashDMoE's kernel.
+    The synchronous layer runs one task after another. Fields whose names begin with "synchronous" are for
+    this layer, all other fields for FlashDMoE's kernel:
 
         ms, synchronous ms        milliseconds of a forward pass, with the launches of its kernels
-        O_e, synchronous O_e      overlap efficiency (Fig. 6.4): ms with 2 GPUs / ms with this number of GPUs
-        processors busy %         percentage of the time in which processors (thread blocks) work
+        O_e, synchronous O_e      overlap efficiency (Fig. 6.4): milliseconds with 2 GPUs, divided by
+                                  milliseconds with this number of GPUs
+        processors busy %         percentage of the time during which a processor (thread block) works, on
+                                  average over the processors
         Mtokens/s                 million tokens that all GPUs together compute in a second
     """
     rows = list[dict[str, Any]]()
@@ -166,11 +176,12 @@ def late_peers() -> list[dict[str, Any]]:
 
     A row has these fields:
 
-        all-to-all, p95    the thesis's 95th percentile of an all-to-all's time, divided by its usual time
-        late ms            the delay: (that ratio - 1) times the milliseconds of an all-to-all
+        all-to-all, p95    a ratio from the thesis: the 95th percentile of an all-to-all's time, divided by
+                           its usual time
+        late ms            milliseconds of the delay, computed as (ratio - 1) times those of an all-to-all
         synchronous ms     milliseconds that the delay adds to a layer that runs one task after another
         actors ms          milliseconds that the delay adds to FlashDMoE's kernel
-        hidden %           percentage of the delay that FlashDMoE's kernel hides
+        hidden %           percentage of the delay that does not make FlashDMoE's kernel slower
     """
     alone = makespan(actor_run(8))
     _, exchange = synchronous_seconds(8)
@@ -184,11 +195,16 @@ def late_peers() -> list[dict[str, Any]]:
 
 
 def ways_by_size() -> list[dict[str, Any]]:
-    """Returns the milliseconds of a forward pass in three ways: a row for each number of tokens.
+    """Returns the milliseconds of a forward pass in three ways: a row for each number of tokens of a rank.
 
-    Tokens are counted for each rank. The ways are FlashDMoE's kernel ("actors"), COMET's two fused kernels
-    ("pair"), and pmoe's schedule in chunks ("pipeline"). Fields whose names end in ", late" have the
-    milliseconds for the case that one of the 8 ranks is late. In the other fields no rank is late.
+    A row has these fields, in milliseconds:
+
+        actors      FlashDMoE's kernel
+        pair        COMET's two fused kernels
+        pipeline    pmoe's schedule in chunks
+
+    There are 8 ranks, and none is late. Three more fields, "actors, late" and so on, are for the case that
+    one of the other ranks is late.
     """
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
@@ -234,9 +250,9 @@ A row is (first letters of the names of its tasks' lanes, number of these lanes)
 
 
 def actors_figure() -> Figure:
-    """Draws two timelines of FlashDMoE's kernel on one of 8 ranks. In the second, another rank is late.
+    """Returns a figure with two timelines of FlashDMoE's kernel on one of 8 ranks.
 
-    In the first, no rank is late. Needs matplotlib.
+    In the first timeline no rank is late, in the second another rank is late. Needs matplotlib.
     """
     late = late_peers()[0]["late ms"] / 1e3
     lanes = LANES | {"processors": (("processor", "comm "), H100.blocks - 1)}

@@ -1,7 +1,7 @@
 """Computes FlashDMoE's Table 6.2: bytes of the symmetric tensor, in which ranks receive rows.
 
-The tensor has the same address on all ranks, so that each rank can write rows into the tensor of every other.
-The thesis calls its bytes Size(L). See sections 5.3 and 6.8 of the thesis.
+Each rank has this tensor, with the same shape and address, so that each rank can write rows into the tensor
+of every other rank. The FlashDMoE thesis calls the bytes of the tensor Size(L). See its sections 5.3 and 6.8.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 
     ranks: P, the number of ranks.
     experts: E, the number of experts of one rank.
-    capacity: the rows that one rank may send to one expert; the thesis calls this number EC. C is this number
+    capacity: the number of rows that one rank may send to one expert (EC in the thesis). C is this number,
         rounded up to whole tiles of 128 rows.
     row_bytes: bytes of a row of H elements.
 
@@ -31,10 +31,18 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 
 
 def table62() -> list[dict[str, Any]]:
-    """Returns the rows of Table 6.2 in MB (2^20 bytes), computed and as the paper prints them.
+    """Returns the rows of Table 6.2, for 8 ranks. All memory is in MB (2^20 bytes).
 
-    The paper also prints the memory for bookkeeping. We guess that most of this memory is a hidden
-    activation. The field "rest" is the memory for bookkeeping minus the bytes of that activation.
+        tokens                tokens of a rank, such as "4K"
+        experts               experts of all ranks
+        EC                    rows that one rank may send to one expert
+        cell                  EC, but at least 128
+        Size(L)               the computed memory of the symmetric tensor
+        paper                 the memory of the symmetric tensor that the thesis prints
+        bookkeeping, paper    the memory for bookkeeping that the thesis prints
+        rest                  the memory for bookkeeping minus the memory of a hidden activation; we guess
+        that
+                              this activation takes most of the memory for bookkeeping
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

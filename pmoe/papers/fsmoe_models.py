@@ -1,13 +1,13 @@
 """Simulates FSMoE's Figs. 6 to 8: training steps of whole models by six systems.
 
 A model is a number of equal layers, each with attention and MoE. The costs, numbers of chunks and schedules
-of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). New in this file is the time at which each
-system all-reduces the gradients of the layers:
+of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). The systems differ in the time at which they
+all-reduce the gradients of the layers:
 
     DeepSpeed-MoE, Tutel    after the backward pass
-    Tutel-Improved          gradients of a layer while the next layer of the backward pass runs its attention
-    PipeMoE+Lina            in pieces of 30 MB, during experts or attention, whichever comes first
-    FSMoE, FSMoE-No-IIO     as FSMoE's gradient partition says (Section 5, `partition`), over all layers
+    Tutel-Improved          gradients of a layer during attention of the next layer of the backward pass
+    PipeMoE+Lina            in pieces of 30 MB, each during the next experts or attention of the backward pass
+    FSMoE, FSMoE-No-IIO     during the layers that FSMoE's gradient partition chooses (Section 5, `partition`)
 
 Letters: L tokens of a sample, M = d_model, H = d_hidden, n chunks.
 """
@@ -50,11 +50,12 @@ from pmoe.planner.gradient_partition import partition
 
 
 def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str, float]) -> Testbed:
-    """Returns a testbed whose cost lines give the seconds that Table 2 measured for a layer.
+    """Returns a testbed whose cost lines give the seconds that Table 2 lists for a layer.
 
-    A line is seconds = alpha + beta * size. Only the betas of collectives and of experts' products change.
+    A cost line is seconds = alpha + beta * size. The new testbed has other betas for collectives and for the
+    experts' products. Everything else is taken from the old testbed.
 
-    testbed: the testbed, with the lines of Fig. 5.
+    testbed: the old testbed, with the lines of Fig. 5.
     layer: the layer of Table 2.
     measured: milliseconds of each operation in a forward pass, and of the all-reduce in a backward pass.
     """
@@ -63,14 +64,14 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns ``line`` with beta changed so that it passes through the seconds measured in Table 2.
+        """Returns ``line`` with another beta, so that it gives the seconds that Table 2 lists.
 
-        The new beta solves measured seconds = times * alpha + beta * size.
+        The new beta is (seconds in Table 2 - times * alpha) / size.
 
-        line: the line of one operation: seconds = alpha + beta * size.
+        line: the line of one operation, seconds = alpha + beta * size.
         operation: name of the operation in ``measured``.
-        times: number of operations.
-        size: size of all these operations together, in bytes or floating-point operations.
+        times: how often the operation runs in the time that Table 2 lists.
+        size: size of all these runs together, in bytes or floating-point operations.
         """
         seconds = measured[operation] * MS - times * line.alpha_seconds
         return LineCost(line.alpha_seconds, seconds / size)
@@ -90,8 +91,11 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
 def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
     """Returns a testbed with another number of nodes.
 
-    The fraction (nodes - 1) / nodes of the bytes leaves a node. The seconds per byte (beta) of collectives
-    between nodes are changed in proportion to this fraction.
+    In a collective between nodes, the fraction (nodes - 1) / nodes of the bytes leaves its node. The seconds
+    per byte (beta) of these collectives are changed in proportion to this fraction.
+
+    testbed: the testbed.
+    nodes: the new number of nodes.
     """
     scale = (nodes - 1) / nodes * testbed.nodes / (testbed.nodes - 1)
     slower = {
@@ -102,10 +106,10 @@ def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
 
 
 def _of_table2(testbed: Testbed, key: str) -> Testbed:
-    """Returns a testbed with the costs that Table 2 has for Mixtral-7B, the larger of its models.
+    """Returns a testbed with the costs that Table 2 lists for Mixtral-7B, the larger of its two models.
 
     testbed: the testbed.
-    key: name of the measurements in printed.json.
+    key: name of the numbers of Table 2 in printed.json.
     """
     layer = LayerConfiguration(**printed("fsmoe models")["Mixtral-7B"])
     return by_table2(testbed, layer, printed(key))
@@ -167,8 +171,8 @@ class ModelStep(NamedTuple):
     def staged(self, stages: int, micro_batches: int) -> float:
         """Returns the seconds of a step with pipeline parallelism by GPipe.
 
-        This object is the step of one stage with one micro-batch. All stages take equally long. Gradients are
-        all-reduced with the last micro-batch.
+        This object is the step of one pipeline stage with one micro-batch. All stages take equally long. The
+        gradients are all-reduced once, with the last micro-batch.
 
         stages: number of pipeline stages.
         micro_batches: number of micro-batches of a step.
@@ -184,7 +188,7 @@ LINA_BYTES = 30_000_000
 def model_steps(
     model: WholeModel, tokens: int, testbed: Testbed, contention: float = CONTENTION
 ) -> dict[str, ModelStep]:
-    """Returns the seconds of a training step of a model by each system, by the system's name.
+    """Returns {name of a system: seconds of a training step of the model}.
 
     model: sizes of the model.
     tokens: number of tokens of a sample. Each node has one sample.
@@ -222,12 +226,13 @@ def lina_seconds(
 ) -> float:
     """Returns the seconds that all-reduces of gradients add to a backward pass with Lina's fixed pieces.
 
-    A piece is all-reduced when its bytes are ready and experts or attention leave the link between nodes
-    idle. It is always reduced as a whole, even if that takes longer than the link is idle. All other
-    gradients are reduced after the pass.
+    A piece is all-reduced when its bytes are ready and the link between nodes is idle, because experts or
+    attention are computed. It is always reduced as a whole, even if this takes longer than the link is idle.
+    Gradients that are not reduced during the pass are reduced after it.
 
     layers: number of layers.
-    costs, dense: seconds of an MoE layer's stages and of attention, in forward.
+    costs: seconds of the stages of an MoE layer's forward pass.
+    dense: seconds of attention's forward pass.
     n: number of chunks of an MoE layer.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
@@ -264,13 +269,14 @@ def _partitioned(
     The partition says during which layer's backward pass each gradient is all-reduced.
 
     layers: number of layers.
-    costs, dense: seconds of an MoE layer's stages and of attention, in forward.
+    costs: seconds of the stages of an MoE layer's forward pass.
+    dense: seconds of attention's forward pass.
     one_lane: whether collectives inside the node and between nodes wait for each other.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. Only the seconds depend on it: the partition is always computed for 1 (no
-        slowing), as in Table 5.
+        many times as long. Only the result depends on this number. The partition is always computed for 1,
+        as in Table 5 (with 1 they do not slow each other).
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(
@@ -305,7 +311,7 @@ def _row(case: Mapping[str, Any], seconds: Mapping[str, float]) -> dict[str, Any
     """Returns one row of a figure: the fields of ``case``, and each system's speed-up over DeepSpeed-MoE.
 
     case: the names and numbers by which the rows of the figure differ, such as the model.
-    seconds: seconds of a step by each system, by the system's name.
+    seconds: {name of a system: seconds of a step}.
     """
     slowest = seconds["DeepSpeed-MoE"]
     return {
@@ -335,7 +341,9 @@ def figure6(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
 
 def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
-    """Returns the speed-ups of Fig. 7 over DeepSpeed-MoE on Testbed A, by tokens and by number of GPUs.
+    """Returns the speed-ups of Fig. 7 over DeepSpeed-MoE on Testbed A.
+
+    There is a row for each number of tokens of a sample (L), number of GPUs, and model.
 
     contention: while a collective between nodes and a collective inside the node both run, each takes this
         many times as long.
@@ -352,6 +360,8 @@ def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
 def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 8 over DeepSpeed-MoE on Testbed A, with two pipeline stages (GPipe).
+
+    There is a row for each model.
 
     contention: while a collective between nodes and a collective inside the node both run, each takes this
         many times as long.
@@ -373,9 +383,11 @@ def _models_of_a() -> dict[str, WholeModel]:
 
 
 def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields FSMoE's mean speed-up over each system in each figure: simulated, and as the paper prints it.
+    """Yields FSMoE's mean speed-ups: a row for each figure and each system that FSMoE is compared with.
 
-    figures: rows of each figure, by the figure's name in printed.json, such as "8" or "6, A and B".
+    In a row, "over" is the system, "here" the simulated mean, and "paper" the mean that the paper prints.
+
+    figures: the rows of each figure, by the figure's name in printed.json, such as "8" or "6, A and B".
     """
     for figure, rows in figures.items():
         for system, paper in printed(f"fsmoe figure {figure}, means").items():

@@ -1,11 +1,11 @@
 """Simulates FSMoE's Table 5: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
 The layers are those of Table 4. Their costs come from Fig. 5 and from ASSUMPTIONS, which were written before
-any result was seen. The cluster's rates are the paper's, for this reproduction only: no layer of pmoe uses
-them. `pmoe.papers.fsmoe_models` has whole models (Figs. 6 to 8), on both testbeds.
+any result was seen. A testbed is a cluster of the paper. Its rates are for this reproduction only, no layer
+of pmoe uses them. `pmoe.papers.fsmoe_models` simulates whole models (Figs. 6 to 8), on both testbeds.
 
-Letters: B samples, L tokens of a sample, M = d_model, H = d_hidden, f capacity factor, n chunks. MP is model
-parallelism: the GPUs of a node split attention and experts.
+Letters: B samples, L tokens of a sample, M = d_model, H = d_hidden, f capacity factor, n chunks. The GPUs of
+a node are a model-parallel group, which splits attention and experts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ ELEMENT_SIZE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Testbed:
-    """A cluster of equal nodes, with the cost of each operation as a line alpha + beta * size.
+    """A cluster of equal nodes. The seconds of each operation are a line alpha + beta * size.
 
-    nodes, gpus: number of nodes, and of GPUs of each node.
-    gemm, expert_gemm: seconds of a matrix product of attention and of experts; size in floating-point
+    nodes: number of nodes.
+    gpus: number of GPUs of each node.
+    gemm, expert_gemm: lines of a matrix product of attention and of experts. The size is in floating-point
         operations.
-    a2a, ag, rs, ar: seconds of an all-to-all, an all-gather, a reduce-scatter and an all-reduce; size in
+    a2a, ag, rs, ar: lines of an all-to-all, an all-gather, a reduce-scatter and an all-reduce. The size is in
         bytes.
     """
 
@@ -63,7 +64,8 @@ def testbed_of_lines(nodes: int, gpus: int, lines: Mapping[str, Sequence[float]]
 
     A cost line is seconds = alpha + beta * size.
 
-    nodes, gpus: number of nodes, and of GPUs of each node.
+    nodes: number of nodes.
+    gpus: number of GPUs of each node.
     lines: {operation: (alpha in ms, beta in ms for each byte or floating-point operation)}.
     """
     gemm, a2a, ag, rs, ar = (
@@ -101,16 +103,21 @@ class LayerConfiguration:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a model-parallel group. The group is a node."""
+        """Number of tokens of a node. The GPUs of a node are a model-parallel group."""
         return self.B * self.L
 
     @property
     def rows(self) -> float:
-        """Number of rows that all experts of a node together receive."""
+        """Number of rows that all experts of a node together receive; may be a fraction."""
         return TOP_K * (1.0 if self.f is None else self.f) * self.tokens
 
     def gradient_bytes(self, testbed: Testbed) -> int:
-        """Returns the bytes of gradients that a GPU all-reduces between nodes: attention's and the gate's."""
+        """Returns the bytes of gradients that a GPU all-reduces between nodes.
+
+        These are the gradients of attention and of the gate.
+
+        testbed: the cluster.
+        """
         return ELEMENT_SIZE * (4 * self.M * self.M // testbed.gpus + testbed.nodes * self.M)
 
 
@@ -126,9 +133,10 @@ class Attention(NamedTuple):
     reduce_scatter: float
 
     def hidden_seconds(self, one_lane: bool) -> float:
-        """Returns how many seconds of an all-reduce between nodes can run beside the backward of attention.
+        """Returns how many seconds of an all-reduce between nodes can run beside attention's backward pass.
 
-        one_lane: whether collectives inside the node and between nodes wait for each other.
+        one_lane: whether collectives inside the node and between nodes wait for each other. The all-reduce
+            can then run only beside the matrix products.
         """
         return 2 * self.compute + (0 if one_lane else self.all_gather + self.reduce_scatter)
 
@@ -146,15 +154,15 @@ def table4() -> list[LayerConfiguration]:
 
 
 def num_products(layer: LayerConfiguration) -> int:
-    """Returns the number of matrix products, all of one size, that an expert computes in forward."""
+    """Returns the number of matrix products of one expert in forward. All of them have the same size."""
     return 3 if layer.ffn == "Mixtral" else 2
 
 
 def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
-    """Returns the floating-point operations of one of the experts' matrix products on one GPU.
+    """Returns the floating-point operations of one matrix product of the experts on one GPU.
 
-    The product has all rows that the node receives. Each GPU of the node has an equal part of every expert's
-    hidden units.
+    Each GPU of a node has an equal part of every expert's hidden units. So the product has all rows that the
+    node receives, and this GPU's hidden units.
 
     layer: sizes of the layer.
     testbed: the cluster.
@@ -183,7 +191,7 @@ def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerC
 def attention(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> Attention:
     """Returns the seconds of attention's forward pass on a testbed.
 
-    Backward computes twice as long, and sends the same bytes.
+    The backward pass of attention computes twice as long, and sends equally many bytes.
 
     layer: sizes of the layer.
     testbed: the cluster. It has a line alpha + beta * size for the seconds of each operation.
@@ -215,8 +223,7 @@ def table2() -> list[dict[str, Any]]:
     """Returns the measured and the modelled seconds of each operation in Table 2.
 
     The measured seconds are the paper's. The modelled seconds follow from ASSUMPTIONS. Both are for one pass
-    of one layer. There is one row for each model, direction and operation, also for the operations of
-    attention.
+    of one layer. There is one row for each model, direction and operation.
     """
     return [
         {
@@ -232,9 +239,10 @@ def table2() -> list[dict[str, Any]]:
 
 
 def _modelled(layer: LayerConfiguration, backward: bool) -> dict[str, float]:
-    """Returns the modelled seconds of each operation of Table 2 in one pass of a layer.
+    """Returns {operation of Table 2: its modelled seconds in one pass of a layer} on Testbed B.
 
-    backward: whether the pass is backward.
+    layer: sizes of the layer.
+    backward: True for the backward pass, False for the forward pass.
     """
     costs, dense = moe_costs(layer), attention(layer)
     a2a, ag, rs, exp = (costs.backward() if backward else costs).chunk(1)
@@ -264,9 +272,10 @@ class SystemPlan:
     """A system's decisions about one layer: numbers of chunks, and when gradients are all-reduced.
 
     one_lane: whether collectives inside the node and between nodes wait for each other.
-    forward, backward: number of chunks of each pass; 0 runs one task after another, without overlap.
-    moe_bytes, dense_bytes, end_bytes: bytes of gradients that are all-reduced while the experts run, while
-        attention runs, and after the pass.
+    forward, backward: number of chunks of each pass. With 0, tasks run one after another, without overlap.
+    moe_bytes: bytes of gradients that are all-reduced during the MoE layer's backward pass.
+    dense_bytes: bytes of gradients that are all-reduced during attention's backward pass.
+    end_bytes: bytes of gradients that are all-reduced after the backward pass.
     """
 
     one_lane: bool
@@ -278,11 +287,11 @@ class SystemPlan:
 
 
 def tutel_degree(costs: LayerCosts) -> int:
-    """Returns the number of chunks with which both passes together are fastest in Tutel's schedule.
+    """Returns the number of chunks with which forward and backward together are fastest in Tutel's schedule.
 
-    Tutel uses this number in both passes. In Tutel's schedule, all collectives run one after another.
+    Tutel uses one number of chunks for both passes. In its schedule, all collectives run one after another.
 
-    costs: seconds of the stages of the forward pass.
+    costs: seconds of the stages of the MoE layer's forward pass.
     """
     forward_options = papers_schedule("forward", True)
     backward_options = papers_schedule("backward", True)
@@ -296,10 +305,12 @@ def tutel_degree(costs: LayerCosts) -> int:
 
 @functools.cache
 def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
-    """Returns the decisions of each system for a layer on Testbed B, by the system's name.
+    """Returns {name of a system: its decisions for a layer on Testbed B}.
 
-    The decisions are made without contention, because each system's planner measures each lane (computation,
-    collectives inside the node, collectives between nodes) alone.
+    The decisions do not know that collectives slow each other, because each system's planner measures each
+    lane alone. A lane is computation, collectives inside the node, or collectives between nodes.
+
+    layer: sizes of the layer.
     """
     costs = moe_costs(layer)
     total = layer.gradient_bytes(TESTBED_B)
@@ -337,7 +348,7 @@ def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float 
     layer: sizes of the layer.
     plan: the decisions.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. 1 means that they do not slow each other.
+        many times as long. With 1 they do not slow each other.
     """
     costs, dense = moe_costs(layer), attention(layer)
     end = TESTBED_B.all_reduce(plan.end_bytes)
@@ -353,7 +364,8 @@ def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float 
 def sequential_seconds(costs: LayerCosts, dense: Attention) -> float:
     """Returns the seconds of both passes of a layer in one chunk, if tasks run one after another.
 
-    costs, dense: seconds of the MoE layer's stages and of attention, in forward.
+    costs: seconds of the stages of the MoE layer's forward pass.
+    dense: seconds of attention's forward pass.
     """
     a2a, ag, rs, exp = costs.chunk(1)
     moe = 4 * a2a + 2 * (ag + rs) + exp + costs.backward().exp(1)
@@ -365,7 +377,8 @@ def forward_seconds(
 ) -> float:
     """Returns the simulated seconds of the forward pass of a layer (attention and an MoE layer).
 
-    costs, dense: seconds of the MoE layer's stages and of attention, in forward.
+    costs: seconds of the stages of the MoE layer's forward pass.
+    dense: seconds of attention's forward pass.
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
@@ -386,7 +399,8 @@ def backward_seconds(
 ) -> float:
     """Returns the simulated seconds of the backward pass of a layer (attention and an MoE layer).
 
-    costs, dense: seconds of the MoE layer's stages and of attention, in forward.
+    costs: seconds of the stages of the MoE layer's forward pass.
+    dense: seconds of attention's forward pass.
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
     t_gar: seconds of the all-reduce of gradients that runs during the MoE layer's backward pass.
@@ -399,7 +413,9 @@ def backward_seconds(
 
 
 def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns options for the paper's schedule, in which each chunk has one task for experts' backward.
+    """Returns options for the schedule of the FSMoE paper.
+
+    In this schedule, each chunk of a backward pass has one task for all gradients of the experts.
 
     direction: "forward" or "backward".
     one_lane: whether collectives inside the node and between nodes wait for each other.
@@ -411,7 +427,7 @@ def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions
 def best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSeconds, ...]]:
     """Returns the best number of chunks in forward, and the seconds of backward for each number of chunks.
 
-    costs: seconds of the stages of the forward pass.
+    costs: seconds of the stages of the MoE layer's forward pass.
     one_lane: whether collectives inside the node and between nodes wait for each other.
     """
     options = papers_schedule("forward", one_lane)
@@ -421,11 +437,12 @@ def best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSe
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
-    """Returns the simulated seconds of a pass of an MoE layer in n chunks, under contention.
+    """Returns the simulated seconds of a pass of an MoE layer in n chunks, in which collectives collide.
 
     costs: seconds of the stages of this pass.
-    options: direction and form of the schedule.
-    t_gar: seconds of an all-reduce of gradients in this pass.
+    n: number of chunks.
+    options: the direction of the pass, and options of its schedule.
+    t_gar: seconds of an all-reduce of gradients that runs during this pass; 0 for none.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
         many times as long.
     """
@@ -437,11 +454,12 @@ def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, con
 def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: float) -> float:
     """Returns the simulated seconds of attention's backward pass while gradients are all-reduced.
 
-    Attention gathers, computes, and reduce-scatters, one after another. If collectives share one lane, the
-    all-reduce can only run beside the computation, not beside the other two collectives.
+    Attention runs an all-gather, its computation and a reduce-scatter, one after another. If all collectives
+    share one lane (queue), the all-reduce of gradients can only run beside the computation, not beside the
+    all-gather or the reduce-scatter.
 
-    dense: seconds of attention in forward.
-    t_ar: seconds of the all-reduce.
+    dense: seconds of attention's forward pass.
+    t_ar: seconds of the all-reduce of gradients.
     one_lane: whether collectives inside the node and between nodes share one lane.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
         many times as long.
@@ -467,8 +485,9 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
 def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
     """Returns a function from the set of busy lanes to the speed of each lane, for `simulate_slowed`.
 
-    While the lane between nodes and the lane inside the node are both busy, each has speed 1 / contention.
-    All other lanes always have speed 1 (see ASSUMPTIONS).
+    A lane is a queue of tasks. While the lane for collectives between nodes and the lane for collectives
+    inside the node are both busy, each has the speed 1 / contention. Otherwise all lanes have the speed 1
+    (see ASSUMPTIONS).
     """
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
@@ -480,10 +499,10 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 
 @functools.cache
 def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
-    """Returns Table 4's layers, each with the decisions of every system by name.
+    """Returns the layers of Table 4, each with {name of a system: its decisions for the layer}.
 
-    The number of attention heads changes no cost, so every layer is given one head. Three layers that differ
-    only in heads then become equal, and share one cached result.
+    The number of attention heads changes no cost, so every layer is given one head. Layers that differ only
+    in heads then become equal, and share one cached result.
     """
     return [
         (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
@@ -491,16 +510,17 @@ def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
 
 
 def speed_ups(contention: float) -> list[dict[str, Any]]:
-    """Returns the rows of Table 5 for one contention: the speed-up of each system over Tutel.
+    """Returns the rows of Table 5 for one value of ``contention``: a row for each system.
 
     A row has these fields:
 
-        C                        the contention
-        mean, smallest, largest  mean, smallest and largest speed-up of all layers
+        system                   the name of the system
+        C                        the value of ``contention``
+        mean, smallest, largest  mean, smallest and largest speed-up over Tutel among all layers
         paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. The least value is 1: they do not slow each other.
+        many times as long. The least value is 1, with which they do not slow each other.
     """
     seconds = {
         name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
@@ -517,10 +537,12 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
 def differing_degrees() -> dict[str, int]:
     """Counts the layers whose best number of chunks in forward differs from that in backward.
 
+    The result has these entries:
+
     layers             number of all layers
-    differing          number of differing layers, if backward also all-reduces gradients, as in FSMoE
-    without gradients  number of differing layers, if backward all-reduces no gradients
-    paper              the number that the paper prints
+    differing          number of layers that differ if gradients are all-reduced in backward, as in FSMoE
+    without gradients  number of layers that differ if no gradients are all-reduced in backward
+    paper              number of layers that differ in the paper
     """
     degrees_of_layers = [best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
@@ -538,8 +560,8 @@ def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables for Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
     contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. The first table has the results for 1 (they do not slow each other) and for this
-        number.
+        many times as long. The table for Table 5 has the results for 1 (they do not slow each other) and
+        for this number.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

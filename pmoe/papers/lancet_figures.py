@@ -1,10 +1,11 @@
 """Simulates Lancet's evaluation (section 7) and its Figs. 2 and 6, from stated costs of operators.
 
-Lancet rewrites a training graph in two graph passes. The results show how much time each of them saves. The
-models are GPT-2 with a Switch layer in every other block and two experts on each GPU, on two clusters. The
-cost of an operator follows from its floating-point operations and bytes, at stated rates. The graph passes
-are pmoe's own (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS` were fixed before the
-first run. Nothing was fitted to the paper.
+Lancet changes a training graph in two ways. It moves weight gradients beside all-to-alls, and it cuts ranges
+of operators into parts of the batch. The results show how much time each way saves. The models are GPT-2 with
+a Switch layer (an MoE layer with one expert for each token) in every other block and two experts on each GPU.
+They are simulated on two clusters. The seconds of an operator follow from its floating-point operations and
+bytes, at stated rates. The code that changes graphs is pmoe's own (`pmoe.graph`). Tutel's pipeline is written
+in this file. `ASSUMPTIONS` were fixed before the first run. Nothing was fitted to the paper.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ ASSUMPTIONS = assumptions("lancet")
 class GPUCluster(NamedTuple):
     """Rates of a cluster whose nodes have 8 GPUs.
 
-    flops: half-precision operations per second of a GPU.
-    memory: bytes per second of a GPU's memory.
+    name: the name of its GPUs, "A100" or "V100".
+    flops: half-precision floating-point operations per second of a GPU.
+    memory: bytes per second that a GPU reads from and writes to its memory.
     nic: bytes per second that a node sends to other nodes, through all its network cards together.
     """
 
@@ -42,6 +44,7 @@ class GPUCluster(NamedTuple):
 class GPTModel(NamedTuple):
     """A GPT-2 model of the evaluation.
 
+    name: the name of the model in the paper.
     blocks: number of transformer blocks.
     columns: d_model.
     sequences: number of sequences on each GPU, by name of the cluster.
@@ -80,11 +83,14 @@ PARTS = (1, 2, 3, 4, 6, 8)
 class Operator(NamedTuple):
     """An operator of the forward pass, with its amount of work.
 
-    flops: floating-point operations, if it is a matrix product; else 0.
-    moved: bytes that it reads and writes in memory, if it is neither a matrix product nor an all-to-all; else
-        0.
-    sent: bytes that it sends, if it is an all-to-all; else 0.
-    has_weight: whether one factor of a matrix product is a weight, whose gradient backward computes.
+    An operator has exactly one of ``flops``, ``moved`` and ``sent``. The other two are 0.
+
+    name: the operator's name, which ends with the number of its block.
+    flops: floating-point operations of a matrix product.
+    moved: bytes that an operator without matrix product reads and writes in memory.
+    sent: bytes that an all-to-all sends.
+    has_weight: for a matrix product, whether one of its factors is a weight, whose gradient backward
+        computes.
     """
 
     name: str
@@ -95,7 +101,7 @@ class Operator(NamedTuple):
 
 
 def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
-    """Yields the operators of a forward pass of a model, block by block.
+    """Yields the operators of a model's forward pass on one GPU, in order.
 
     model: the model.
     sequences: number of sequences of a GPU.
@@ -128,13 +134,13 @@ def forward_work(model: GPTModel, sequences: int) -> Iterator[Operator]:
 
 
 def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int = 1) -> float:
-    """Returns the seconds of one of k equal parts of an operator.
+    """Returns the seconds of one part of an operator that is cut into k equal parts.
 
     cluster: rates of the GPUs and the network.
     gpus: number of GPUs of all nodes.
-    rows: number of rows (tokens) that the whole operator works on. Products of few rows are slower.
+    rows: number of rows (tokens) on which the whole operator works. Products of few rows run at a lower rate.
     work: the operator.
-    k: number of parts; 1 gives the whole operator.
+    k: number of parts. With 1, the result is the time of the whole operator.
     """
     if work.sent:
         return MESSAGE + work.sent / k * (gpus - 8) / gpus * 8 / (0.8 * cluster.nic)
@@ -144,10 +150,10 @@ def seconds_on(cluster: GPUCluster, gpus: int, rows: int, work: Operator, k: int
 
 
 def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
-    """Returns the instructions of the forward pass. Each waits for the instruction before it.
+    """Returns the instructions of the forward pass. Each instruction waits for the one before it.
 
     works: operators of the forward pass, in order.
-    seconds: function that returns the seconds of an operator.
+    seconds: function from an operator to its seconds.
     """
     return [
         Instruction(
@@ -163,11 +169,12 @@ def forward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[In
 def backward(works: Sequence[Operator], seconds: Callable[..., float]) -> list[Instruction]:
     """Returns the instructions of the backward pass.
 
-    A matrix product has two gradients. Each takes as many floating-point operations as the product itself. No
-    instruction waits for the gradient of a weight.
+    A matrix product has two gradients, one for each factor. Each gradient takes as long as the product
+    itself. If a factor is a weight, its gradient is an instruction of its own, and no other instruction waits
+    for it.
 
     works: operators of the forward pass, in order.
-    seconds: function that returns the seconds of an operator.
+    seconds: function from an operator to its seconds in forward.
     """
     instructions = list[Instruction]()
     waits = tuple[str, ...]()
@@ -207,9 +214,11 @@ class SimulatedStep:
 def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
     """Returns the total and the exposed seconds of instructions that run in list order on two lanes.
 
-    A lane is a queue. All-to-alls run on one lane, all other instructions on the other. Each lane runs its
-    instructions one after another. Both lanes work at the same time, except when an instruction waits for an
+    A lane is a queue, which runs its instructions one after another. All-to-alls run on one lane, all other
+    instructions on the other lane. Both lanes work at the same time, except when an instruction waits for an
     instruction of the other lane. Exposed seconds are those in which nothing is computed.
+
+    instructions: the instructions, in order.
     """
     return SimulatedStep(total_seconds(instructions), exposed_seconds(instructions))
 
@@ -217,11 +226,11 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
     """Returns the seconds of a forward pass whose operators Lancet's dynamic programme cuts into parts.
 
-    The programme chooses ranges of successive operators. Each range runs on parts of the batch in turn, so
-    that all-to-alls of one part run beside the computation of another part.
+    The programme chooses ranges (runs of consecutive operators). The operators of a range run once for each
+    part of the batch, so that all-to-alls of one part run beside the computation of another part.
 
     works: operators of the forward pass, in order.
-    seconds: function of an operator and a number of parts. It returns the seconds of one part.
+    seconds: function from an operator and a number of parts to the seconds of one part.
     sequences: number of sequences of a GPU, which is also the largest number of parts.
     """
     instructions = forward(works, seconds)
@@ -248,14 +257,14 @@ def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequence
 def in_layers(
     instructions: Sequence[Instruction], works: Sequence[Operator], seconds: Callable[..., float], k: int
 ) -> SimulatedStep:
-    """Returns the seconds of a pass with Tutel's pipeline.
+    """Returns the seconds of a forward or backward pass with Tutel's pipeline.
 
-    The all-to-alls and experts of each MoE layer run on k parts of the batch. All other operators run on the
-    whole batch.
+    The all-to-alls and experts of each MoE layer run once for each of k parts of the batch. All other
+    operators run once, on the whole batch.
 
     instructions: instructions of the pass, in order.
     works: operators of the forward pass.
-    seconds: function of an operator and a number of parts. It returns the seconds of one part.
+    seconds: function from an operator and a number of parts to the seconds of one part.
     k: number of parts.
     """
     shares = {work.name: seconds(work, k) / seconds(work) for work in works}
@@ -278,10 +287,13 @@ def in_layers(
 
 
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
-    """Returns the seconds of a training step of each system, by the system's name.
+    """Returns {name of a system: seconds of a training step}.
 
-    Three of the systems use Lancet's graph passes. "weight gradients" only moves weight gradients beside
-    all-to-alls. "ranges" only cuts ranges of operators into parts of the batch. "Lancet" does both.
+        no overlap         nothing is computed while all-to-alls run
+        Tutel              all-to-alls and experts of each layer run in parts of the batch
+        weight gradients   of Lancet, only weight gradients are moved beside all-to-alls
+        ranges             of Lancet, only ranges of operators are cut into parts of the batch
+        Lancet             weight gradients are moved, and ranges are cut
 
     model: the model.
     cluster: rates of the GPUs and the network.
@@ -310,9 +322,13 @@ def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str,
 def section7() -> list[dict[str, Any]]:
     """Returns the results of section 7: a row for each model, cluster and number of GPUs.
 
-    A row has the milliseconds of a step by each system, and the speed-ups of Lancet over two systems. The
-    last field is the percentage by which Lancet has less exposed communication than Tutel. Exposed
-    communication is the seconds of all-to-alls during which nothing is computed.
+    A row has these fields beside "model", "cluster" and "GPUs":
+
+        "no overlap ms" and so on      milliseconds of a step, for each system of `lancet_systems`
+        over no overlap, over Tutel    speed-up of Lancet over this system
+        less exposed than Tutel %      percentage by which Lancet has fewer exposed seconds than Tutel
+
+    Exposed seconds are those in which all computation waits for all-to-alls.
     """
     rows = []
     for model, cluster, gpus in itertools.product((SMALL, LARGE), (A100, V100), NUMBERS):
@@ -343,11 +359,12 @@ PAPER: Mapping[str, str] = printed("lancet")
 def figure2() -> list[dict[str, Any]]:
     """Returns Fig. 2, the parts of a training step on V100: a row for each model and number of GPUs.
 
-    A row has these fields:
+    A row has these fields. Those that end in "ms" are milliseconds:
 
-        all-to-all ms, experts ms, other ms   the three parts of a step
-        all-to-all / experts                  their ratio; in the paper it is up to 3.36
-        Orig. ms                              a step if all parts run one after another
+        all-to-all ms, experts ms, other ms   time of all-to-alls, of experts, and of all other operators
+        all-to-all / experts                  time of all-to-alls divided by that of experts; up to 3.36 in
+                                              the paper
+        Orig. ms                              a step if all operators run one after another
         Curr. ms                              a step if all-to-alls overlap with experts only
         Opt. ms                               a step if all-to-alls overlap with all computation
     """
@@ -378,7 +395,10 @@ def figure2() -> list[dict[str, Any]]:
 
 
 def moe_layers(works: Sequence[Operator]) -> list[list[str]]:
-    """Returns, for each MoE layer, the names of its operators from the first all-to-all to the second."""
+    """Returns, for each MoE layer, the names of its operators from dispatch to combine.
+
+    works: operators of the forward pass, in order.
+    """
     names = [work.name for work in works]
     sent = [at for at, work in enumerate(works) if work.sent]
     return [names[first : last + 1] for first, last in zip(sent[::2], sent[1::2], strict=True)]
@@ -400,13 +420,22 @@ Infinity cuts half of all operators between the layer and the next MoE layer.
 def figure6() -> list[dict[str, Any]]:
     """Returns Fig. 6, the milliseconds of a forward pass: a row for each model and each choice of ranges.
 
-    A range is a sequence of operators that runs on parts of the batch. A row has these fields:
+    A range is a run of consecutive operators that is cut into parts of the batch. A row has these fields:
 
-        range          the operators that are cut: none ("Orig."); each MoE layer with the operators that run
-                       in the given number of ms before and after it (0 ms is Tutel's range); or those that
-                       Lancet's dynamic programme chooses
-        2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts, and so on
-        best ms        the least of these; for "Lancet" the prediction of the dynamic programme
+        figure         "(a)" or "(b)", the part of Fig. 6
+        range          the choice of ranges, see below
+        2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts; there are more
+                       such fields for other numbers of parts
+        best ms        the least of these times; for "Lancet" the time that the dynamic programme predicts
+
+    The choices of ranges are
+
+        Orig.          nothing is cut
+        0 ms           each MoE layer without the operators around it, as in Tutel
+        1 ms           each MoE layer with the operators that run in the last ms before and the first ms after
+                       it; there are more such choices with other times
+        half of all    each MoE layer with half of all operators up to the next MoE layer
+        Lancet         the ranges that Lancet's dynamic programme chooses
     """
     rows = []
     for name, (model, sequences) in FIGURE6_CASES.items():
@@ -428,13 +457,14 @@ def figure6() -> list[dict[str, Any]]:
 def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: float, k: int) -> float:
     """Returns the seconds of a forward pass in which a range around each MoE layer runs in k parts.
 
-    The range consists of the layer's all-to-alls, the experts between them, and some operators before and
-    after.
+    The range consists of the layer's two all-to-alls, the experts between them, some operators before the
+    dispatch and some operators after the combine.
 
     works: operators of the forward pass, in order.
-    seconds: function of an operator and a number of parts. It returns the seconds of one part.
-    span: operators in the range take at most this many seconds before the first all-to-all, and again after
-        the second. An operator between two MoE layers belongs to the range of the nearer layer.
+    seconds: function from an operator and a number of parts to the seconds of one part.
+    span: the operators before the dispatch take at most this many seconds together, as do the operators
+        after the combine. An operator between two MoE layers can only belong to the range of the nearer
+        layer.
     k: number of parts.
     """
     instructions = forward(works, seconds)
@@ -454,7 +484,7 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
 
 
 def _within(instructions: Sequence[Instruction], span: float) -> int:
-    """Returns how many instructions, from the first on, together take at most ``span`` seconds."""
+    """Returns the largest number of first instructions that together take at most ``span`` seconds."""
     return sum(
         sofar <= span for sofar in itertools.accumulate(instruction.seconds for instruction in instructions)
     )

@@ -33,16 +33,16 @@ def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> 
 def table62() -> list[dict[str, Any]]:
     """Returns the rows of Table 6.2, for 8 ranks. All memory is in MB (2^20 bytes).
 
-        tokens                tokens of a rank, such as "4K"
-        experts               experts of all ranks
-        EC                    rows that one rank may send to one expert
-        cell                  EC, but at least 128
-        Size(L)               the computed memory of the symmetric tensor
-        paper                 the memory of the symmetric tensor that the thesis prints
-        bookkeeping, paper    the memory for bookkeeping that the thesis prints
-        rest                  the memory for bookkeeping minus the memory of a hidden activation; we guess
-        that
-                              this activation takes most of the memory for bookkeeping
+    tokens                tokens of a rank, such as "4K"
+    experts               experts of all ranks
+    EC                    rows that one rank may send to one expert
+    cell                  EC, but at least 128
+    Size(L)               the computed memory of the symmetric tensor
+    paper                 the memory of the symmetric tensor that the thesis prints
+    bookkeeping, paper    the memory for bookkeeping that the thesis prints
+    rest                  the memory for bookkeeping minus the memory of a hidden activation; we guess
+    that
+                          this activation takes most of the memory for bookkeeping
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

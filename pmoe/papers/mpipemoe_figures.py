@@ -1,13 +1,14 @@
 """Simulates MPipeMoE's Figs. 8 and 12: the split of a batch along tokens, and FasterMoE's split.
 
 Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's rows by the ranks to which
-they are sent (Fig. 5a). PipeMoE, the paper's pipeline without reuse of memory, splits the rows along the
-tokens (Fig. 5b). Fig. 12 has the time of a step by the number of chunks.
+they are sent (Fig. 5a). PipeMoE splits the rows along the tokens (Fig. 5b). PipeMoE is the paper's pipeline
+without reuse of memory. Fig. 12 shows the time of PipeMoE's step for several numbers of chunks.
 
-The drawing below shows both splits. A cell is for the rows of a rank that are sent to one rank. The digits in
-the cell are the numbers of the chunks in which these rows are sent.
+The drawing below shows both splits for 4 ranks and 2 chunks. The first table lists the rows of one rank: two
+for each destination rank. The digits in the other tables are the numbers of the chunks (0 or 1) in which
+these rows are sent.
 
-    rows of a rank, for 4 ranks     by destination, 2 chunks     along tokens, 2 chunks
+    rows of a rank                  by destination               along tokens
     | to 0 | to 1 | to 2 | to 3 |   | 0 0 | 0 0 | 1 1 | 1 1 |    | 0 1 | 0 1 | 0 1 | 0 1 |
 
 Schedules are pmoe's own. The costs of tasks follow from stated rates (ASSUMPTIONS), which were written down
@@ -58,7 +59,7 @@ TOKENS = (4096, 8192, 16384, 32768)
 
 
 class Sizes(NamedTuple):
-    """Sizes of a layer of Table III.
+    """Sizes of an MoE layer in MPipeMoE's Table III.
 
     M: d_model.
     H: d_hidden.
@@ -74,17 +75,18 @@ MODELS: Mapping[str, Sizes] = {name: Sizes(**sizes) for name, sizes in printed("
 class Products(NamedTuple):
     """Rate at which a GPU multiplies matrices: rate * rows / (rows + half_rows) operations per second.
 
-    rate: floating-point operations per second with many rows.
-    half_rows: rows with which a product reaches half of the rate.
+    rate: floating-point operations per second of a product with many rows.
+    half_rows: number of rows with which a product reaches half of ``rate``; 0 for a rate that does not depend
+        on the number of rows.
     """
 
     rate: float
     half_rows: float
 
     def seconds(self, rows: float, flops: float) -> float:
-        """Returns the seconds of matrix products.
+        """Returns the seconds of one or more matrix products.
 
-        rows: number of rows of each product. Products of few rows are slower.
+        rows: number of rows of each product. Products of few rows run at a lower rate.
         flops: floating-point operations of all products together.
         """
         return flops / self.rate * (rows + self.half_rows) / rows
@@ -103,9 +105,10 @@ BASELINES: Mapping[str, Products] = {"all": TENSOR_CORES, "PipeMoE": NO_TENSOR_C
 class SplitChunk(NamedTuple):
     """The messages and rows of one rank in one chunk of a pass.
 
-    inside, outside: number of messages that the rank sends to ranks of its own node, and of other nodes.
-    message_rows: rows of each message.
-    rows: rows that the rank's expert computes.
+    inside: number of messages that the rank sends to ranks of its own node.
+    outside: number of messages that the rank sends to ranks of other nodes.
+    message_rows: number of rows of each message.
+    rows: number of rows that the rank's expert computes.
     """
 
     inside: int
@@ -126,7 +129,7 @@ class SplitChunk(NamedTuple):
 
 
 def along_tokens(B: int, n: int) -> list[SplitChunk]:
-    """Returns MPipeMoE's n chunks (Fig. 5b): each has 1 / n of the rows for every rank.
+    """Returns MPipeMoE's n chunks (Fig. 5b). Each chunk has 1 / n of the rows for every destination rank.
 
     B: number of tokens of a rank.
     n: number of chunks.
@@ -136,13 +139,13 @@ def along_tokens(B: int, n: int) -> list[SplitChunk]:
 
 
 def by_destination(B: int, n: int) -> list[SplitChunk]:
-    """Returns FasterMoE's n chunks (Fig. 5a): each has all rows for one group of neighbouring ranks.
+    """Returns FasterMoE's n chunks (Fig. 5a). Each chunk has all rows for one group of neighbouring ranks.
 
-    Chunk 0 has the rows for the rank's own group, chunk 1 those for the next group, and so on. Rows for the
-    rank itself are not sent over a link.
+    Chunk 0 has the rows for the rank's own group, chunk 1 the rows for the next group, and so on. Rows for
+    the rank itself are not sent over a link.
 
     B: number of tokens of a rank.
-    n: number of groups, which divides the number of ranks.
+    n: number of groups and of chunks. The number of ranks must be a multiple of it.
     """
     size = RANKS // n
     mates = min(size, RANKS_PER_NODE)
@@ -163,7 +166,7 @@ def both_passes_seconds(
     sizes: sizes of the layer.
     chunks: the chunks of each pass, in order.
     products: rate at which a GPU multiplies matrices.
-    overlaps: False if tasks run one after another.
+    overlaps: whether all-to-alls run beside computation. If False, tasks run one after another.
     """
     flops_of_row = 2 * 2 * sizes.M * sizes.H  # of the two products of forward
 
@@ -191,7 +194,7 @@ def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
 
     direction: "forward" or "backward".
     n: number of chunks.
-    overlaps: False if tasks run one after another.
+    overlaps: whether all-to-alls run beside computation. If False, tasks run one after another.
     """
     builder = forward_schedule if direction == "forward" else backward_schedule
     schedule = builder(n, Stages(local=False, remote=True))
@@ -202,7 +205,7 @@ def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
 
 
 def fast_moe(sizes: Sizes, B: int, products: Products) -> float:
-    """Returns the simulated seconds of a step by FastMoE: one chunk, and tasks one after another.
+    """Returns the simulated seconds of a step by FastMoE, which runs one chunk and no tasks side by side.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -212,7 +215,7 @@ def fast_moe(sizes: Sizes, B: int, products: Products) -> float:
 
 
 def faster_moe(sizes: Sizes, B: int, products: Products) -> float:
-    """Returns the simulated seconds of a step by FasterMoE: two chunks, split by destination rank.
+    """Returns the simulated seconds of a step by FasterMoE, with two chunks, split by destination rank.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -222,9 +225,9 @@ def faster_moe(sizes: Sizes, B: int, products: Products) -> float:
 
 
 def pipe_moe(sizes: Sizes, B: int, n: int) -> float:
-    """Returns the simulated seconds of a step by PipeMoE: n chunks, split along the tokens.
+    """Returns the simulated seconds of a step by PipeMoE, with n chunks, split along the tokens.
 
-    With n = 1 tasks run one after another.
+    With n = 1, tasks run one after another.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -234,7 +237,9 @@ def pipe_moe(sizes: Sizes, B: int, n: int) -> float:
 
 
 def best_n(sizes: Sizes, B: int) -> int:
-    """Returns the number of chunks with which PipeMoE's step is fastest: the smallest if several are.
+    """Returns the number of chunks with which PipeMoE's step is fastest.
+
+    If several numbers are equally fast, the smallest of them is returned.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -247,11 +252,15 @@ def figure8() -> list[dict[str, Any]]:
 
     A row has these fields:
 
-        TF32                          the systems that use tensor cores: "all", or only "PipeMoE"
-        FastMoE_seconds and so on     seconds of a step by each system
-        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, as many as FasterMoE has
-        n                             the number of chunks that PipeMoE uses, its fastest
-        over FastMoE, over FasterMoE  speed-up of PipeMoE
+        TF32                          the systems that use tensor cores: "all" for all three systems,
+        "PipeMoE"
+                                      if only PipeMoE uses them
+        model                         the name of the model
+        B                             the number of tokens of a rank
+        FastMoE_seconds, and so on    seconds of a step by each system
+        n=2_seconds                   seconds of PipeMoE's step in 2 chunks, the number that FasterMoE has
+        n                             the number of chunks with which PipeMoE is fastest, for PipeMoE_seconds
+        over FastMoE, over FasterMoE  speed-up of PipeMoE over this system
     """
     rows = []
     for (cores, products), (name, sizes), B in itertools.product(BASELINES.items(), MODELS.items(), TOKENS):
@@ -277,7 +286,14 @@ def figure8() -> list[dict[str, Any]]:
 
 
 def speed_ups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the speed-ups of PipeMoE that section V.C names: simulated, and as the paper prints them.
+    """Returns the speed-ups of PipeMoE that section V.C names, simulated and as the paper prints them.
+
+    There is a row for each of these speed-ups:
+
+        speed-up         the speed-up in words, such as "mean over FasterMoE"
+        TF32: all        the simulated speed-up if all systems use tensor cores
+        TF32: PipeMoE    the simulated speed-up if only PipeMoE uses tensor cores
+        paper            the speed-up that the paper prints
 
     rows: the result of `figure8`.
     """
@@ -301,12 +317,15 @@ FIGURE12_TOKENS = tuple(1024 * k for k in (1, 2, 4, 6, 8, 12, 16, 20, 24, 32, 48
 
 
 def figure12() -> list[dict[str, Any]]:
-    """Returns the times of Fig. 12: a row for each number of tokens (B), a time for each number of chunks.
+    """Returns the times of Fig. 12: a row for each number of tokens of a rank (B).
 
-    Two more fields of a row:
+    A row has these fields:
 
-        best      the number of chunks with the least simulated time
-        paper     the number of chunks that is fastest in the paper
+        B               the number of tokens of a rank
+        n=1_seconds     simulated seconds of PipeMoE's step in 1 chunk; there are more such fields for other
+                        numbers of chunks
+        best            the number of chunks with the least simulated time
+        paper           the number of chunks that is fastest in the paper
     """
     sizes = MODELS[FIGURE12_MODEL]
     rows = []
@@ -317,7 +336,7 @@ def figure12() -> list[dict[str, Any]]:
 
 
 def paper_n(B: int) -> int:
-    """Returns the number of chunks that is best in the paper's Fig. 12, for B tokens of a rank."""
+    """Returns the number of chunks that is fastest in the paper's Fig. 12, for B tokens of a rank."""
     return int(max(n for n, first in printed("mpipemoe figure 12") if first <= B))
 
 

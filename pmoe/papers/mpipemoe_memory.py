@@ -12,24 +12,26 @@ from __future__ import annotations
 
 
 def model_states(M: int, H: int, E: int) -> int:
-    """Eq. 1: 4 (E M + 2 H M), the elements of the model states of the gate and one expert.
+    """Returns 4 (E M + 2 H M) (Eq. 1), the number of elements of the model states on one rank.
 
-    Model states are parameters, gradients, momentum and variance.
+    Model states are parameters, gradients, momentum and variance. A rank has those of the gate and of one
+    expert.
 
-    M, H, E: d_model, d_hidden, number of experts.
+    M, H: d_model and d_hidden.
+    E: number of experts of all ranks.
     """
     return 4 * (E * M + 2 * H * M)
 
 
 def activations(B: int, M: int, H: int) -> int:
-    """Eq. 2: 4 B M + B H, the elements of all activations of a layer together.
+    """Returns 4 B M + B H (Eq. 2), the number of elements of all activations of a layer together.
 
-    These are the input, the rows that the expert received, its output and the layer's output (B M each), and
-    the expert's hidden activation (B H).
+    The activations are the layer's input, the rows that the expert received, the expert's output and the
+    layer's output (B M elements each), and the expert's hidden activation (B H elements).
 
-    Eq. 4 has the same value. It is for a pipeline of chunks without reuse of memory, which holds the same
-    activations. Its temporary buffers have equally many elements: all chunks are in work at the same time, so
-    there is a gradient for every tensor.
+    Eq. 4 has the same value, for a pipeline of chunks without reuse of memory. It gives the elements of the
+    pipeline's activations, and also those of its temporary buffers. Such a pipeline works on all chunks at
+    the same time, so it holds a gradient for each element of the activations.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -38,10 +40,10 @@ def activations(B: int, M: int, H: int) -> int:
 
 
 def buffers(B: int, M: int, H: int) -> int:
-    """Eq. 3: B M + B H, the elements of temporary buffers if the stages run one after another.
+    """Returns B M + B H (Eq. 3), the elements of temporary buffers if the stages run one after another.
 
-    At any time gradients exist for two successive tensors, such as the hidden activation (B H) and the
-    expert's output (B M).
+    Temporary buffers hold gradients. At any time there are gradients of two successive tensors, such as the
+    hidden activation (B H elements) and the expert's output (B M elements).
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -50,14 +52,15 @@ def buffers(B: int, M: int, H: int) -> int:
 
 
 def saved_each(B: int, M: int, H: int, n: int) -> int | float:
-    """Eq. 5: B (2 M (n - 2) / n + H (n - 1) / n), the elements that reuse of memory saves in activations.
+    """Returns the number of elements that reuse of memory saves in activations (Eq. 5).
 
-    With reuse, memory is allocated for only 2 of n chunks of the expert's input and output (B M each), and
-    for only 1 of n chunks of its hidden activation (B H). Reuse saves this number of elements a second time,
-    in the temporary buffers (not in this result).
+    The number is B (2 M (n - 2) / n + H (n - 1) / n). With reuse, memory is allocated for only 2 of n chunks
+    of the expert's input and of its output (B M elements each), and for only 1 of n chunks of its hidden
+    activation (B H elements). Reuse saves equally many elements in the temporary buffers, which are not in
+    this result.
 
     The paper's formula is for n >= 2. For n = 1 it is negative, because two chunks would be more than the
-    whole tensor. This function takes the saving of each tensor as at least 0.
+    whole tensor. Here, the number that is saved is at least 0 for each tensor.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -71,28 +74,36 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 
 
 def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
-    """Eq. 6: the fraction of all elements that a pipeline need not hold if it reuses memory.
+    """Returns the fraction of all elements that a pipeline saves if it reuses memory (Eq. 6).
 
     The fraction is the number of elements that reuse saves, divided by the number of elements that a pipeline
-    without reuse holds: model states, activations and temporary buffers. Reuse saves equally many elements in
-    activations and in temporary buffers. For H = 4 M and large B the ratio approaches 1/4 at n = 2, 1/2 at n
-    = 4 and 5/8 at n = 8.
+    without reuse holds. The latter are model states, activations and temporary buffers. Reuse saves equally
+    many elements in activations and in temporary buffers. For H = 4 M and large B, the fraction approaches
+    1/4 with n = 2, 1/2 with n = 4, and 5/8 with n = 8.
 
     B: tokens of a rank.
-    M, H, E: d_model, d_hidden, number of experts.
+    M, H: d_model and d_hidden.
+    E: number of experts of all ranks.
     n: number of chunks.
     """
     return 2 * saved_each(B, M, H, n) / (model_states(M, H, E) + 2 * activations(B, M, H))
 
 
 def theory(B: int, M: int, H: int, E: int, n: int) -> dict[str, int | float]:
-    """Returns the values of MPipeMoE's Eq. 1-6 by name, in elements.
+    """Returns the values of MPipeMoE's Eq. 1-6. All values but the last are numbers of elements.
 
-    ``saved`` is twice the result of Eq. 5: the elements saved in activations and in temporary buffers
-    together.
+        model_states             model states (Eq. 1)
+        activations              activations (Eq. 2)
+        buffers                  temporary buffers if the stages run one after another (Eq. 3)
+        activations_pipelined    activations in a pipeline without reuse of memory (Eq. 4)
+        buffers_pipelined        temporary buffers in a pipeline without reuse of memory (Eq. 4)
+        saved                    elements that reuse of memory saves in activations and temporary buffers
+                                 together, which is twice the result of Eq. 5
+        saving_ratio             fraction of all elements that reuse of memory saves (Eq. 6)
 
     B: tokens of a rank.
-    M, H, E: d_model, d_hidden, number of experts.
+    M, H: d_model and d_hidden.
+    E: number of experts of all ranks.
     n: number of chunks.
     """
     return {

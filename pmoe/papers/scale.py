@@ -1,8 +1,8 @@
 """Simulated training steps of large models on many ranks, from stated rates and real schedules.
 
-In every all-to-all, all ranks wait for the slowest rank. So only one rank is simulated: the rank with the
-most popular experts, which in every layer has most rows to send, to receive and to multiply. `pmoe simulate
-scale --assumptions` prints all assumptions.
+In every all-to-all, all ranks wait for the slowest rank. So only this rank is simulated. It is the rank with
+the most popular experts, and in every layer it has the most rows to send, to receive and to multiply. `pmoe
+simulate scale --assumptions` prints all assumptions.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ Each is set to 0 in turn (`ScaledStep.free`), to see how much it adds to a step.
 class ScaledModel:
     """Sizes of a language model with MoE layers.
 
-    layer: sizes and options of each MoE layer, by name: arguments of `sizes_from_options`.
+    layer: sizes and options of each MoE layer, as {name: value} of arguments of `sizes_from_options`.
     layers: number of MoE layers.
     dense: number of parameters outside of routed experts.
-    dense_products: multiply-adds of one token outside of routed experts.
+    dense_products: number of multiply-adds outside of routed experts, for one token.
     """
 
     layer: dict[str, Any]
@@ -82,9 +82,9 @@ class ScaledStep:
     rates: the cluster, with the rates of the simulated rank. All other ranks wait for this rank.
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
-    passes: number of forward and backward passes in a step, whose gradients are summed.
-    skew: an expert's share of the rows is proportional to exp(skew z), with z normally distributed. 0 is even
-        routing.
+    passes: number of times that a step runs forward and backward. The gradients of all times are summed.
+    skew: how uneven the routing is. An expert's share of the rows is proportional to exp(skew z), with a
+        normally distributed z for each expert. With 0 the routing is even.
     free: name of a cost that is set to 0, one of `LIMITS`; "" for none.
     """
 
@@ -98,9 +98,10 @@ class ScaledStep:
 
     @cached_property
     def sizes(self) -> LayerSizes:
-        """Sizes of one MoE layer.
+        """Sizes of one MoE layer, on the ranks that share its experts.
 
-        Each rank holds one expert if there are enough ranks. Otherwise all ranks share the experts.
+        If there are as many ranks as experts or more, each rank holds one expert, and several groups of ranks
+        hold all experts. Otherwise the experts are divided among all ranks.
         """
         sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
         place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}
@@ -108,10 +109,11 @@ class ScaledStep:
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Number of tokens that replaces `tokens` in the simulation, to account for skewed routing.
+        """Number of tokens of a rank that is simulated in place of `tokens`, because routing is skewed.
 
-        The simulation of a layer assumes even routing. If this number of tokens is evenly routed, every rank
-        receives as many rows as the busiest rank receives from `tokens` tokens under skewed routing.
+        The simulation of a layer assumes even routing. With this number of tokens and even routing, every
+        rank receives the number of rows that the busiest rank receives with `tokens` tokens and skewed
+        routing.
         """
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
@@ -149,8 +151,8 @@ class ScaledStep:
     def _gradient_seconds(self) -> float:
         """Returns the seconds of all-reducing the gradients of one layer.
 
-        Dense gradients are reduced by ring all-reduces, inside machines and between machines. Gradients of
-        experts are reduced among the ranks that hold the same experts.
+        Gradients outside of experts are reduced by a ring all-reduce inside each machine and another one
+        between machines. Gradients of experts are reduced among the ranks that hold the same experts.
         """
 
         def ring(num_bytes: float, ranks: int, link: LineCost) -> float:
@@ -168,9 +170,9 @@ class ScaledStep:
     def peak_bytes(self) -> int:
         """Peak bytes of the busiest rank.
 
-        The peak includes parameters, gradients, the rank's part of the optimizer's state, tensors saved for
-        backward in all layers, and the memory that the passes of one layer need in addition. The rank is
-        assumed to send as many rows as it receives.
+        The peak includes parameters, gradients, the rank's part of the optimizer's state, the tensors that
+        all layers save for backward, and the memory that one layer needs in addition while it runs. It is
+        assumed that the rank sends as many rows as it receives.
         """
         layers = self.model.layers
         ranks = self.rates.num_ranks
@@ -189,8 +191,8 @@ def slowed(step: ScaledStep, link: str, times: float) -> ScaledStep:
     """Returns the step on a cluster in which one cost is higher.
 
     step: the step.
-    link: name of a cost of the cluster, such as "compute" or "outside" (the link between machines).
-    times: factor on the seconds of this cost.
+    link: name of the cost in `Cluster`, such as "compute", or "outside" for the link between machines.
+    times: the number by which the seconds of this cost are multiplied.
     """
     line: LineCost = getattr(step.rates, link)
     slower: Any = {link: LineCost(times * line.alpha_seconds, times * line.beta_seconds)}
@@ -203,9 +205,9 @@ def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) 
     The text "columns" in assumptions.md explains the fields of a row.
 
     models: models by name.
-    rates: the cluster; only its number of machines is changed.
-    strong: True for a batch of `BATCH` tokens on any number of machines. False for `TOKENS` tokens on each
-        rank.
+    rates: the cluster. Its number of machines is replaced.
+    strong: True for strong scaling, with `BATCH` tokens of all ranks together on any number of machines.
+        False for weak scaling, with `TOKENS` tokens on each rank.
     """
     rows = []
     for (name, model), i in itertools.product(models.items(), range(10)):
@@ -240,14 +242,15 @@ def scaling(models: Mapping[str, ScaledModel], rates: Cluster, *, strong: bool) 
 
 
 def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str, Mapping[str, Any]]:
-    """Returns, for each model, the row at which its scaling ends: the first with too little throughput.
+    """Returns, for each model, the first row in which the throughput is too low. Its scaling ends there.
 
-    Strong scaling ends where twice the machines give less than 1.5 times the throughput. Weak scaling ends
-    where the throughput is less than half of linear speedup. The result has no entry for a model whose
-    scaling does not end within the rows.
+    Throughput is the number of tokens per second. In strong scaling it is too low if it is less than 1.5
+    times the throughput with half the machines. In weak scaling it is too low if it is less than half of what
+    linear speed-up over the first row would give. The result has no entry for a model whose throughput is
+    never too low.
 
     rows: the result of `scaling`.
-    strong: whether the batch stays the same for all numbers of machines.
+    strong: True if the rows are of strong scaling, False if they are of weak scaling.
     """
     ends: dict[str, Mapping[str, Any]] = {}
     for previous, row in itertools.pairwise(rows):

@@ -494,8 +494,7 @@ class _Cutter:
             SUM           the parts are added
             None          the value is the same in all parts, so the first part is taken
             IRREGULAR     rows are joined in the order that they would have without parts; row counts are
-            added;
-                          sorted slots are computed again for the whole batch
+                          added; sorted slots are computed again for the whole batch
 
         node: the call, a node of the old graph.
         parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.

@@ -253,13 +253,12 @@ def figure8() -> list[dict[str, Any]]:
     A row has these fields:
 
         TF32                          the systems that use tensor cores: "all" for all three systems,
-        "PipeMoE"
-                                      if only PipeMoE uses them
+                                      "PipeMoE" if only PipeMoE uses them
         model                         the name of the model
         B                             the number of tokens of a rank
         FastMoE_seconds, and so on    seconds of a step by each system
         n=2_seconds                   seconds of PipeMoE's step in 2 chunks, the number that FasterMoE has
-        n                             the number of chunks with which PipeMoE is fastest, for PipeMoE_seconds
+        n                             the number of chunks with which PipeMoE's step is fastest
         over FastMoE, over FasterMoE  speed-up of PipeMoE over this system
     """
     rows = []

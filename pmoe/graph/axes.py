@@ -302,7 +302,7 @@ def shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _divides(divisor: int | torch.SymInt, size: int | torch.SymInt) -> bool:
-    """Returns whether ``size`` is a multiple of ``divisor``, whatever values their symbols have.
+    """Returns whether ``size`` is a multiple of ``divisor`` for all values of their symbols.
 
     A symbol (SymInt) stands for a number that is not known when the graph is traced.
     """

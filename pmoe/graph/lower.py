@@ -48,7 +48,7 @@ CALLS: dict[object, Callable[..., Any]] = {
 
 
 def has_shape(value: object, shape: tuple[int, ...]) -> bool:
-    """Returns whether ``value`` is a tensor that has this shape, whatever values its symbolic sizes have.
+    """Returns whether ``value`` is a tensor with this shape, for all values of its symbolic sizes.
 
     A size is a symbol if it is not known when the graph is traced, for example because it depends on row
     counts.

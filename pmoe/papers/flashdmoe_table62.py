@@ -40,8 +40,7 @@ def table62() -> list[dict[str, Any]]:
     Size(L)               the computed memory of the symmetric tensor
     paper                 the memory of the symmetric tensor that the thesis prints
     bookkeeping, paper    the memory for bookkeeping that the thesis prints
-    rest                  the memory for bookkeeping minus the memory of a hidden activation; we guess
-    that
+    rest                  the memory for bookkeeping minus the memory of a hidden activation; we guess that
                           this activation takes most of the memory for bookkeeping
     """
     rows = []

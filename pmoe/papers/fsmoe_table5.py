@@ -287,7 +287,7 @@ class SystemPlan:
 
 
 def tutel_degree(costs: LayerCosts) -> int:
-    """Returns the number of chunks with which forward and backward together are fastest in Tutel's schedule.
+    """Returns the number of chunks with which both passes together are fastest in Tutel's schedule.
 
     Tutel uses one number of chunks for both passes. In its schedule, all collectives run one after another.
 

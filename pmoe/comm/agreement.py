@@ -1,6 +1,7 @@
 """Agreement among ranks: collectives that give every rank the same numbers or values.
 
-Each call is a collective. So all ranks must make the same calls in the same order, with equally many values.
+Each call is a collective. So all ranks must make the same calls in the same order, and pass the same number
+of values to a call.
 """
 
 from __future__ import annotations

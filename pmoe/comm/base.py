@@ -115,9 +115,10 @@ class Exchange(abc.ABC):
         Only an exchange that consists of several collectives overrides this method. The exchange sends rows
         through other ranks, and these ranks must know how many rows to expect.
 
-        Rows are counted in F bins, which are equal ranges of a rank's tokens. The subclass decides what its X
-        numbers for each bin are. A chunk (micro-batch) consists of neighbouring bins, and the layer adds
-        their numbers: `exchange` gets the X sums of its chunk as the argument ``relayed``.
+        Rows are counted in F bins, which are equal ranges of a rank's tokens. For each bin the result has X
+        numbers. The subclass chooses X and the meaning of the numbers. A chunk (micro-batch) consists of
+        neighbouring bins. The layer adds the numbers of these bins, and passes the X sums to `exchange` as
+        the argument ``relayed``.
 
         A collective. It is called after the exchange of row counts and before the host reads any count, so
         all tensors are on the rows' device.

@@ -261,9 +261,10 @@ class Slots:
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
         without being sent. The experts after them are copies of other ranks' experts. Rows for copies are
         always sent. None if there are no copies.
-    total_slack: limits more rows, in a layer with copies. The rows that a chunk sends, and the rows that stay
-        on this rank, must then fit into slots, too. And with the largest numbers of any chunk, arriving rows
-        + staying rows <= ceil(total_slack * max_tokens * top_k / n). None limits only the rows that arrive.
+    total_slack: a number for layers with copies of busy experts. The rows that a chunk sends, and the rows
+        that stay on this rank, must then fit into slots, too. Besides, the largest number of rows that arrive
+        in any chunk, plus the largest number of rows that stay, must be at most
+        ceil(total_slack * max_tokens * top_k / n). None limits only the rows that arrive.
     """
 
     slack: float
@@ -448,9 +449,9 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     Under even routing, a rank receives max_tokens * top_k / n rows in each of n chunks. A slot has room for
     ``slack`` times this number. `Slots.depths` computes the same number of rows on the device.
 
-    slack: the room of a slot, divided by the rows of an even chunk.
-    top_k: K, the experts of a token.
-    max_tokens: the largest number of tokens of a rank.
+    slack: the number of rows for which a slot has room, divided by the rows of a chunk under even routing.
+    top_k: K, the number of experts of a token.
+    max_tokens: the largest number of tokens of any rank.
     n: the number of chunks.
 
     Example: slack 1.25, top_k 2, 1000 tokens in 4 chunks -> 625.

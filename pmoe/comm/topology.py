@@ -40,8 +40,8 @@ def dimensions_of(mesh: DeviceMesh) -> tuple[str, ...]:
 def grid_of_mesh(mesh: DeviceMesh) -> Grid:
     """Returns the grid of ranks that a mesh describes.
 
-    mesh: with the dimensions "ep", over which experts are spread, and "esp", over which each expert is split.
-        Both orders are allowed, and one of the two dimensions may be missing.
+    mesh: a mesh with the dimension "ep", over which experts are spread, the dimension "esp", over which each
+        expert is split, or both. The two dimensions may have any order.
 
     Raises ValueError for other dimensions, and TypeError if ``mesh`` is not a DeviceMesh.
     """

@@ -173,8 +173,11 @@ def _gathered_elements(parameter: Any) -> int:
     FSDP2 may have split these elements over the ranks that hold copies of the experts. All of them count,
     whether they are gathered or not.
 
-    parameter: a DTensor of any shape, on a mesh with named dimensions.
+    parameter: a DTensor of any shape, on a mesh with named dimensions. A gathered parameter of an expert that
+        is a module is a plain tensor.
     """
+    if not hasattr(parameter, "device_mesh"):
+        return int(parameter.numel())
     mesh = parameter.device_mesh
     elements: int = parameter.numel()
     for name, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True):

@@ -40,7 +40,7 @@ from pmoe.experts.base import row_dot
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.experts.stacked import StackedExperts
 from pmoe.ordering.sorted import SortedOrder
-from pmoe.program.compiler import NO_TASK, compile_pass
+from pmoe.program.compiler import BEGIN, NO_TASK, compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import Base, PassProgram
 from pmoe.runners.pipeline import PipelineRunner
@@ -65,7 +65,7 @@ class Clocks:
     """The partial order of recorded calls, by vector clocks.
 
     before: for each call (`Issue`), by its place in the list: how many calls of each lane have surely ended
-        when it starts.
+        when it starts. The signal that the pass has begun counts as a call.
     place: the number of each call on its lane, from 1.
     at_end: the calls that have surely ended when the caller's next work on the compute lane starts.
     """
@@ -84,11 +84,12 @@ class Clocks:
             if isinstance(call, Wait):
                 for lane, count in at_signal.get(call.event, {}).items():
                     clock[lane] = max(clock.get(lane, 0), count)
-            elif isinstance(call, Signal):
-                at_signal[call.event] = clock.copy()
-            else:
+                continue
+            if isinstance(call, Issue) or call.event == BEGIN:
                 clocks.before[at] = clock.copy()
                 clock[call.lane] = clocks.place[at] = clock.get(call.lane, 0) + 1
+            if isinstance(call, Signal):
+                at_signal[call.event] = clock.copy()
         return clocks
 
 
@@ -107,6 +108,7 @@ def order_problem(calls: Calls, program: PassProgram, schedule: Schedule) -> str
             of_task.setdefault("" if task == NO_TASK else names[task], []).append(at)
     first_of_tasks = min((places[0] for name, places in of_task.items() if name), default=len(calls))
     of_task["begin"] = [at for at in of_task.pop("", []) if at < first_of_tasks]
+    of_task["begin"] += [at for at in clocks.place if isinstance(calls[at], Signal)]
 
     def follows(later: int, earlier: int) -> bool:
         lane = calls[earlier].lane

@@ -279,13 +279,14 @@ def test_ring_slots_lie_where_the_engine_puts_them(ranks: int) -> None:
 
 
 def test_addresses_of_many_rows_do_not_overflow() -> None:
-    """2^28 rows in a chunk, of 6 numbers of 8 bytes, take more than 2^33 bytes."""
-    many = [[[1 << 28, 0, 0]] * 2] * 4
+    """Almost 2^28 rows in a chunk, of 6 numbers of 8 bytes, take more than 2^33 bytes."""
+    rows = (1 << 28) - 1
+    many = [[[rows, 0, 0]] * 2] * 4
     call = replace(counted(2, 4, 5), rank=1, send=many, recv=many, tokens=1 << 30)
     one = Pass(call, rotating("forward", 4, call.stages, restore=KEEP), KEEP)
     assert slot_problem(one) is None
     assert one.arena_bytes > 1 << 34
-    assert one.numbers[chunk_number(ChunkNumber.LOCAL_WEIGHT, 3)] == 7 << 28
+    assert one.numbers[chunk_number(ChunkNumber.LOCAL_WEIGHT, 3)] == 7 * rows
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,15 @@ from torch.utils.checkpoint import checkpoint
 import pmoe
 from pmoe import MoELayer, warn
 from pmoe.call.options import Switches
+from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.decide import program_choice
+from pmoe.planner.memory import predict
+from pmoe.planner.rows_per_pass import counted_rows
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from tests.kit import TOP_K, assert_same, build, gradients, one_thread, step, tokens
-from tests.programs import CpuBackend, on_cpu
+from tests.programs import CpuBackend, CpuProgram, on_cpu
 from tests.spread import named, spread
+from tests.unit.test_footprint import measured
 
 __all__ = ["one_thread"]
 
@@ -224,6 +229,47 @@ def test_trials_find_the_number_of_chunks_by_the_engine(cpu: CpuBackend) -> None
     assert layer.ran is not None and layer.ran.path == "program"
 
 
+# ---- memory
+
+
+class Allocating(CpuBackend):
+    """A backend that computes nothing, with the memory of a CUDA device: only allocations are counted."""
+
+    device_type = "cuda"
+
+    def refusal(self, *_: object) -> None:
+        return None
+
+    def load(self, *args: Any, **options: Any) -> CpuProgram:
+        loaded = super().load(*args, **options)
+        loaded.run = lambda *_: None  # type: ignore[method-assign]
+        return loaded
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
+def test_the_memory_of_programs_on_a_device_is_predicted(pair: Restore, n: int) -> None:
+    """Counts the bytes that the runner allocates in a step in bfloat16, without kernels' partial sums."""
+    num_tokens, width = 2048, 256
+    torch.manual_seed(0)
+    layer = MoELayer(width, width, 4, 2, pipeline=n, memory_reuse=pair, bias=False, dtype=torch.bfloat16)
+    layer.switches = Switches(program=True)
+    with on_cpu(Allocating()):
+        found = measured(layer, num_tokens)
+        assert layer.ran is not None and layer.ran.path == "program"
+    modules, counts = layer.layer_modules, layer.row_counts
+    assert counts is not None
+    sizes = replace(
+        memory_shape(modules), device_type="cuda", columns=modules.experts.columns("cuda"), programs=True
+    )
+    rows = counted_rows(sizes, counts, 0, n, 0)
+    predicted = predict(sizes, rows_of_call(modules, num_tokens, (n,)), rows, rows, pair)
+    parts = 4 * rows.largest_unit * 4
+    assert predicted.saved == pytest.approx(found.held, rel=0.04)
+    assert found.peak <= predicted.peak <= 1.03 * found.peak + parts, (found.peak, predicted.peak, parts)
+
+
 # ---- what falls back
 
 
@@ -265,7 +311,10 @@ def test_layers_that_programs_do_not_take_run_by_the_engine_and_the_reason_is_to
 
 
 def test_pairs_that_keep_tensors_in_fewer_bytes_are_refused_by_name() -> None:
-    for options in ({"memory_reuse": Restore("communicate", "e4m3")}, {"memory_reuse": True, "allow": "e4m3"}):
+    for options in (
+        {"memory_reuse": Restore("communicate", "e4m3")},
+        {"memory_reuse": True, "allow": "e4m3"},
+    ):
         layer, _ = twins(dtype=torch.float32, **options)
         reason = program_choice.layer_refusal(layer.layer_modules)
         assert reason is not None and reason.startswith("T_M may stay in e4m3"), options

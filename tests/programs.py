@@ -243,7 +243,10 @@ class Computing:
     def _hidden(
         self, _: Issue, source: Memory, w1: Memory, b1: Memory, hidden: Memory, active: Memory, ends: Memory
     ) -> None:
-        rows, hidden_NG, active_NH = self.rows(source, hidden, active)
+        rows, active_NH = self.rows(source, active)
+        hidden_NG = torch.empty(hidden.rows, hidden.columns, dtype=self.dtype)  # where nothing reads it
+        if hidden.address:
+            (hidden_NG,) = self.rows(hidden)
         expert_product(rows, self.weight(w1, "w1"), self.groups(ends), self.bias(b1), out=hidden_NG)
         self.experts.activate(hidden_NG, active_NH)
 

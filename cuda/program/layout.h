@@ -36,7 +36,7 @@ enum Kernel : int64_t {
 
 // Memory whose address the interpreter itself uses. The others are in pmoe.program.records.Base.
 enum Base : int64_t {
-  kNowhere = 0,  // address 0: a bias that the experts do not have
+  kNowhere = 0,  // address 0: a bias that the experts do not have, or a result that nothing reads
 };
 
 // Numbers of a call as a whole: the beginning of `numbers`. "Sorted rows" are all rows of this rank's tokens,

@@ -276,7 +276,7 @@ class _PassCompiler:
         """Appends forward's two products of a unit."""
         condition = unit.condition
         ends = self.memory.ends(unit)
-        hidden = self.memory.hidden_of(unit)
+        hidden = self.memory.written_hidden_of(unit)
         active = self.memory.active_of(unit)
         w1 = self.memory.parameter(Base.W1)
         b1 = self.memory.parameter(Base.B1)

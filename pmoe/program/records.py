@@ -60,7 +60,7 @@ class Base(enum.IntEnum):
     and expert; then the rows that stay, by chunk. An address may be 0 if the pass does not use the memory.
     """
 
-    NOWHERE = 0  # address 0: a bias that the experts do not have
+    NOWHERE = 0  # address 0: a bias that the experts do not have, or a result that nothing reads
     ENDS = (
         1  # (units, E_local) int32, where each expert's rows end: received rows by chunk, then rows that stay
     )

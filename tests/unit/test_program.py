@@ -466,6 +466,16 @@ def test_other_operands_lie_within_their_memory() -> None:
                         assert begin <= inside.start and inside.stop <= end, (operand, memory)
 
 
+def test_forward_writes_the_hidden_activation_only_if_something_reads_it() -> None:
+    """T_M has no address if backward recomputes it; on a CPU the activated hidden is a part of it."""
+    for columns in (ON_GPU, ON_CPU):
+        for one in passes(2, 2, columns=columns):
+            for issue in one.issues:
+                if issue.kernel is Kernel.HIDDEN:
+                    is_read = one.restore is not None and one.restore.hidden != "recompute"
+                    assert (issue.operands[3].address > 0) == (is_read or columns is ON_CPU), str(one.restore)
+
+
 def test_a_bias_that_experts_do_not_have_has_no_address() -> None:
     call = counted(1, 1, 7)
     one = Pass(call, rotating("forward", 1, call.stages, restore=KEEP), KEEP, bias=False)

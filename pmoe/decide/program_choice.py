@@ -28,7 +28,7 @@ MOST_ROWS = 2**31 - 1
 """The largest number of rows that an index of a program can count: indices are int32."""
 
 BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
-"""What issues programs, by the type of the rows' device."""
+"""The backends that issue programs, by the type of the rows' device."""
 
 _agreed: dict[tuple[object, ...], Programs | str] = {}
 """Results of `agreed_programs` by the facts on which they depend."""

@@ -4,7 +4,7 @@
     compiler      compiles a schedule into a program
     operands      where the buffers of a pass lie
     layer_shape   the facts of a layer that a program depends on
-    backend       the interface of what issues programs, and the programs of a layer
+    backend       the interface of backends, which issue programs, and the programs of a layer
     on_cuda       the backend for CUDA devices: issues passes over CUDA and NCCL
 
 A pass of two chunks becomes records such as these. A record is one call of a kernel, a copy or an all-to-all

@@ -1,4 +1,4 @@
-"""The interface of what issues pass programs on a type of device, and the programs of a layer on its device.
+"""The interface of backends, which issue pass programs on a type of device, and a layer's programs.
 
 backend    loads programs, and knows the streams and the communicator: `ProgramBackend`
 programs   the programs of all layers with the same facts on a device, each loaded once: `Programs`
@@ -63,7 +63,7 @@ class LoadedPass(Protocol):
 
 
 class ProgramBackend(Protocol):
-    """The interface of what issues pass programs on one type of device.
+    """The interface of a backend, which issues pass programs on one type of device.
 
     device_type: "cuda" or "cpu": the type of device for which experts say how wide their tensors are.
     """
@@ -119,7 +119,7 @@ class CompiledPass:
 class Programs:
     """The programs of all layers with the same facts on one device. Each is compiled at its first call.
 
-    backend: what issues them.
+    backend: the backend that issues them.
     shape: the facts of the layers, with all parameters trained.
     dtype, device: of the rows.
     communicator: the communicator of several ranks; None on one rank.

@@ -141,7 +141,7 @@ class _ProgramBackward:
 
 def _names(plan: Plan) -> Sequence[str]:
     """Returns the names of the experts' parameters, in the order of `Inputs.parameters`."""
-    names: Sequence[str] = plan.modules.experts.operand_names  # type: ignore[attr-defined]
+    names: Sequence[str] = plan.modules.experts.operand_names
     return names
 
 
@@ -288,7 +288,7 @@ def _regroup(pass_plan: PassPlan) -> Tensor | None:
 def _one_after_another(parts: Sequence[Tensor]) -> Tensor:
     """Returns the parts as one tensor: a view if they lie in this order in one memory, else a copy."""
     first = parts[0]
-    begins = itertools.accumulate((part.numel() for part in parts[:-1]), initial=first.storage_offset())
+    begins = itertools.accumulate((part.numel() for part in parts[:-1]), initial=int(first.storage_offset()))
     if _are_views(first, parts, begins) and first.data_ptr() % VECTOR_BYTES == 0:
         return first.as_strided((sum(part.numel() for part in parts),), (1,))
     return torch.cat([part.reshape(-1) for part in parts])

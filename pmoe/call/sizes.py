@@ -117,6 +117,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         + bool(getattr(modules.router, "z_loss_weight", 0)),
         cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=options.rotates,
+        programs=options.switches.program and device_type == "cuda" and modules.refusal("program") is None,
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         packs_tokens=device_type == "cpu" and copies_bytes(modules.order),

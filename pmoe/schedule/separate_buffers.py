@@ -14,8 +14,8 @@ from pmoe.schedule.tasks import (
     Schedule,
     Stages,
     local_pieces,
+    local_tasks_of,
     pieces_for_copies,
-    pieces_of,
 )
 
 
@@ -74,7 +74,7 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     stay(range(early, m))
     stay(for_copies[early:])
     for i in range(n):
-        tasks.output(i, *pieces_of(i, n, m, stages))
+        tasks.output(i, *local_tasks_of(i, n, m, stages))
     return tasks.finish()
 
 
@@ -145,7 +145,7 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     stay(range(early, m))
     tasks.add_gradients()
     for i in range(n):
-        tasks.output(i, *pieces_of(i, n, m, stages))
+        tasks.output(i, *local_tasks_of(i, n, m, stages))
     return tasks.finish()
 
 

@@ -439,7 +439,7 @@ def pieces_for_copies(m: int, stages: Stages) -> range:
     return range(m, m + m * stages.local_copies)
 
 
-def pieces_of(chunk: int, n: int, m: int, stages: Stages) -> tuple[int, ...]:
+def local_tasks_of(chunk: int, n: int, m: int, stages: Stages) -> tuple[int, ...]:
     """Returns the numbers of all tasks that compute rows of a chunk which stay on this rank.
 
     There is one task for own experts (`piece_of`), and perhaps one for copies (`pieces_for_copies`).
@@ -772,8 +772,8 @@ class PassBuilder:
         """Appends task O of chunk i, which sums the results of each of the chunk's tokens.
 
         i: number of the chunk.
-        pieces: the numbers of the tasks that computed the chunk's rows that stay on this rank (`pieces_of`).
-            If there are none, it is one task, with the chunk's number.
+        pieces: the numbers of the tasks that computed the chunk's rows that stay on this rank
+            (`local_tasks_of`). If there are none, it is one task, with the chunk's number.
         """
         if 0 <= i < self.n:
             own_pieces = pieces or (i,)

@@ -194,8 +194,8 @@ class RankCounts:
 
         rank: this rank's number, which is also the index of its own rows in the counts.
         num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The
-            experts after them are copies of other ranks' experts. Rows for copies are always sent, so their
-            counts stay. None if there are no copies.
+            experts after them are copies of other ranks' experts, for which rows are sent, so their counts
+            stay. None if there are no copies, or if rows for copies are not sent, either.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -235,8 +235,8 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
     num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The experts
-        after them are copies of other ranks' experts. Rows for copies are always sent, so their counts stay.
-        None if there are no copies.
+        after them are copies of other ranks' experts, for which rows are sent, so their counts stay. None if
+        there are no copies, or if rows for copies are not sent, either.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -259,8 +259,8 @@ class Slots:
         counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
-        without being sent. The experts after them are copies of other ranks' experts. Rows for copies are
-        always sent. None if there are no copies.
+        without being sent. The experts after them are copies of other ranks' experts. With ring slots, rows
+        for copies are always sent. None if there are no copies.
     total_slack: a number for layers with copies of busy experts. The rows that a chunk sends, and the rows
         that stay on this rank, must then fit into slots, too. Besides, the largest number of rows that arrive
         in any chunk, plus the largest number of rows that stay, must be at most
@@ -428,10 +428,10 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
     chunk's rows stay on their rank, so a slot needs room only for the other (W - 1) / W. Without copies,
     slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
 
-    Rows for copies never stay on their rank: they are always sent. So a rank that hosts copies would fill the
-    reserve in every call. Therefore slots have no reserve in a layer with copies. If a chunk has more rows
-    than a slot has room for, it is cut into smaller chunks. The rows that it sends, and those that stay, are
-    limited, too (`Slots.total_slack`). The result is
+    With ring slots, rows for copies never stay on their rank: they are always sent. So a rank that hosts
+    copies would fill the reserve in every call. Therefore slots have no reserve in a layer with copies. If a
+    chunk has more rows than a slot has room for, it is cut into smaller chunks. The rows that it sends, and
+    those that stay, are limited, too (`Slots.total_slack`). The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -598,9 +598,9 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: how many of a rank's experts are its own; they come first. The experts after them are copies
-        of other ranks' experts. With ``bypass_local``, rows from a rank to its own experts are not sent, but
-        rows to copies always are. None if there are no copies. The caller may set the number before `finish`.
+    num_staying: with ``bypass_local``, for how many of a rank's experts its own rows are not sent; these come
+        first. The experts after them are copies of other ranks' experts, for which rows are sent. None if
+        there are no copies. The caller may set the number before `finish`.
     """
 
     tokens_W: Tensor

@@ -970,7 +970,11 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
     },
 }
 """The buffers that tasks allocate, by direction and kind of task. A kind that is missing allocates none."""
-ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
+ENDS = {
+    Kind.WGRAD: Kind.COMPUTE,
+    Kind.LOCAL_WGRAD: Kind.LOCAL,
+    Kind.LOCAL_COPY_WGRAD: Kind.LOCAL,
+}
 """Maps a kind of task that frees ``pending`` buffers, as their last user, to the kind that allocated them."""
 
 
@@ -1002,19 +1006,22 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     sizes: sizes of the layer.
     rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
-    Example: 3 chunks have (4, 4, 4) rows that stay. If 2 tasks compute them, the result has (8, 4).
+    Example: 3 chunks have (4, 4, 4) rows that stay. If 2 tasks compute them, the result has (8, 4). If (2, 2,
+    2) more rows stay for copies of busy experts, the result has (8, 4, 4, 2).
     """
     n = rows.num_chunks
-    local = rows.extent.local
     m = local_pieces(n, local=sizes.bypass_local, remote=sizes.sends_rows)
     if not m:
         return rows
     joined = n - m + 1
-    busiest = rows.busiest_local
+
+    def in_tasks(by_chunk: Sequence[int]) -> tuple[int, ...]:
+        return (sum(by_chunk[:joined]), *by_chunk[joined:]) if by_chunk else ()
+
     return replace(
         rows,
-        extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])),
-        busiest_local=(sum(busiest[:joined]), *busiest[joined:]),
+        extent=replace(rows.extent, local=in_tasks(rows.extent.local) + in_tasks(rows.local_copies)),
+        busiest_local=in_tasks(rows.busiest_local) + in_tasks(rows.busiest_copies),
     )
 
 
@@ -1045,7 +1052,10 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
     makes = MAKES[direction]
-    schedule = build(n, sizes.stages)
+    stages = sizes.stages
+    if rows.local_copies:  # the copies' weights and messages are counted by `copy_bytes`
+        stages = replace(stages, copies="present", frozen_copies=sizes.is_frozen, local_copies=True)
+    schedule = build(n, stages)
     for task in (schedule.frozen if sizes.is_frozen else schedule).tasks:
         i = task.chunk
         if task.kind in ENDS:

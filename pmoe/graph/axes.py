@@ -165,7 +165,8 @@ class _Inference:
     tensor decides its axis. These tensors are free:
 
     - inputs that the caller passes as ``free``,
-    - results of operators that cannot be cut, and results of operators that take no tensor,
+    - results of operators that cannot be cut, if `_behind` finds no axis for them,
+    - results of operators that take no tensor,
     - results of operators that have at least one free input, and no input that is already cut.
     """
 
@@ -179,8 +180,10 @@ class _Inference:
     def add(self, node: fx.Node) -> None:
         """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
 
-        If the node cannot be cut, the reason is stored in ``refused``. The axis of its result is then
-        undecided (free): the next operators decide it.
+        If the node cannot be cut, the reason is stored in ``refused``. The node then computes its whole
+        result, and later operators may still cut this result along the axis that `_behind` returns. If
+        `_behind` returns None, the result is free: the first operator that is cut and reads it decides its
+        axis.
         """
         if node.op != "call_function":
             self.axes[node] = self._known_axes.get(node)
@@ -193,12 +196,14 @@ class _Inference:
             self._free.add(node)
 
     def _behind(self, node: fx.Node) -> Any:
-        """Returns the axis along which later operators may cut the result of an operator that is not cut.
+        """Returns the axis of the result of an operator that cannot be cut; a tuple for several results.
 
-        An axis is the dimension along which a tensor is cut into parts of the batch. The first input that is
-        cut along a dimension decides. A result with the shape of this input gets the axis of this input, a
-        result with another shape gets None. If no input is cut along a dimension, the axis is None. For an
-        operator with several results, a tuple with one axis for each result is returned.
+        The operator runs once and computes its whole result. Operators that read the result may still cut it
+        into parts of the batch. The axis is the dimension along which they may do so. It is taken from the
+        first of the operator's inputs that is cut along a dimension:
+
+        - If the result has the shape of this input, it gets the axis of this input.
+        - If the result has another shape, or no input is cut along a dimension, the axis is None.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -213,9 +218,12 @@ class _Inference:
     def axis(self, node: fx.Node) -> Any:
         """Returns the axis along which a node's result is cut; a tuple for several results.
 
-        The axis follows from the axes of the node's inputs and the rule of its operator. An input whose axis
-        is undecided (free) gets the axis that the chosen combination of the rule needs. Raises RefusedError
-        if the node cannot be cut.
+        The rule of the node's operator lists the ways to cut the operator (`Combination`): an axis for each
+        input, and the axis of the result. The first combination that fits the axes of the node's inputs is
+        taken. An input that is free has no axis yet: it fits every combination that does not ask it for
+        `SUM`, and gets its axis from the combination that is taken.
+
+        Raises RefusedError if the operator has no rule, or if no combination fits: the node cannot be cut.
         """
         inputs = tensors(node)
         axes = self.axes
@@ -638,10 +646,12 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
 def _view(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a view into parts: pairs (dimension of the source, dimension of the result).
 
-    A pair is valid if the view of the i-th part of the source is the i-th part of the result. In the pairs
-    that are yielded, the sizes before the source's dimension have the same product as the sizes before the
-    result's dimension. `infer` later checks that the sizes of both dimensions are multiples of the number of
-    sequences. Example: (4, 6) viewed as (2, 2, 6) has the pairs (0, 0) and (1, 2).
+    Two dimensions are a pair if the sizes to the left of the one in the source have the same product as the
+    sizes to the left of the other in the result. Example: (4, 6) viewed as (2, 2, 6) has two pairs: (0, 0),
+    with no sizes to the left, and (1, 2), with 4 to the left in the source and 2 * 2 in the result.
+
+    The view of part p of the source must be part p of the result. For this, the sizes of both dimensions must
+    also be multiples of the number of sequences in the batch, which `infer` checks later.
 
     - A dimension of size 1 cannot be cut.
     - ``expand`` can be cut along every dimension whose size stays the same.

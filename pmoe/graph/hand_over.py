@@ -190,7 +190,7 @@ class GraphInputs:
         be handed over. Before this order is known, the function returns [].
     group: the ranks over which the gradients of the last call are reduced. If they are not reduced, a group
         of one rank.
-    reduced_bytes: for each parameter that does not belong to experts, by name, the bytes of its gradient.
+    reduced_bytes: {name of a parameter: bytes of its gradient}, without the parameters of experts.
     """
 
     names: Sequence[str]
@@ -244,9 +244,12 @@ class GraphInputs:
     def wrapped(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Returns the inputs of a call, with a `HandOver` applied to each input that needs a gradient.
 
-        In the backward pass, autograd runs the `HandOver` nodes in the reverse of the order in which this
-        method makes them. If gradients are disabled or ``may_stop`` is False, the inputs are returned
-        unchanged.
+        A `HandOver` returns its input. In the backward pass, it runs the compiled backward graph until the
+        gradient of this input exists. Autograd runs the `HandOver` nodes in the reverse of the order in which
+        this method makes them.
+
+        The inputs are returned unchanged in two cases: if gradients are disabled, or if the forward graph
+        changes an input in place (``may_stop`` is False).
         """
         if not (self.may_stop and torch.is_grad_enabled()):
             return inputs

@@ -108,7 +108,7 @@ def peak_bytes(
 
     instructions: the instructions of the pass, in the order in which they run.
     kept: names of results and inputs that are held to the end, because the graph returns them.
-    input_bytes: bytes of each input of the graph, by name.
+    input_bytes: {name of an input of the graph: its bytes}.
     """
     last_use = {
         name: index

@@ -266,7 +266,7 @@ def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _laid_out(gradient: Tensor | None, source: Tensor) -> Tensor:
-    """Returns a gradient with the strides that the compiled graph expects: those of its tensor.
+    """Returns a gradient with the strides of its input or parameter, as the compiled graph expects.
 
     gradient: the gradient. If it is None, zeros are returned.
     source: the input or parameter to which the gradient belongs.
@@ -302,9 +302,10 @@ LAST: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary
 
 
 class LastCallInGraph(LastCall):
-    """The record of a call that ran in a compiled graph. Only the auxiliary loss is a value of that graph.
+    """The record of a layer's call that ran in a compiled graph.
 
-    Row counts and the report are not known when the graph is traced, so they are looked up in `LAST`.
+    Of the three fields, only the auxiliary loss (``l_aux``) is a result of the graph. The row counts and the
+    report are not known when the graph is traced, so they are read from `LAST` when a user asks for them.
 
     number: the number that stands for the layer in the graph.
     """

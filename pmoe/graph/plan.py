@@ -120,12 +120,15 @@ class GraphSplit:
                     (source if is_result_of else route.last).append(node)
 
     def saved(self) -> dict[str, int]:
-        """Returns the dimension along which each result of a forward graph is cut, by name and by shape.
+        """Returns {name or shape of a result of a forward graph: dimension along which it is cut}.
 
-        `backward_axes` looks up the inputs of the backward graph in this dict. A tensor that forward saved
-        has the name of a result of the forward graph. The gradient of a result has another name, so it is
-        found by its shape. Therefore each result has two keys: its name, and its shape as text. Results that
-        are not cut along a dimension are left out.
+        Each result has two keys, its name and its shape as text. `backward_axes` looks up the inputs of the
+        backward graph in this dict. They are of two kinds:
+
+        - tensors that forward saved: each has the name of a result of the forward graph;
+        - gradients of forward's results: they have other names, so they are found by their shapes.
+
+        Results that are not cut along a dimension are left out.
         """
         axes: dict[str, int] = {}
         for node in self._module.graph.output_node().all_input_nodes if self.sequences > 1 else ():

@@ -256,7 +256,7 @@ def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
     position at which its computation takes at least 1 / G of the seconds of all computation.
 
     graph: the instructions, and where a group may end.
-    seconds: seconds of each instruction, by name.
+    seconds: {name of an instruction: its seconds}.
     """
     instructions = graph.instructions
     # A layer has three all-to-alls: row counts, dispatch and combine.

@@ -85,9 +85,8 @@ def plan_hand_overs(
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
-    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
-    agreed: the places on which the ranks have agreed, by the name of the gradient; None if there is no
-        agreement yet.
+    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
+    agreed: {name of a gradient: the place on which the ranks have agreed}; None if there is no agreement yet.
     """
     passes = [_in_order(order, gradients, seconds, agreed) for order in orders]
     tie = TIE if seconds else 1.0
@@ -109,8 +108,8 @@ def _in_order(
 
     order: the instructions of the pass, in the order to keep.
     gradients: the gradients that the pass returns.
-    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
-    agreed: the agreed place of each gradient, by name; None if there is no agreement yet.
+    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
+    agreed: {name of a gradient: the place on which the ranks have agreed}; None if there is no agreement yet.
     """
     if agreed is not None:
         return with_hand_overs(order, gradients, agreed, seconds)
@@ -140,7 +139,7 @@ def hand_over_places(
 ) -> dict[str, int]:
     """Decides between which two all-to-alls each gradient is handed over, to be reduced over ranks.
 
-    Returns for each gradient, by name, the number of all-to-alls that begin before it is handed over.
+    Returns {name of a gradient: number of all-to-alls that begin before it is handed over}.
 
     Reductions and all-to-alls use the same link. In the predicted timeline of the pass without reductions,
     the link is idle between some all-to-alls. Reductions should fill these idle times. Each gradient gets the
@@ -150,8 +149,8 @@ def hand_over_places(
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced,
-        and are handed over as soon as they are computed.
+    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced, and
+        are handed over as soon as they are computed.
     share: the fraction of a reduction that must fit into the idle time; 1 for the whole reduction.
     """
     begun = 0
@@ -201,9 +200,9 @@ def with_hand_overs(
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    place_of: the place of each gradient, by name, as the number of all-to-alls that begin before the place.
-        Gradients without an entry are handed over after the last all-to-all.
-    seconds: seconds of the reduction of each gradient, by name. Gradients without an entry are not reduced.
+    place_of: {name of a gradient: number of all-to-alls that begin before its place}. Gradients without an
+        entry are handed over after the last all-to-all.
+    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
 
     Raises ValueError if a gradient needs the result of an all-to-all that comes after the gradient's place.
     This happens only if the graphs of two ranks differ.

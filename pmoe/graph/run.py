@@ -74,10 +74,10 @@ class Program:
     is_agreed: whether all ranks have the plan, costs and places of rank 0. The order of the calls follows
         from these.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
-    places: for each gradient of a backward graph, by name, the number of all-to-alls that begin before the
-        gradient is handed over.
-    reductions: for each gradient that is reduced over ranks, by name, the predicted seconds of the reduction;
-        {} if no gradient is reduced.
+    places: {name of a gradient of a backward graph: number of all-to-alls that begin before the gradient is
+        handed over}.
+    reductions: {name of a gradient that is reduced over ranks: predicted seconds of the reduction}; {} if no
+        gradient is reduced.
     before: the instructions with the ranges cut, in the order of the trace.
     instructions: the same instructions, in the order in which they run.
     watch: a function of a module and its arguments that runs and times a pass. `explain` sets it. None if
@@ -252,7 +252,10 @@ class GraphRunner:
         return type(error)(f"pmoe: rank {rank} failed in {where}: {error}")
 
     def _lower(self) -> None:
-        """Makes the module that runs, from the plan and the costs of the program."""
+        """Makes the module that later passes run: cuts the plan's ranges, then orders the calls.
+
+        The plan, and the costs from which the order follows, are in ``program``.
+        """
         module = self.cutting.apply(self.program.plan)
         self._run = lowered(module, self._ordered(module))
 

@@ -525,13 +525,13 @@ class _Cutter:
         return self._call(joined_rows, values, [part[counts] for part in parts], by_expert)
 
     def _sum(self, values: Sequence[fx.Node]) -> fx.Node:
-        """Returns a node of the new graph with the sum of the parts of a tensor.
+        """Returns a node of the new graph with the sum of the summands that the parts of the batch compute.
 
-        Each part is added directly after the call that computes it, so that only one sum is in memory at any
-        time. If the parts were added at the end of the range, every part's gradient of each weight would be
-        in memory until then.
+        For example, each part of the batch computes a summand of a weight's gradient. A summand is added
+        directly after the call that computes it, so only the running sum stays in memory. If all summands
+        were added at the end, the summands of all parts would be in memory at the same time.
 
-        values: the parts, nodes of the new graph in the order of the graph.
+        values: the summands, nodes of the new graph in the order of the graph.
         """
         total, *others = values
         for value in others:

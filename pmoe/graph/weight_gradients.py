@@ -10,9 +10,10 @@ layer's weights, for which no all-to-all waits. In "moved", dW2 runs while rows 
 
 In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
 may run at any time after the instructions whose results it reads. If it runs while all other computation
-waits for an all-to-all, the pass does not get longer. Some instructions only select one of the results of
-another instruction. They always come directly after that instruction, because all its results stay in memory
-until then.
+waits for an all-to-all, the pass does not get longer.
+
+Some instructions only select one of the results of another instruction. They always come directly after that
+instruction. Until they have run, all of its results stay in memory, also those that nothing reads.
 
 The list schedule (`listed`) usually gives faster orders than Lancet's pass (`assign`, `placed`).
 `pmoe.graph.run` predicts the seconds of both orders, and takes the faster one that fits into memory.
@@ -113,7 +114,7 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     A weight gradient is any instruction that no all-to-all waits for.
 
     instructions: the pass, in order.
-    assigned: for each weight gradient that is moved, by name, the name of its all-to-all.
+    assigned: {name of a weight gradient that is moved: name of its all-to-all}.
 
     If a moved weight gradient waits for other weight gradients, those are put directly before it. If other
     weight gradients wait for the moved one, they come after it. All other instructions keep their order.
@@ -175,18 +176,20 @@ def listed(
     """Returns the instructions in the order of a list schedule, which is found by simulating both lanes.
 
     A lane is a queue of instructions. All-to-alls run on the communicate lane, all other instructions on the
-    compute lane. All-to-alls keep their order, because it must be the same on every rank. A weight gradient
-    is an instruction that no all-to-all waits for. The compute lane runs the first ready instruction that is
-    not a weight gradient. If all these instructions wait for an all-to-all, the compute lane has a gap. It
-    then runs the weight gradient whose seconds are closest to the length of the gap.
+    compute lane. All-to-alls keep their order, because it must be the same on every rank.
+
+    An instruction that no all-to-all waits for counts as a weight gradient. The compute lane runs the first
+    ready instruction that is not a weight gradient. If there is none, because every instruction that is not a
+    weight gradient waits for an all-to-all, the compute lane has a gap. It then runs the weight gradient
+    whose seconds are closest to the length of the gap.
 
     instructions: the pass, in order.
     limit: a number of bytes. While more bytes are allocated, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
-    input_bytes: bytes of each input of the graph, by name.
-    reductions: for each instruction whose result is a gradient that is reduced over ranks, by name, the
-        seconds of the reduction. While the link is idle, weight gradients that a reduction waits for run
-        before all other computation.
+    input_bytes: {name of an input of the graph: its bytes}.
+    reductions: {name of an instruction: seconds of the reduction of its result}, for each instruction whose
+        result is a gradient that is reduced over ranks. While the link is idle, weight gradients that a
+        reduction waits for run before all other computation.
     """
     return _List(instructions, limit, kept, input_bytes or {}, reductions or {}).run()
 
@@ -194,18 +197,17 @@ def listed(
 class _List:
     """The simulation behind `listed`, and its state.
 
-        by_name      the instructions by name
+        by_name      {name of an instruction: the instruction}
         place        the position of each instruction in the pass that `listed` was called with
         free         names of the weight gradients: instructions that no all-to-all waits for
         sorter       counts how many of its inputs each instruction still waits for
         ready        names of instructions whose inputs have all been scheduled
-        uses         for each result or input of the graph, by name, the number of instructions that still
-                     have to read its memory; one more if the graph returns it
-        num_bytes    bytes of each result or input of the graph, by name
+        uses         {name of a result or input of the graph: number of instructions that still have to read
+                     its memory; one more if the graph returns it}
+        num_bytes    {name of a result or input of the graph: its bytes}
         limit        a number of bytes; while more are allocated, weight gradients that free memory run first
         live_bytes   bytes that are allocated now
-        reductions   for an instruction whose result is reduced over ranks, by name, the seconds of the
-                     reduction
+        reductions   {name of an instruction whose result is reduced over ranks: seconds of the reduction}
         reduced      names of the weight gradients that a reduction waits for
         messages     names of the all-to-alls that are not scheduled yet, the next one last
         now          time until which the compute lane is scheduled, in seconds

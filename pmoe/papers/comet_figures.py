@@ -166,15 +166,18 @@ def busy_bars(
 ) -> list[Span]:
     """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw a row for each. In COMET's layer 0 (dispatch and first
-    product), a bar stands for the blocks that work on the tokens of one source rank. In layer 1 (second
-    product and combine), it stands for the blocks that work on one chunk of columns. The height of the bar is
-    the fraction of the row's blocks that it stands for. Time is cut into 200 steps, and heights are rounded
-    to 1/25. Neighbouring steps with the same height become one bar.
+    A kernel has too many thread blocks to draw a row for each, so a row of the timeline stands for many
+    blocks. A bar in the row stands for those blocks that work on the same thing at the same time:
+
+        COMET's layer 0 (dispatch and first product)    the tokens of one source rank
+        COMET's layer 1 (second product and combine)    one chunk of columns
+
+    The height of a bar is the fraction of all blocks of the row that work on this thing. Time is cut into 200
+    steps, and heights are rounded to 1/25. Neighbouring steps with the same height become one bar.
 
     run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
-    lanes: the rows of the timeline: {name of a row: (first letters of the names of its blocks, number of
-        these blocks)}.
+    lanes: the rows of the timeline: {name of a row: (prefix, number of blocks)}. A block belongs to the row
+        if its name starts with the prefix, such as "block", or with one of several prefixes.
     origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)

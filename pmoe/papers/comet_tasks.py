@@ -89,9 +89,10 @@ class DeviceRates:
 class Arriving:
     """Sizes of COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
-    rows_WE: rows_WE[level][expert] is the number of rows that arrive from rank + level for this expert of
-        this rank. The level says how many ranks away the source rank is. This rank sends the same number of
-        rows to rank - level.
+    rows_WE: rows_WE[level][expert] is the number of rows for this expert, one of this rank's experts, that
+        arrive from one source rank. The level says how many ranks away the source is: this rank has level 0,
+        the next rank has level 1, and so on. All ranks do the same, so this rank also sends this number of
+        rows to the rank that is ``level`` ranks before it.
     reduction: elements of a row (d_model).
     columns: columns of the product (d_hidden).
     element_size: bytes of an element.
@@ -118,9 +119,10 @@ class Returning:
     """Sizes of COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
     rows_E: number of rows of each expert of this rank.
-    partials_W: partials_W[level] is the number of sums that this rank sends to rank + level. One sum is sent
-        for each token of rank + level that has rows on this rank. The same number of sums arrives from
-        rank - level.
+    partials_W: partials_W[level] is the number of sums that this rank sends to one other rank: the rank that
+        is ``level`` ranks after it (0 is this rank). It sends a sum for each token of that rank that has rows
+        on this rank. All ranks do the same, so this number of sums also arrives from the rank that is
+        ``level`` ranks before it.
     tokens: tokens that this rank owns.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).
@@ -401,16 +403,20 @@ def fused_combine_tasks(
 ) -> list[FusedTask]:
     """Returns the tasks of COMET's layer 1: tiles of the product, and two sums for each token.
 
-    See section 3.1.2 and Fig. 6. The first sum, a partial sum, is computed on each rank that has rows of the
-    token. It is the sum of these rows, and it is sent to the rank that owns the token. The second sum is
-    computed by the owner, which adds the partial sums of all ranks. Partial sums are sent in pieces of 16
-    rows, those for this rank first. The communicating blocks take the pieces in turn. They also share the
+    See section 3.1.2 and Fig. 6. There are two sums:
+
+    1. Each rank that has rows of a token adds these rows. The result is a partial sum, which the rank sends
+       to the token's owner (the rank that the token came from).
+    2. The owner adds the partial sums of all ranks.
+
+    Partial sums are sent in pieces of 16 rows. The pieces for this rank's own tokens come first, then those
+    for rank + 1, and so on. The communicating blocks take the pieces in turn. They also share the work of the
     second sums of this rank's tokens.
 
-    To simulate fewer tasks, all work that a block does without waiting is one task. It is all tiles of a
-    chunk that a computing block has, or all pieces for one rank that a communicating block has. Computing
-    blocks take as long as with a task for each tile. Only the link is less exact, because a block's pieces
-    for one rank pass the link as one message.
+    To simulate fewer tasks, all work that a block does without waiting is one task. A task of a computing
+    block is all tiles of one chunk that the block computes. A task of a communicating block is all pieces of
+    one chunk that the block sends to one rank. Computing blocks take as long as with a task for each tile.
+    Only the link is less exact, because all pieces of a task pass the link as one message.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.

@@ -102,7 +102,7 @@ def actor_tasks(
     It is assumed that all ranks do the same tasks. If ``late`` is 0, they do them at the same time. So when
     this rank sends results to rank - d, rank + d sends results to this rank.
 
-    layer: numbers of rows that arrive, by level and expert. The level is d for rows that rank + d sends.
+    layer: the number of rows that arrive, for each level and expert. Rows that rank + d sends have level d.
     device: rates of the device.
     late: seconds by which the next rank, rank + 1, is behind this rank.
     ends: {name of a task: the time in seconds at which the task ends if no rank is late}. It is needed only

@@ -226,8 +226,9 @@ def lina_seconds(
 ) -> float:
     """Returns the seconds that all-reduces of gradients add to a backward pass with Lina's fixed pieces.
 
-    A piece is all-reduced when its bytes are ready and the link between nodes is idle, because experts or
-    attention are computed. It is always reduced as a whole, even if this takes longer than the link is idle.
+    A piece is a fixed number of gradient bytes (`LINA_BYTES`). While experts or attention are computed, the
+    link between nodes is idle. The all-reduce of a piece starts in such a time, as soon as all bytes of the
+    piece are computed. A piece is always reduced as a whole, even if this takes longer than the link is idle.
     Gradients that are not reduced during the pass are reduced after it.
 
     layers: number of layers.

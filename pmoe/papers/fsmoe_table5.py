@@ -341,12 +341,12 @@ def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
 
 @functools.cache
 def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float = 1.0) -> float:
-    """Returns the seconds of both passes of one layer on Testbed B, with a system's decisions.
+    """Returns the seconds of both passes of one layer on Testbed B, if a system runs the layer.
 
     A layer is attention and an MoE layer.
 
     layer: sizes of the layer.
-    plan: the decisions.
+    plan: what the system decides: the numbers of chunks, and when gradients are all-reduced.
     contention: while a collective between nodes and a collective inside the node both run, each takes this
         many times as long. With 1 they do not slow each other.
     """

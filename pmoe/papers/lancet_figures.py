@@ -287,13 +287,16 @@ def in_layers(
 
 
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
-    """Returns {name of a system: seconds of a training step}.
+    """Returns {name of a system: its simulated training step}.
 
-        no overlap         nothing is computed while all-to-alls run
-        Tutel              all-to-alls and experts of each layer run in parts of the batch
-        weight gradients   of Lancet, only weight gradients are moved beside all-to-alls
-        ranges             of Lancet, only ranges of operators are cut into parts of the batch
-        Lancet             weight gradients are moved, and ranges are cut
+    Lancet moves weight gradients beside all-to-alls, and cuts ranges of operators into parts of the batch.
+    The systems are:
+
+        "no overlap"         Nothing is computed while all-to-alls run.
+        "Tutel"              The all-to-alls and experts of each layer run in parts of the batch.
+        "weight gradients"   One half of Lancet: weight gradients are moved, and no range is cut.
+        "ranges"             The other half of Lancet: ranges are cut, and no weight gradient is moved.
+        "Lancet"             Weight gradients are moved, and ranges are cut.
 
     model: the model.
     cluster: rates of the GPUs and the network.
@@ -413,7 +416,7 @@ FIGURE6_CASES = {"(a)": (SMALL, 24), "(b)": (LARGE, 8)}
 SPANS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
 """Milliseconds of operators before and after each MoE layer that are cut together with the layer.
 
-Infinity cuts half of all operators between the layer and the next MoE layer.
+With infinity, all operators that are nearer to the layer than to another MoE layer are cut together with it.
 """
 
 
@@ -422,20 +425,21 @@ def figure6() -> list[dict[str, Any]]:
 
     A range is a run of consecutive operators that is cut into parts of the batch. A row has these fields:
 
-        figure         "(a)" or "(b)", the part of Fig. 6
-        range          the choice of ranges, see below
-        2 parts ms     milliseconds of the forward pass if every range is cut into 2 parts; there are more
-                       such fields for other numbers of parts
-        best ms        the least of these times; for "Lancet" the time that the dynamic programme predicts
+        "figure"        the part of Fig. 6, "(a)" or "(b)"
+        "range"         the choice of ranges, see below
+        "2 parts ms"    milliseconds of the forward pass if every range is cut into 2 parts. There are more
+                        fields like this one, for other numbers of parts
+        "best ms"       the smallest of these times; for "Lancet" the time that the dynamic programme predicts
 
-    The choices of ranges are
+    The choices of ranges are:
 
-        Orig.          nothing is cut
-        0 ms           each MoE layer without the operators around it, as in Tutel
-        1 ms           each MoE layer with the operators that run in the last ms before and the first ms after
-                       it; there are more such choices with other times
-        half of all    each MoE layer with half of all operators up to the next MoE layer
-        Lancet         the ranges that Lancet's dynamic programme chooses
+        "Orig."         Nothing is cut.
+        "0 ms"          A range is one MoE layer without other operators, as in Tutel.
+        "1 ms"          A range is one MoE layer with the operators of the last 1 ms before it and the first
+                        1 ms after it. There are more choices like this one, with other times.
+        "half of all"   A range is one MoE layer with all operators that are nearer to it than to another MoE
+                        layer.
+        "Lancet"        Lancet's dynamic programme chooses the ranges.
     """
     rows = []
     for name, (model, sequences) in FIGURE6_CASES.items():
@@ -484,7 +488,7 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
 
 
 def _within(instructions: Sequence[Instruction], span: float) -> int:
-    """Returns the largest number of first instructions that together take at most ``span`` seconds."""
+    """Returns how many instructions, counted from the first, take at most ``span`` seconds together."""
     return sum(
         sofar <= span for sofar in itertools.accumulate(instruction.seconds for instruction in instructions)
     )

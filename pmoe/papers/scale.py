@@ -100,8 +100,8 @@ class ScaledStep:
     def sizes(self) -> LayerSizes:
         """Sizes of one MoE layer, on the ranks that share its experts.
 
-        If there are as many ranks as experts or more, each rank holds one expert, and several groups of ranks
-        hold all experts. Otherwise the experts are divided among all ranks.
+        If there are fewer ranks than experts, the experts are divided among all ranks. Otherwise each rank
+        holds one expert. The ranks then form groups, and the ranks of each group together hold all experts.
         """
         sharing = min(self.rates.num_ranks, self.model.layer["num_experts"])
         place: dict[str, Any] = {"num_ranks": sharing, "device_type": "cuda", "dtype": torch.bfloat16}

@@ -417,7 +417,8 @@ KINDS: dict[str, Kind] = {
 
 NO_FOREIGN_FILE = {
     "pmoe/choose/search.py:from_fields": "the key of the layer itself, as JSON would give it back",
-    "pmoe/integrations/deepspeed.py:_stage": "a configuration that DeepSpeed checks next",
+    "pmoe/integrations/deepspeed.py:_entries": "a configuration that DeepSpeed checks next",
+    "pmoe/integrations/lightning.py:SpreadDDPStrategy.load_checkpoint": "a file that Lightning has read",
     "pmoe/measure/store.py:load_json": "reads for all that name it",
     "pmoe/integrations/routing_trace.py:_writers": "writes a new file",
     "pmoe/integrations/routing_trace.py:_layers_in": "a line that read_routing has read",

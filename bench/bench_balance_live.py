@@ -1,6 +1,7 @@
 """What do copies of busy experts gain? Measured on 2 ranks behind a modelled link.
 
     python bench/bench_balance_live.py [--top-k 1] [--rounds 3] [--trace FOLDER] [--modules] [--out FILE]
+    python bench/bench_balance_live.py --simulate [--top-k 1] [--modules]
 
 Two gloo ranks of one thread each, 16,384 tokens a rank, d_model 256, d_hidden 1024, 8 experts, 4 chunks, in
 float32. `pmoe.gates.forced.ForcedGate` sends 30 to 95 % of the rows to one expert, or to two experts of one
@@ -20,6 +21,9 @@ With --modules the experts of all three layers are modules, each two torch.nn.Li
 Beside each measured number stands the simulated one, named so. The simulation knows the rate of the products,
 which the balanced forward pass has without a link, and the rate of the link, and nothing else
 (`pmoe.planner.uneven_ranks`). bench/bench_balance.py simulates larger machines in the same way.
+
+With --simulate nothing is measured: the simulated ratios are printed, which depend only on the ratio of both
+rates.
 """
 
 from __future__ import annotations
@@ -47,9 +51,9 @@ from pmoe.gates import ReplayGate, TopKGate
 from pmoe.gates.forced import ForcedGate
 from pmoe.measure.profile import PROFILES
 from pmoe.planner.cluster import Cluster
-from pmoe.planner.copies import CopyPlan, plan_copies
+from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
-from pmoe.planner.uneven_ranks import UnevenLayer, uneven_pass_seconds
+from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, uneven_pass_seconds
 
 SHARES = (0.30, 0.50, 0.80, 0.95)
 LINKS = (1.0, 1 / 3)
@@ -123,29 +127,72 @@ class Setting:
         loads: rows of each expert, from both ranks.
         plan: the copies.
         """
-        parameters = 2 * self.d_model * self.d_hidden
-        row_seconds = computing / (self.tokens * self.top_k)
+        cluster = self.cluster(computing, rate)
+
+        def seconds(rows: Sequence[int], of_plan: CopyPlan | None = None) -> float:
+            ways = ("forward", "backward")
+            layer = self.uneven_layer(rows)
+            return sum(uneven_pass_seconds(layer, cluster, self.n, way, of_plan) for way in ways)
+
+        even = [sum(loads) // len(loads)] * len(loads)
+        return Simulated(seconds(even), seconds(loads), seconds(loads, plan))
+
+    def rate(self, relative: float, computing: float) -> float:
+        """Returns the bytes a second of a link.
+
+        relative: seconds of all messages of a balanced forward pass over the seconds of its computation.
+        computing: seconds of a balanced forward pass without a link.
+        """
+        return 2 * self.tokens * self.top_k / 2 * 4 * self.d_model / (relative * computing)
+
+    def cluster(self, computing: float, rate: float) -> Cluster:
+        """Returns the two ranks, with the rates of `simulated`'s arguments."""
         line = LineCost(0.0, 1 / rate)
-        cluster = Cluster(
+        row_seconds = computing / (self.tokens * self.top_k)
+        return Cluster(
             machines=1,
             ranks_per_machine=2,
             device_type="cpu",
             memory_bytes=1e12,
-            compute=LineCost(0.0, row_seconds / parameters),
+            compute=LineCost(0.0, row_seconds / (2 * self.d_model * self.d_hidden)),
             copy=line,
             inside=line,
             outside=line,
         )
 
-        def seconds(rows: Sequence[int], of_plan: CopyPlan | None = None) -> float:
-            layer = UnevenLayer(
-                loads=rows, row_bytes=4 * self.d_model, multiply_adds=parameters, expert_bytes=4 * parameters
-            )
-            ways = ("forward", "backward")
-            return sum(uneven_pass_seconds(layer, cluster, self.n, way, of_plan) for way in ways)
+    def uneven_layer(self, rows: Sequence[int]) -> UnevenLayer:
+        """Returns the layer with these rows of each expert, from both ranks."""
+        parameters = 2 * self.d_model * self.d_hidden
+        return UnevenLayer(
+            loads=rows,
+            row_bytes=4 * self.d_model,
+            multiply_adds=parameters,
+            expert_bytes=4 * parameters,
+            are_modules=self.modules,
+        )
 
-        even = [sum(loads) // len(loads)] * len(loads)
-        return Simulated(seconds(even), seconds(loads), seconds(loads, plan))
+    def simulations(self) -> list[dict[str, Any]]:
+        """Returns the simulated ratios of each forced load on each link. Nothing is measured."""
+        results = []
+        for relative in self.links:
+            rate = self.rate(relative, 1.0)
+            cluster = self.cluster(1.0, rate)
+            for load in self.loads(0):
+                rows = load.rows(2 * self.tokens * self.top_k, self.num_experts)
+                layer = self.uneven_layer(rows)
+                near, far = copy_prices(layer, cluster, trains=True)
+                limits = CopyLimits(per_rank=2, near=near, far=far)
+                plan = plan_copies(rows, layer.owners(2), nodes_of(cluster), limits)
+                took = self.simulated(1.0, rate, rows, plan)
+                results.append(
+                    {
+                        "link": round(relative, 2),
+                        "load": load.name,
+                        "simulated_with_over_balanced": took.with_copies / took.balanced,
+                        "simulated_without_over_with": took.without / took.with_copies,
+                    }
+                )
+        return results
 
 
 class Simulated(NamedTuple):
@@ -168,6 +215,16 @@ class Load:
     share: float | None = None
     choices_TK: torch.Tensor | None = None
 
+    def rows(self, total: int, num_experts: int) -> list[int]:
+        """Returns the rows of each expert that a forced load gives, of all ranks together.
+
+        total: the rows of all experts.
+        """
+        share = len(self.busy) / num_experts if self.share is None else self.share
+        hot = int(share * total) // max(len(self.busy), 1)
+        other = (total - hot * len(self.busy)) // (num_experts - len(self.busy))
+        return [hot if expert in self.busy else other for expert in range(num_experts)]
+
 
 def step(layer: pmoe.MoELayer, x: torch.Tensor, dy: torch.Tensor) -> None:
     layer.zero_grad(set_to_none=True)
@@ -189,10 +246,9 @@ def run_rank(link: Link, setting: Setting, cache: str) -> list[dict[str, Any]]:
             balanced(x)
 
     computing = interleaved({"forward": forward}, rounds=3)["forward"].median
-    row_bytes = 4 * setting.d_model
     results = []
     for relative in setting.links:
-        rate = 2 * setting.tokens * setting.top_k / 2 * row_bytes / (relative * computing)
+        rate = setting.rate(relative, computing)
         link.set_rate(rate)
         PROFILES.clear()
         for load in setting.loads(dist.get_rank()):
@@ -256,6 +312,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=Setting.tokens, help="of each rank")
     parser.add_argument("--trace", type=Path, help="folder of a recorded trace, in place of forced loads")
     parser.add_argument("--modules", action="store_true", help="experts are modules of two Linear")
+    parser.add_argument("--simulate", action="store_true", help="print simulated ratios, measure nothing")
     parser.add_argument("--out", type=Path, default=OUT, help="a .json file, or a folder")
     arguments = parser.parse_args()
     links = [link for link in LINKS if arguments.link in (None, round(link, 2))]
@@ -266,6 +323,11 @@ def main() -> None:
         links=tuple(links),
         modules=arguments.modules,
     )
+    if arguments.simulate:
+        if arguments.trace is not None:
+            parser.error("--simulate takes forced loads only: leave out --trace")
+        print(table(setting.simulations()))
+        return
     if arguments.trace is not None:
         recorded = torch.cat(
             [call for calls in pmoe.read_routing(arguments.trace).values() for call in calls]

@@ -21,7 +21,6 @@ import argparse
 import sys
 import tempfile
 import time
-from array import array
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
@@ -110,11 +109,10 @@ def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
     rows = TOKENS * TOP_K // n // EXPERTS
     counts = [rows] * (n * EXPERTS)
     calls.cut(TOKENS, 0, counts, counts)
-    ends = array("i", [0] * (2 * n * EXPERTS))
-    issued = calls.run({base: base << 32 for base in Base} | {Base.ENDS_HOST: ends.buffer_info()[0]})
+    issued = calls.run({base: base << 32 for base in Base})
     kernels = [call.kernel for call in issued if isinstance(call, Issue)]
     groups = kernels.count(Kernel.EXCHANGE)
-    copies = kernels.count(Kernel.UPLOAD) + kernels.count(Kernel.COPY)
+    copies = kernels.count(Kernel.COPY)
     # HIDDEN_GRADIENT is two launches: the second adds up partial sums.
     launches = len(kernels) - groups - copies + kernels.count(Kernel.HIDDEN_GRADIENT)
     zeroes_counters = ranks > 1 and n > 1
@@ -146,8 +144,7 @@ def timed(library: Any, ranks: int, n: int, direction: str, rounds: int, calls: 
     recorded = RecordedProgram(library, program.words())
     rows = TOKENS * TOP_K // n // EXPERTS
     counts = [rows] * (n * EXPERTS)
-    ends = array("i", [0] * (2 * n * EXPERTS))
-    bases = {base: base << 32 for base in Base} | {Base.NOWHERE: 0, Base.ENDS_HOST: ends.buffer_info()[0]}
+    bases = {base: base << 32 for base in Base} | {Base.NOWHERE: 0}
     issued = recorded.repeat(TOKENS, 0, counts, counts, bases, 10)
     samples = []
     for _ in counted(range(rounds), "round"):

@@ -142,7 +142,7 @@ class Reader:
     def _issued(self, call: Issue, parts: int, own_rank: int) -> list[Noted]:
         if call.kernel is Kernel.EXCHANGE:
             return self._exchanged(call, own_rank)
-        if call.kernel in (Kernel.UPLOAD, Kernel.COPY):
+        if call.kernel is Kernel.COPY:
             copied = self.take("copy")
             source, target = call.operands
             assert copied.numbers == (target.address, source.address, source.rows * source.row_bytes)

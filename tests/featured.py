@@ -134,6 +134,7 @@ RECIPES: dict[Feature, Recipe] = {
     Feature.CHECK_FINITE: sets("check_finite", True),
     Feature.FUSED: sets("fused", True),
     Feature.PERSISTENT: sets("fused", "persistent"),
+    Feature.PROGRAM: sets("program", True),
     Feature.SEQUENTIAL: sets("sequential", True),
     Feature.ONE_LANE: sets("one_lane", True),
     Feature.OWN_ORDER: sets("order", "einsum"),

@@ -7,10 +7,11 @@ that is missing changes results, as it would on a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -29,13 +30,17 @@ from bench.recorded_program import (
     compile_library,
     load_library,
 )
+from pmoe.comm.base import all_to_all
+from pmoe.comm.failures import wait_for
+from pmoe.comm.ranks import Ranks
+from pmoe.decide import program_choice
 from pmoe.engine.passes.base import Inputs, plan_schedule
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import row_dot
 from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
 from pmoe.experts.stacked import StackedExperts
 from pmoe.ordering.sorted import SortedOrder
-from pmoe.program.compiler import NO_TASK, compile_pass
+from pmoe.program.compiler import BEGIN, NO_TASK, compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import Base, PassProgram
 from pmoe.runners.pipeline import PipelineRunner
@@ -60,7 +65,7 @@ class Clocks:
     """The partial order of recorded calls, by vector clocks.
 
     before: for each call (`Issue`), by its place in the list: how many calls of each lane have surely ended
-        when it starts.
+        when it starts. The signal that the pass has begun counts as a call.
     place: the number of each call on its lane, from 1.
     at_end: the calls that have surely ended when the caller's next work on the compute lane starts.
     """
@@ -79,11 +84,12 @@ class Clocks:
             if isinstance(call, Wait):
                 for lane, count in at_signal.get(call.event, {}).items():
                     clock[lane] = max(clock.get(lane, 0), count)
-            elif isinstance(call, Signal):
-                at_signal[call.event] = clock.copy()
-            else:
+                continue
+            if isinstance(call, Issue) or call.event == BEGIN:
                 clocks.before[at] = clock.copy()
                 clock[call.lane] = clocks.place[at] = clock.get(call.lane, 0) + 1
+            if isinstance(call, Signal):
+                at_signal[call.event] = clock.copy()
         return clocks
 
 
@@ -101,7 +107,8 @@ def order_problem(calls: Calls, program: PassProgram, schedule: Schedule) -> str
             task = program.records[call.record].task
             of_task.setdefault("" if task == NO_TASK else names[task], []).append(at)
     first_of_tasks = min((places[0] for name, places in of_task.items() if name), default=len(calls))
-    of_task["begin"] = [at for at in of_task.pop("") if at < first_of_tasks]
+    of_task["begin"] = [at for at in of_task.pop("", []) if at < first_of_tasks]
+    of_task["begin"] += [at for at in clocks.place if isinstance(calls[at], Signal)]
 
     def follows(later: int, earlier: int) -> bool:
         lane = calls[earlier].lane
@@ -206,9 +213,6 @@ class Computing:
             return None
         return tensor_at(memory, self.dtype).view(self.experts.num_local_experts, -1)
 
-    def _upload(self, _: Issue, source: Memory, target: Memory) -> None:
-        tensor_at(target, torch.int32).copy_(tensor_at(source, torch.int32))
-
     def _copy(self, _: Issue, source: Memory, target: Memory) -> None:
         rows, out = self.rows(source, target)
         out.copy_(rows)
@@ -239,7 +243,10 @@ class Computing:
     def _hidden(
         self, _: Issue, source: Memory, w1: Memory, b1: Memory, hidden: Memory, active: Memory, ends: Memory
     ) -> None:
-        rows, hidden_NG, active_NH = self.rows(source, hidden, active)
+        rows, active_NH = self.rows(source, active)
+        hidden_NG = torch.empty(hidden.rows, hidden.columns, dtype=self.dtype)  # where nothing reads it
+        if hidden.address:
+            (hidden_NG,) = self.rows(hidden)
         expert_product(rows, self.weight(w1, "w1"), self.groups(ends), self.bias(b1), out=hidden_NG)
         self.experts.activate(hidden_NG, active_NH)
 
@@ -301,6 +308,101 @@ class Computing:
         total.total = tensor_at(memory, self.dtype).view(shape)
         total.is_empty = not call.flag
         return total
+
+
+# ---- layers whose passes are programs
+
+
+@dataclass
+class CpuCut:
+    """The numbers of a call, which `CpuProgram` keeps until its next call."""
+
+    arena_bytes: int
+
+
+class CpuProgram:
+    """A program in the interpreter, whose recorded calls compute on the CPU (`pmoe.program.backend`).
+
+    computing: computes the calls.
+    seed: seed of the orders in which calls are computed. Each order is one that lanes and events allow.
+    """
+
+    def __init__(self, program: PassProgram, schedule: Schedule, computing: Computing, seed: int) -> None:
+        self.program = program
+        self.schedule = schedule
+        self.computing = computing
+        self.recorded = RecordedProgram(library(), program.words())
+        self.generator = random.Random(seed)
+
+    def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> CpuCut:
+        counts = (each.flatten().tolist() for each in (send_nWE, recv_nWE))
+        return CpuCut(self.recorded.cut(tokens, rank, *counts))
+
+    def workspace_bytes(self, cut: CpuCut) -> int:
+        return 0
+
+    def run(
+        self, cut: CpuCut, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int
+    ) -> None:
+        calls = self.recorded.run(bases)
+        assert order_problem(calls, self.program, self.schedule) is None
+        for call in in_some_order(calls, self.generator):
+            self.computing.run(call)
+
+
+class CpuBackend:
+    """Runs programs of layers in float64 on the CPU, over gloo.
+
+    seed: seed of the orders in which calls are computed.
+    loaded: the programs that were loaded.
+    """
+
+    device_type = "cpu"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.loaded: list[CpuProgram] = []
+
+    def refusal(self, shape: LayerShape, rows: Tensor) -> str | None:
+        return None if rows.dtype == torch.float64 else f"tests compute programs in float64: {rows.dtype}"
+
+    def connect(self, ranks: Ranks, device: torch.device) -> Exchange:
+        def exchange(rows: Tensor, send: Sequence[int], out: Tensor, recv: Sequence[int]) -> None:
+            assert ranks.group is not None
+            wait_for(all_to_all(rows.contiguous(), send, out, recv, ranks.group), ranks.group)
+
+        return exchange
+
+    def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
+        return {}
+
+    def load(
+        self,
+        program: PassProgram,
+        schedule: Schedule,
+        *,
+        experts: StackedExperts,
+        dtype: torch.dtype,
+        device: torch.device,
+        communicator: Exchange | None,
+    ) -> CpuProgram:
+        computing = Computing(experts, communicator or copy_own_rows, dtype)
+        loaded = CpuProgram(program, schedule, computing, self.seed)
+        self.loaded.append(loaded)
+        return loaded
+
+
+def copy_own_rows(rows: Tensor, send: Sequence[int], out: Tensor, recv: Sequence[int]) -> None:
+    """The all-to-all of a single rank that sends rows to itself."""
+    out.copy_(rows)
+
+
+@contextlib.contextmanager
+def on_cpu(backend: CpuBackend | None = None) -> Iterator[CpuBackend]:
+    """Lets layers with ``Switches(program=True)`` run as programs on the CPU in the block."""
+    backend = backend or CpuBackend()
+    with mock.patch.dict(program_choice.BACKENDS, {"cpu": backend}):
+        yield backend
 
 
 # ---- a call of a layer by programs
@@ -413,12 +515,13 @@ class ProgramCall:
         self.put(SAVED_T_DI_L=unset(num_local, width, dtype=row))
         self.put(SAVED_T_M=unset(num_received, columns, dtype=row))
         self.put(SAVED_T_M_L=unset(num_local, columns, dtype=row))
-        ends = torch.zeros(2 * self.send.shape[0] * self.shape.local_experts, dtype=torch.int32)
-        self.put(ENDS_HOST=ends, ENDS=ends.clone())
+        units = [chunk.received for chunk in pass_plan.chunks if self.shape.sends]
+        units += [piece.groups for piece in pass_plan.pieces]
+        self.put(ENDS=torch.stack([groups.ends_E for groups in units]))
 
     def layer_shape(self) -> LayerShape:
         inputs = self.call.inputs
-        return LayerShape.of(self.call.plan, inputs.x_TM, inputs.weight_TK)
+        return LayerShape.of(self.call.plan.modules, inputs.x_TM, inputs.weight_TK)
 
     def put(self, **tensors: Tensor) -> None:
         """Places tensors at the bases of these names."""

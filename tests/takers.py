@@ -20,8 +20,10 @@ from pmoe.decide import begin
 from pmoe.graph import run
 from pmoe.runners import one_rank
 from pmoe.runners.features import Feature, refused
+from tests import featured
 from tests.featured import Features, build, differences, expected, found, given, sentence, tokens
 from tests.plain_steps import plain_steps, using
+from tests.programs import on_cpu
 
 
 def wrong_refusal(message: str, component: str, asked: set[Feature]) -> Iterator[str]:
@@ -112,6 +114,30 @@ def by_fused_kernels(features: Features, component: str = "fused") -> Iterator[s
 
 def by_persistent_kernels(features: Features) -> Iterator[str]:
     yield from by_fused_kernels(features, "persistent")
+
+
+def by_programs(features: Features) -> Iterator[str]:
+    """Programs take no layer without ring slots, so layers get them unless a feature decides on them."""
+    slots = {Feature.ROTATES} if featured.fit({*features, Feature.PROGRAM, Feature.ROTATES}) else set()
+    layer = built({*features, Feature.PROGRAM, *slots})
+    if isinstance(layer, list):
+        yield from layer
+        return
+    warn.GIVEN.clear()
+    with on_cpu(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step = found(layer)
+    yield from differences(step, expected(layer))
+    assert layer.ran is not None
+    asked = {*layer.layer_modules.features}
+    not_taken = refused("program", asked)
+    messages = [str(each.message) for each in told if "program (True)" in str(each.message)]
+    if layer.ran.path == "program":
+        yield from [] if not_taken is None else [f"by programs, though {not_taken.name} is not taken"]
+    elif not messages:
+        yield "by the engine, and no reason given"
+    elif "memory_reuse=False" not in messages[0] and "the same chunks" not in messages[0]:
+        yield from wrong_refusal(messages[0], "program", asked)
 
 
 def by_one_ranks_kernels(features: Features) -> Iterator[str]:
@@ -235,6 +261,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "batch invariance": batch_invariant,
     "fused": by_fused_kernels,
     "persistent": by_persistent_kernels,
+    "program": by_programs,
     "one rank": by_one_ranks_kernels,
     "few rows": by_few_rows,
     "graph of one rank": in_a_graph,

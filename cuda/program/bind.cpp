@@ -56,8 +56,7 @@ void bind_program(py::module_& m) {
            "Waits until all ranks have come.");
   py::class_<program::Cut>(m, "PassCut", py::module_local(),
                            "The numbers of one call, computed from its row counts.")
-      .def_readonly("arena_bytes", &program::Cut::arena_bytes, "Bytes of all ring slots.")
-      .def_property_readonly("num_ends", [](const program::Cut& self) { return self.ends.size(); });
+      .def_readonly("arena_bytes", &program::Cut::arena_bytes, "Bytes of all ring slots.");
   py::class_<program::CudaProgram>(m, "PassProgram", py::module_local(),
                                    "A pass program that was loaded for a CUDA device.")
       .def(py::init(&load), py::kw_only(), arg("words"), arg("labels"), arg("device"), arg("hopper"),

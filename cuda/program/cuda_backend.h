@@ -159,7 +159,7 @@ class CudaBackend {
         if (operand(i).row_bytes != sizeof(float) && operand(i).row_bytes % 16)
           return "has rows that are not multiples of 16 bytes";
     }
-    const bool moves = record.kernel == kCopy || record.kernel == kUpload || record.kernel == kExchange;
+    const bool moves = record.kernel == kCopy || record.kernel == kExchange;
     if (moves && operand(0).row_bytes != operand(1).row_bytes) return "copies between rows of unequal bytes";
     return nullptr;
   }

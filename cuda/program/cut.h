@@ -54,8 +54,6 @@ class Words {
 
   int64_t num_numbers() const { return first_slot() + header_->slots; }
   int64_t first_slot() const { return kNumWhole + header_->chunks * kNumOfChunk; }
-  // The units of rows that experts compute in one task: received rows of each chunk, then those that stay.
-  int64_t units() const { return header_->chunks * (header_->sends + header_->keeps_own); }
   // For each chunk the rows sent to and received from each rank; then the same sums over all chunks.
   int64_t lines() const { return 2 * header_->chunks + 2; }
 
@@ -109,7 +107,6 @@ class Words {
 struct Cut {
   std::vector<int64_t> numbers;
   std::vector<int64_t> rows_by_rank;  // (Words::lines(), W)
-  std::vector<int32_t> ends;          // (Words::units(), E_local): where each expert's rows end
   int64_t arena_bytes = 0;            // all ring slots together
 
   // Throws std::invalid_argument for a rank or a count that cannot be.
@@ -121,10 +118,8 @@ struct Cut {
                                   std::to_string(counts.tokens) + ") must not be negative");
     numbers.assign(words.num_numbers(), 0);
     rows_by_rank.assign(words.lines() * header.ranks, 0);
-    ends.assign(words.units() * header.local_experts, 0);
     count_rows(header, counts);
     place_rows(header, counts.tokens);
-    numbers[kUnits] = words.units();
     lay_out_slots(words);
   }
 
@@ -139,8 +134,6 @@ struct Cut {
       int64_t* chunk = &numbers[kNumWhole + i * kNumOfChunk];
       int64_t* sent = &rows_by_rank[2 * i * ranks];
       int64_t* received = sent + ranks;
-      int32_t* ends_received = header.sends ? &ends[i * experts] : nullptr;
-      int32_t* ends_local = header.keeps_own ? &ends[(header.sends * header.chunks + i) * experts] : nullptr;
       int64_t sources = 0;
       int64_t rows = 0;
       int64_t rows_staying = 0;
@@ -151,19 +144,17 @@ struct Cut {
           const int64_t leaving = counts.send[at];
           const int64_t coming = counts.recv[at];
           if (leaving < 0 || coming < 0) refuse_count(i, leaving < 0 ? leaving : coming);
-          // The ends are 32-bit numbers, as kernels read them.
+          // Kernels read where each expert's rows end as 32-bit numbers.
           rows += stays ? 0 : coming;
           rows_staying += stays ? leaving : 0;
           if (rows > INT32_MAX || rows_staying > INT32_MAX) refuse_count(i, larger(rows, rows_staying));
           if (stays) {
             chunk[kLocal] += leaving;
-            ends_local[expert] = static_cast<int32_t>(leaving);
           } else {
             if (!header.sends && (leaving || coming))
               throw std::invalid_argument("rows must stay: the program sends none");
             sent[rank] += leaving;
             received[rank] += coming;
-            if (header.sends) ends_received[expert] += static_cast<int32_t>(coming);
           }
         }
         sources += received[rank] > 0;
@@ -177,8 +168,6 @@ struct Cut {
     int64_t sources = 0;
     for (int64_t rank = 0; rank < ranks; ++rank) sources += all_received[rank] > 0;
     numbers[kMessageIsSorted] = sources > 1;
-    for (size_t line = 0; line < ends.size(); line += experts)
-      for (int64_t expert = 1; expert < experts; ++expert) ends[line + expert] += ends[line + expert - 1];
   }
 
   [[noreturn]] static void refuse_count(int64_t chunk, int64_t count) {
@@ -209,6 +198,10 @@ struct Cut {
       local += chunk[kLocal];
       received += chunk[kReceived];
     }
+    // Kernels read the index of a row as a 32-bit number.
+    if (larger(row, received) > INT32_MAX)
+      throw std::invalid_argument("rows of all chunks (" + std::to_string(larger(row, received)) +
+                                  ") must be at most 2147483647");
     numbers[kOne] = 1;
     numbers[kRows] = row;
     numbers[kReceivedRows] = received;

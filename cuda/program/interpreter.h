@@ -10,8 +10,6 @@
 // down.
 #pragma once
 
-#include <cstring>
-
 #include "program/cut.h"
 
 namespace pmoe::program {
@@ -86,7 +84,6 @@ inline int issue(const Words& words, const Record& record, int64_t index, const 
   switch (record.kernel) {
     case kExchange:
       return backend.exchange(backend.self, call);
-    case kUpload:
     case kCopy:
       return backend.copy(backend.self, call);
     default:
@@ -95,13 +92,7 @@ inline int issue(const Words& words, const Record& record, int64_t index, const 
 }
 
 // Issues all calls of a pass. Nothing is waited for on the host.
-//
-// The table of ends is first written to bases[kEndsHost], which must have room for Cut::ends and must not be
-// read by an earlier pass any more.
 inline Ending run(const Words& words, const Cut& cut, const Places& places, const Backend& backend) {
-  if (!cut.ends.empty())
-    std::memcpy(reinterpret_cast<void*>(places.bases[kEndsHost]), cut.ends.data(),
-                cut.ends.size() * sizeof(int32_t));
   for (int64_t i = 0; i < words.header().records; ++i) {
     const Record& record = words.record(i);
     const int64_t stream = places.streams[record.lane];

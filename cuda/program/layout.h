@@ -18,7 +18,7 @@
 
 namespace pmoe::program {
 
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 constexpr int kMaxOperands = 8;
 
 // The lanes of a schedule, in the order of pmoe.schedule.tasks.Lane. A call has a stream for each.
@@ -30,15 +30,13 @@ constexpr int64_t kAlignment = 256;
 // The kernels that the interpreter itself knows. A backend knows the others (pmoe.program.records.Kernel).
 enum Kernel : int64_t {
   kNothing = 0,   // only waits and signals
-  kUpload = 1,    // copies the ends of the experts' rows to the device
-  kCopy = 2,      // copies rows between device and host
-  kExchange = 3,  // all-to-all
+  kCopy = 1,      // copies rows between device and host
+  kExchange = 2,  // all-to-all
 };
 
 // Memory whose address the interpreter itself uses. The others are in pmoe.program.records.Base.
 enum Base : int64_t {
-  kNowhere = 0,   // address 0: a bias that the experts do not have
-  kEndsHost = 1,  // host memory in which the interpreter writes the ends of the experts' rows
+  kNowhere = 0,  // address 0: a bias that the experts do not have, or a result that nothing reads
 };
 
 // Numbers of a call as a whole: the beginning of `numbers`. "Sorted rows" are all rows of this rank's tokens,
@@ -49,7 +47,6 @@ enum Whole : int {
   kRows,               // sorted rows
   kSentRows,           // rows that all chunks send
   kReceivedRows,       // rows that all chunks receive
-  kUnits,              // lines of the table of ends
   kMessageIsSorted,    // 1 if routing weights come from several ranks and must be sorted, else 0
   kMessageIsStraight,  // 1 - kMessageIsSorted
   kNumWhole,

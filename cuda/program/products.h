@@ -12,19 +12,19 @@ namespace pmoe::program {
 // The kernels that a backend over CUDA knows besides those of layout.h: pmoe.program.records.Kernel. It has
 // none for kBiasDots, kScale and kBiasGradient, which only experts with biases need.
 enum DeviceKernel : int64_t {
-  kTake = 4,
-  kPut = 5,
-  kPlace = 6,
-  kSum = 7,
-  kHidden = 8,
-  kOutput = 9,
-  kRecompute = 10,
-  kHiddenGradient = 11,
-  kBiasDots = 12,
-  kInputGradient = 13,
-  kScale = 14,
-  kWeightGradient = 15,
-  kBiasGradient = 16,
+  kTake = 3,
+  kPut = 4,
+  kPlace = 5,
+  kSum = 6,
+  kHidden = 7,
+  kOutput = 8,
+  kRecompute = 9,
+  kHiddenGradient = 10,
+  kBiasDots = 11,
+  kInputGradient = 12,
+  kScale = 13,
+  kWeightGradient = 14,
+  kBiasGradient = 15,
 };
 
 // Facts of the device and of the experts that are not in a program's words.

@@ -29,6 +29,11 @@ from pmoe.schedule.restore import Restore
 if TYPE_CHECKING:
     from pmoe.engine.plan.copies import HostedCopies
     from pmoe.kernels.comet.backend import Steps
+    from pmoe.program.backend import Programs
+
+
+IN_CHUNKS: tuple[Path, ...] = ("pipeline", "program")
+"""The paths whose forward pass runs in chunks."""
 
 
 class LastRowCounts(Protocol):
@@ -82,6 +87,7 @@ class AgreedChoice:
         steps    the operators of the fused kernels; None if fused kernels compute neither pass
         copies   the copies of busy experts on all ranks, and which of them this rank hosts and sends; None
                  for no copies
+        programs the pass programs that run the chunks; None if the engine runs them
 
     The second pass of activation checkpointing takes this record and the routing from the first pass. All
     other decisions follow from these two without communication.
@@ -91,6 +97,7 @@ class AgreedChoice:
     choice: Choice | None = None
     steps: Steps | None = None
     copies: HostedCopies | None = None
+    programs: Programs | None = None
 
 
 class CountsSource(Protocol):
@@ -252,7 +259,7 @@ class LastCall:
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,
-            forward=len(plan.forward.chunks) if plan is not None and path == "pipeline" else None,
+            forward=len(plan.forward.chunks) if plan is not None and path in IN_CHUNKS else None,
             backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
             restore=decision.restore if needs_grad else None,
             balance=decision.balance,

@@ -81,6 +81,7 @@ def features_of(modules: LayerModules) -> frozenset[Feature]:
         Feature.CHECK_FINITE: bool(options.check_finite),
         Feature.FUSED: options.fused not in (False, "persistent"),
         Feature.PERSISTENT: options.fused == "persistent",
+        Feature.PROGRAM: switches.program,
         Feature.SEQUENTIAL: switches.sequential,
         Feature.ONE_LANE: switches.one_lane,
         Feature.OWN_ORDER: type(modules.order) is not SortedOrder,

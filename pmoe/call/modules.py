@@ -238,7 +238,7 @@ class LayerModules(PassModules):
         is_sharded = self.grid.is_sharded
         has_hooks = self.hooks is not None
         local = options.switches.bypass_local and not (is_sharded or has_hooks or options.send_once)
-        return Stages(
+        stages = Stages(
             local=local,
             remote=self.ranks.size > 1 or not local,
             sharded=is_sharded,
@@ -246,10 +246,8 @@ class LayerModules(PassModules):
             shared=self.shared_expert is not None,
             gradients=self.gradients is not None,
             one_lane=options.switches.one_lane,
-            copies=None if copies is None else copies.fate,
-            relays_copies=copies is not None and copies.relays,
-            frozen_copies=copies is not None and copies.are_frozen,
         )
+        return stages if copies is None else copies.in_stages(stages, rotates=self.rotates)
 
     @functools.cached_property
     def rotates(self) -> bool:

@@ -46,13 +46,16 @@ MOST_COPIES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Switches:
-    """Switches that turn parts of a layer off, so that benchmarks and tests can measure without them.
+    """Switches for benchmarks and tests: they turn parts of a layer off, or replace the engine.
 
     bypass_local: whether rows whose expert is on this rank stay there. False sends them by the all-to-all,
         like all other rows.
     sequential: whether every task waits for the task before it: the baseline of overlap measurements.
     one_lane: whether collectives inside a node and between nodes wait for each other: the baseline with which
         FSMoE is compared.
+    program: whether compiled programs run both passes on CUDA devices, in place of Python's engine
+        (`pmoe.program`). Layers and calls that programs do not take run by the engine, with a warning once
+        for each reason. Programs have never run on a GPU.
 
     All ranks must set the same switches. Raises TypeError for a value that is not True or False.
 
@@ -62,6 +65,7 @@ class Switches:
     bypass_local: bool = True
     sequential: bool = False
     one_lane: bool = False
+    program: bool = False
 
     def __post_init__(self) -> None:
         for switch in fields(self):
@@ -188,16 +192,17 @@ class LayerOptions:
 
     @functools.cached_property
     def needs_special_source(self) -> bool:
-        """Whether getting a call's row counts may take more than one plain exchange among the ranks.
+        """Whether a call may need more of its ranks than one plain exchange of row counts.
 
-        This is so with three options:
+        This is so with four options:
 
+            program            (in ``switches``) the ranks also agree on whether programs can run the call
             fused              the ranks also agree on whether fused kernels can compute the call
             balance            counts are exchanged again if busy experts get copies on other ranks
             pipeline="solve"   counts are exchanged again if the solver takes numbers of chunks that the
                                counts of the first exchange do not fit
         """
-        return bool(self.fused or self.solves or self.balance)
+        return bool(self.fused or self.solves or self.balance or self.switches.program)
 
     @functools.cached_property
     def rotates(self) -> bool:

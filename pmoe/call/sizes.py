@@ -117,6 +117,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         + bool(getattr(modules.router, "z_loss_weight", 0)),
         cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=options.rotates,
+        programs=options.switches.program and device_type == "cuda" and modules.refusal("program") is None,
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         packs_tokens=device_type == "cpu" and copies_bytes(modules.order),
@@ -173,8 +174,11 @@ def _gathered_elements(parameter: Any) -> int:
     FSDP2 may have split these elements over the ranks that hold copies of the experts. All of them count,
     whether they are gathered or not.
 
-    parameter: a DTensor of any shape, on a mesh with named dimensions.
+    parameter: a DTensor of any shape, on a mesh with named dimensions. A gathered parameter of an expert that
+        is a module is a plain tensor.
     """
+    if not hasattr(parameter, "device_mesh"):
+        return int(parameter.numel())
     mesh = parameter.device_mesh
     elements: int = parameter.numel()
     for name, placement in zip(mesh.mesh_dim_names, parameter.placements, strict=True):

@@ -582,8 +582,8 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         exchanges=(modules.dispatch, modules.combine),
         bypass_local=modules.stages.local,
     )
-    if orders.modules.copies is not None:  # rows for copies are sent, also to their own rank
-        exchange.num_staying = modules.experts.num_local_experts
+    if orders.modules.copies is not None:  # with ring slots, rows for copies are sent, also to their own rank
+        exchange.num_staying = len(orders.modules.staying)
     shared_weight = inputs.shared_weight_T
     part = replace(
         inputs,

@@ -196,9 +196,9 @@ class RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
-        num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The
-            experts after them are copies of other ranks' experts. Rows for copies are always sent, so their
-            counts stay. None if there are no copies.
+        num_staying: number of the rank's first experts whose rows count as 0; None for all. The rank's own
+            experts come first, then its copies of other ranks' experts. If rows for copies are sent, this is
+            the number of its own experts.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -237,9 +237,9 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
 
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
-    num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The experts
-        after them are copies of other ranks' experts. Rows for copies are always sent, so their counts stay.
-        None if there are no copies.
+    num_staying: number of the rank's first experts whose rows count as 0; None for all. The rank's own
+        experts come first, then its copies of other ranks' experts. If rows for copies are sent, this is the
+        number of its own experts.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -262,8 +262,8 @@ class Slots:
         counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
-        without being sent. The experts after them are copies of other ranks' experts. Rows for copies are
-        always sent. None if there are no copies.
+        without being sent. The experts after them are copies of other ranks' experts. With ring slots, rows
+        for copies are always sent. None if there are no copies.
     total_slack: a number in layers with copies of busy experts, None in other layers. With None, only the
         rows that arrive are limited. With a number, the rows of a chunk that this rank sends must also fit
         into a slot, and so must the rows of a chunk that stay on this rank. In addition,
@@ -434,10 +434,10 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
     chunk's rows stay on their rank, so a slot needs room only for the other (W - 1) / W. Without copies,
     slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
 
-    In a layer with copies, slots have no reserve, because it would always cost memory: rows for copies are
-    always sent, so a rank that hosts copies would fill the reserve in every call. Instead, a chunk that has
-    more rows than a slot has room for is cut into smaller chunks. `Slots.total_slack` also limits the rows
-    that a rank sends in a chunk, and the rows that stay on the rank. The result is
+    In a layer with copies, slots have no reserve, because it would always cost memory: with ring slots, rows
+    for copies are always sent, so a rank that hosts copies would fill the reserve in every call. Instead, a
+    chunk that has more rows than a slot has room for is cut into smaller chunks. `Slots.total_slack` also
+    limits the rows that a rank sends in a chunk, and the rows that stay on the rank. The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -607,9 +607,10 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: how many of a rank's experts are its own; they come first. The experts after them are copies
-        of other ranks' experts. With ``bypass_local``, rows from a rank to its own experts are not sent, but
-        rows to copies always are. None if there are no copies. The caller may set the number before `finish`.
+    num_staying: number of a rank's first experts for which the rank's own rows are not sent; None for all.
+        Only used with ``bypass_local``. A rank's own experts come first, then its copies of other ranks'
+        experts. If rows for copies are sent, this is the number of its own experts. The caller may set the
+        number before `finish`.
     """
 
     tokens_W: Tensor

@@ -163,8 +163,8 @@ class BalancedCounts(ExactCounts):
                 own_place=modules.grid.ep.rank, num_experts=modules.options.num_experts, marks=marks
             )
         exchange = super()._begin_exchange(fault)
-        if self.copies is not None:  # rows for copies are sent, also to their own rank
-            exchange.num_staying = modules.experts.num_local_experts
+        if self.copies is not None:  # with ring slots, rows for copies are sent, also to their own rank
+            exchange.num_staying = len(self.orders.modules.staying)
         return exchange
 
     def sort_early(self) -> None:

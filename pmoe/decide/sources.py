@@ -7,13 +7,14 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns the source of its row counts: the first of six that is possible.
+    """Routes a call and returns the source of its row counts: the first of seven that is possible.
 
-    Row counts say how many rows each rank sends to each expert. The six sources, in the order in which they
+    Row counts say how many rows each rank sends to each expert. The seven sources, in the order in which they
     are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
+        ProgramCounts   compiled programs may run the call: ranks exchange counts, and agree on the programs
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
                         rank, they exchange counts a second time
@@ -30,19 +31,29 @@ def counts_source(call: Call) -> CountsSource:
         source = OneRankCounts.of(call)
         if source is not None:
             return source
+    if modules.options.needs_special_source:
+        return _special_source(call)
     if modules.options.pad_to_capacity:
         from pmoe.decide.padded_counts import PaddedCounts
 
         return PaddedCounts(call)
-    if modules.options.needs_special_source:
-        return _special_source(call)
     from pmoe.decide.exact_counts import ExactCounts
 
     return ExactCounts(call)
 
 
 def _special_source(call: Call) -> CountsSource:
-    """Returns the source of row counts of a layer with ``balance``, ``fused`` or ``pipeline="solve"``."""
+    """Returns the source of row counts of a layer with programs, ``balance``, ``fused`` or "solve"."""
+    if call.modules.options.switches.program:
+        from pmoe.decide.program_choice import takes_layer
+        from pmoe.decide.program_counts import ProgramCounts, ProgramSolverCounts
+
+        if takes_layer(call.modules):
+            return (ProgramSolverCounts if call.modules.options.solves else ProgramCounts)(call)
+    if call.modules.options.pad_to_capacity:
+        from pmoe.decide.padded_counts import PaddedCounts
+
+        return PaddedCounts(call)
     if call.modules.options.balance and call.modules.grid.ep.size > 1:
         from pmoe.decide.balanced_counts import BalancedCounts, BalancedSolverCounts
 

@@ -19,10 +19,13 @@ from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import without_autocast
 
-Path = Literal["pipeline", "one rank", "few rows", "fused", "fused forward", "persistent", "whole graph"]
+Path = Literal[
+    "pipeline", "program", "one rank", "few rows", "fused", "fused forward", "persistent", "whole graph"
+]
 """The implementation that computed a call:
 
     pipeline        pmoe's engine, in chunks (micro-batches)
+    program         compiled pass programs, in chunks
     one rank        kernels for layers on a single rank
     few rows        one product for each expert without a plan, for small calls without gradients
     fused           COMET's fused CUDA kernels in both passes

@@ -193,6 +193,8 @@ def is_gathered(experts: Any) -> bool:
 
     experts: this rank's experts (a `pmoe.Experts`).
     """
+    if experts.are_modules:  # they are DTensors only while they are sharded
+        return not any(hasattr(experts.get_parameter(name), "to_local") for name in experts.copy_parts)
     return all(
         tuple(getattr(experts, name).placements) == experts.placements[name]
         for name in experts.copy_parts

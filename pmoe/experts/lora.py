@@ -88,6 +88,7 @@ class Adapter(nn.Module):
     first_expert: the number of this rank's first expert among all experts.
     copy_parts: for each matrix that FSDP2 shards over the ranks with the same experts, by name: the dimension
         that is sharded, and this rank's part of this dimension (`Experts.copy_parts`).
+    left_out: FSDP2's records of the matrices while the adapter is removed from experts that FSDP2 shards.
     targets: the names of the weights that get an adapter.
     """
 
@@ -95,6 +96,7 @@ class Adapter(nn.Module):
     first_expert: int = 0
     shard: Shard = WHOLE
     copy_parts: Mapping[str, tuple[int, Shard]] = {}
+    left_out: Sequence[Any] = ()
     alpha: float
     targets: tuple[str, ...]
 

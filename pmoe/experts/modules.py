@@ -117,6 +117,12 @@ class ModuleExperts(Experts):
         self.local = self.local[experts]
         self.num_local_experts = len(self.local)
 
+    def mark_parameters(self) -> None:
+        super().mark_parameters()
+        for name in self.copy_parts:
+            # The parameter is a DTensor over the ranks with the same experts only.
+            self.get_parameter(name).over_copies_only = True  # type: ignore[attr-defined]
+
     def operands(self) -> list[Tensor]:
         """Returns the modules' parameters, each of any shape.
 

@@ -72,8 +72,7 @@ class ExpertsWithCopies:
     def _own_groups(self, groups: RowGroups) -> RowGroups:
         """Returns how many rows each of this rank's own experts has, without the copies.
 
-        groups: the numbers of rows of each own expert. If the rows came from other ranks, the numbers of rows
-            of each copy follow.
+        groups: the numbers of rows of each own expert. The numbers of rows of each copy may follow.
         """
         count = self._experts.num_local_experts
         if len(groups.counts) == count:

@@ -27,9 +27,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_count, check_module
+from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.ranks import Ranks
 from pmoe.experts.modules import ModuleExperts
+from pmoe.integrations.model_layers import check_not_wrapped
 from pmoe.layer import MoELayer
 from pmoe.measure.store import load_json
 from pmoe.training.clipping import clip_grad_norm_
@@ -54,6 +59,22 @@ EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 MARKER = "deepspeed"
 """Name of the `Marker` in a `MoELayer`."""
 
+WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, deepspeed.DeepSpeedEngine)
+"""Wrappers that must not be around a model that DeepSpeed gets, or around a part of it."""
+
+COMPARED = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16",
+    "fp16",
+)
+"""Entries of DeepSpeed's configuration that must be the same on all ranks, beside ZeRO's stage.
+
+They decide which collectives a step has, so ranks with different values would wait for each other.
+"""
+
 __all__ = ["Marker", "group", "initialize", "mark"]
 
 
@@ -64,16 +85,19 @@ def group(ep_size: int) -> dist.ProcessGroup:
 
     ep_size: number of ranks over which experts are spread; it must divide the number of all ranks.
 
-    Raises RuntimeError if there is no process group, ValueError for a wrong number.
+    Raises RuntimeError if there is no process group. Raises ValueError or TypeError on all ranks if the
+    number of any rank is wrong, or if the numbers of ranks differ.
     """
-    check_count(ep_size=ep_size)
     if not dist.is_initialized():
         raise RuntimeError(
             "deepspeed.init_distributed() must be called before pmoe.integrations.deepspeed.group"
         )
-    world = dist.get_world_size()
-    if world % ep_size:
-        raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({world})")
+    ranks = Ranks()
+    with all_fail_together(ranks, stage="checking ep_size for DeepSpeed"):
+        check_count(ep_size=ep_size)
+        if ranks.size % ep_size:
+            raise ValueError(f"ep_size ({ep_size}) must divide the number of ranks ({ranks.size})")
+    _check_same(ranks, {"ep_size": ep_size})
     name = _name(ep_size)
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
@@ -98,15 +122,16 @@ def initialize(
     Without ZeRO and in float32, DeepSpeed would clip gradients by the mean of the ranks' norms, as if all
     ranks had the same experts. In this case the engine clips by `pmoe.clip_grad_norm_` instead.
 
-    Raises ValueError if the model has no MoE layer, for ZeRO's stage 3, or if DeepSpeed cannot reduce the
-    gradients of a layer's experts, for example because the layer was built with another group.
+    Collective. Raises what `mark` raises. Raises ValueError or TypeError on all ranks if the configuration of
+    any rank is wrong or has ZeRO's stage 3, or if ranks have different values of the stage or of an entry in
+    `COMPARED`.
     """
-    stage = _stage(config)
-    if stage == 3:
-        raise ValueError(
-            "zero_optimization (stage 3) must be 0, 1 or 2: DeepSpeed takes only its own layers in "
-            "stage 3. Use stage 2, or FSDP2 by pmoe.parallelize and fully_shard"
-        )
+    ranks = Ranks()
+    with all_fail_together(ranks, stage="checking the configuration for DeepSpeed"):
+        entries = _entries(config)
+        stage = _stage(entries)
+    compared = {f"config's {name}": entries.get(name) for name in COMPARED}
+    _check_same(ranks, {"config's zero_optimization (stage)": stage, **compared})
     mark(model)
     made = deepspeed.initialize(model=model, config=config, **arguments)
     engine = made[0]
@@ -121,19 +146,18 @@ def mark(model: nn.Module) -> None:
     model: a model whose MoE layers were built with ``group=group(ep_size)``, and which `pmoe.parallelize` has
         not changed.
 
-    Raises ValueError if the model has no MoE layer, or if DeepSpeed cannot reduce the gradients of a layer's
-    experts, for example because the layer was built with another group.
+    Collective. Raises ValueError or TypeError on all ranks in these cases:
+
+    - The model of any rank has no MoE layer, or a wrapper such as DistributedDataParallel is around it.
+    - DeepSpeed cannot reduce the gradients of a layer's experts, for example because the layer was built with
+      another group.
+    - The models of ranks have different layers, or a layer's experts are spread over different numbers of
+      ranks.
     """
-    check_module(model=model)
-    _warn_of_release()
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)}
-    if not layers:
-        raise ValueError(
-            f"model ({type(model).__name__}) must contain a pmoe.MoELayer; without one, call "
-            "deepspeed.initialize"
-        )
-    for name, layer in layers.items():
-        _check_layer(name, layer)
+    ranks = Ranks()
+    with all_fail_together(ranks, stage="checking a model for DeepSpeed"):
+        layers = _checked_layers(model)
+    _check_same(ranks, {f"{name or 'model'}'s ep_size": layer.ranks.size for name, layer in layers.items()})
     for layer in layers.values():
         for parameter in layer.experts.parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -236,16 +260,34 @@ def _name(ep_size: int) -> str:
     return f"ep_size_{ep_size}"
 
 
-def _stage(config: object) -> int:
-    """Returns ZeRO's stage in a configuration of DeepSpeed, 0 to 3.
+def _entries(config: object) -> Mapping[str, Any]:
+    """Returns a configuration of DeepSpeed as a mapping.
 
     config: the configuration, or the path of its JSON file.
+
+    Raises TypeError if it is neither, and ValueError or OSError if the file cannot be read.
     """
     if isinstance(config, str | os.PathLike):
         config = load_json(Path(config), dict, "it holds DeepSpeed's configuration")
     if not isinstance(config, Mapping):
         raise TypeError(f"config ({type(config).__name__}) must be a mapping or the path of a JSON file")
-    return int(dict(config.get("zero_optimization") or {}).get("stage", 0))
+    return config
+
+
+def _stage(entries: Mapping[str, Any]) -> int:
+    """Returns ZeRO's stage in a configuration of DeepSpeed, 0 to 2.
+
+    entries: the configuration.
+
+    Raises ValueError for stage 3.
+    """
+    stage = int(dict(entries.get("zero_optimization") or {}).get("stage", 0))
+    if stage == 3:
+        raise ValueError(
+            "zero_optimization (stage 3) must be 0, 1 or 2: DeepSpeed takes only its own layers in "
+            "stage 3. Use stage 2, or FSDP2 by pmoe.parallelize and fully_shard"
+        )
+    return stage
 
 
 def _warn_of_release() -> None:
@@ -256,6 +298,44 @@ def _warn_of_release() -> None:
             f"deepspeed {version} is not {TESTED}, with which pmoe was tested: if something fails, "
             f'pip install "deepspeed=={TESTED}.*"'
         )
+
+
+def _check_same(ranks: Ranks, values: Mapping[str, object]) -> None:
+    """Checks that all ranks have the same values. Collective.
+
+    ranks: all ranks.
+    values: this rank's values by the names that errors show. Other ranks may have values with other names.
+
+    Raises ValueError on all ranks for the first value that differs, with the values of two ranks.
+    """
+    of_ranks = gathered(ranks, dict(values), stage="comparing arguments for DeepSpeed")
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        of_name = [of_rank.get(name, "missing") for of_rank in of_ranks]
+        for rank, value in enumerate(of_name):
+            if value != of_name[0]:
+                raise ValueError(
+                    f"{name} must be the same on every rank, and differs: rank 0: {of_name[0]}; rank {rank}: "
+                    f"{value}. Pass the same arguments on all ranks"
+                )
+
+
+def _checked_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Returns the MoE layers of a model by name, after `_check_layer` for each.
+
+    Raises TypeError if the model is no module, ValueError if it has no layer or is in a wrapper.
+    """
+    check_module(model=model)
+    _warn_of_release()
+    check_not_wrapped(model, WRAPPERS, "DeepSpeed distributes the model itself. Pass the module inside")
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)}
+    if not layers:
+        raise ValueError(
+            f"model ({type(model).__name__}) must contain a pmoe.MoELayer; without one, call "
+            "deepspeed.initialize"
+        )
+    for name, layer in layers.items():
+        _check_layer(name, layer)
+    return layers
 
 
 def _check_layer(name: str, layer: MoELayer) -> None:

@@ -15,17 +15,28 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.ranks import Ranks
+from pmoe.integrations.model_layers import check_not_wrapped
+from pmoe.layer import MoELayer
 from pmoe.training import checkpoint_files as files
 from pmoe.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pmoe.training.clipping import GradScaler
 from pmoe.warn import warn_once
 
 try:
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(f"lightning must be installed: pip install lightning==2.6.6 ({error})") from error
 
@@ -52,12 +63,29 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loaded_from: Path | None = None
+        self._loaded_file: tuple[str, int] | None = None  # name and checksum of the file that Lightning wrote
         version = str(lightning.__version__)
         if not version.startswith(f"{TESTED}."):
             warn_once(
                 f"lightning {version} is not {TESTED}, with which pmoe was tested: if something fails, "
                 f'pip install "lightning=={TESTED}.*"'
             )
+
+    def setup(self, trainer: Any) -> None:
+        """Prepares the module and its optimizers. Lightning calls it on every rank.
+
+        trainer: Lightning's Trainer.
+
+        Raises ValueError on every rank if Lightning would clip or scale gradients in a way that is wrong for
+        experts on several ranks, if a wrapper is inside of the module, or if only some ranks have loaded a
+        checkpoint.
+        """
+        # A rank that finds no checkpoint comes here while others load one (`load_checkpoint`). So both
+        # methods have the same collectives.
+        with all_fail_together(Ranks(), stage="checking a Trainer with SpreadDDPStrategy"):
+            _check_trainer(trainer)
+        self._compare_checkpoints()
+        super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns {}, because `save_checkpoint` saves the model itself, outside of Lightning's dict."""
@@ -76,16 +104,20 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         filepath: the folder of the checkpoint.
         storage_options: must be None, because pmoe writes to a file system that all ranks see.
 
-        Raises ValueError if storage_options is not None, CheckpointError as `pmoe.save_checkpoint` does.
+        Raises ValueError on every rank if storage_options is not None, or if a callback has put the model's
+        weights into Lightning's dict. Raises OSError on every rank if rank 0 cannot write, and
+        CheckpointError as `pmoe.save_checkpoint` does.
         """
-        if storage_options is not None:
-            raise ValueError(f"storage_options ({storage_options!r}) must be None with SpreadDDPStrategy")
         step = int(checkpoint["global_step"])
         optimizers = list(self.optimizers) if checkpoint.get("optimizer_states") else None
         own = Path(filepath) / FILE.format(step=step)
-        if self.is_global_zero:
-            os.makedirs(filepath, exist_ok=True)
-            self.checkpoint_io.save_checkpoint(checkpoint, own)
+        with all_fail_together(Ranks(), stage="saving Lightning's part of a checkpoint"):
+            if storage_options is not None:
+                raise ValueError(f"storage_options ({storage_options!r}) must be None with SpreadDDPStrategy")
+            _check_no_weights(checkpoint)
+            if self.is_global_zero:
+                os.makedirs(filepath, exist_ok=True)
+                self.checkpoint_io.save_checkpoint(checkpoint, own)
         save_checkpoint(filepath, self.lightning_module, optimizers, step=step, keep=1)
         if self.is_global_zero:  # Lightning saves last.ckpt into the same folder again and again.
             for other in set(own.parent.glob(FILE.format(step="*"))) - {own}:
@@ -99,23 +131,29 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         checkpoint_path: the folder of the checkpoint.
         weights_only: passed on to Lightning.
 
-        Raises ValueError if the path is not a folder that this strategy wrote.
+        Collective. Raises ValueError on every rank if the path of any rank is not a folder that this strategy
+        wrote, or if ranks have different checkpoints.
         """
         path = Path(checkpoint_path)
-        try:
-            step = int(re.findall(r"step_(\d+)", files.find(path, None))[0])
-        except (CheckpointError, OSError, ValueError, IndexError) as error:
-            reason = "a file" if path.is_file() else str(error)
-            raise ValueError(
-                f"ckpt_path ({path}) must be a folder of SpreadDDPStrategy, but it is not ({reason}): "
-                "another strategy wrote it, or saving it was interrupted. Continue with the strategy that "
-                "wrote it, or from another checkpoint"
-            ) from error
-        self._loaded_from = path
-        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(
-            path / FILE.format(step=step), weights_only=weights_only
-        )
+        with all_fail_together(Ranks(), stage="reading Lightning's part of a checkpoint"):
+            own = _file_of(path)
+            options = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
+            loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(own, **options)
+            self._loaded_from = path
+            self._loaded_file = own.name, zlib.crc32(own.read_bytes())
+        self._compare_checkpoints()
         return loaded
+
+    def _compare_checkpoints(self) -> None:
+        """Raises ValueError on every rank if ranks have loaded different checkpoints. Collective."""
+        own = self._loaded_file, str(self._loaded_from or "none")
+        of_ranks = gathered(Ranks(), own, stage="comparing checkpoints of Lightning")
+        for rank, (file, path) in enumerate(of_ranks):
+            if file != of_ranks[0][0]:
+                raise ValueError(
+                    "ckpt_path must be the same checkpoint on every rank, and differs: rank 0: "
+                    f"{of_ranks[0][1]}; rank {rank}: {path}. All ranks must see the folder"
+                )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the model from the folder that `load_checkpoint` was called for.
@@ -131,3 +169,69 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         """Loads the optimizers from the folder that `load_checkpoint` was called for."""
         assert self._loaded_from is not None
         load_checkpoint(self._loaded_from, self.lightning_module, list(self.optimizers))
+
+
+def _file_of(path: Path) -> Path:
+    """Returns the path of Lightning's own file in a checkpoint of `SpreadDDPStrategy`.
+
+    path: the folder of the checkpoint.
+
+    Raises ValueError if the folder is missing, if another strategy wrote it, or if it lacks the file.
+    """
+    try:
+        step = int(re.findall(r"step_(\d+)", files.find(path, None))[0])
+        own = path / FILE.format(step=step)
+        if own.is_file():
+            return own
+        reason = f"there is no {own.name}"
+    except (CheckpointError, OSError, ValueError, IndexError) as error:
+        reason = "a file" if path.is_file() else str(error)
+    raise ValueError(
+        f"ckpt_path ({path}) must be a folder of SpreadDDPStrategy, but it is not ({reason}): "
+        "another strategy wrote it, or saving it was interrupted. Continue with the strategy that "
+        "wrote it, or from another checkpoint. All ranks must see the folder"
+    )
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Raises ValueError if Lightning's Trainer does not fit a module whose experts are on several ranks.
+
+    trainer: the Trainer, with its LightningModule.
+    """
+    module: nn.Module = trainer.lightning_module
+    check_not_wrapped(
+        module,
+        (DistributedDataParallel, FullyShardedDataParallel, FSDPModule),
+        "SpreadDDPStrategy wraps the LightningModule itself. Leave the wrapper out, or take "
+        "ModelParallelStrategy for fully_shard",
+    )
+    layers = [layer for layer in module.modules() if isinstance(layer, MoELayer)]
+    if not any(layer.ranks.size > 1 for layer in layers):
+        return
+    if trainer.gradient_clip_val and not is_overridden("configure_gradient_clipping", module):
+        raise ValueError(
+            f"gradient_clip_val ({trainer.gradient_clip_val}) must be None, because Lightning would take "
+            "each rank's experts for all experts: call pmoe.clip_grad_norm_(self, value) in "
+            "configure_gradient_clipping of the LightningModule"
+        )
+    precision = trainer.precision_plugin
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            f"the scaler of precision {precision.precision!r} ({type(scaler).__name__}) must be pmoe's, "
+            "which skips a step on all ranks or on none: pass "
+            'plugins=[MixedPrecision("16-mixed", "cuda", scaler=pmoe.GradScaler("cuda"))] to the Trainer'
+        )
+
+
+def _check_no_weights(checkpoint: Mapping[str, Any]) -> None:
+    """Raises ValueError if Lightning's dict has weights of the model, which would be those of rank 0 only.
+
+    checkpoint: the dict that Lightning saves on rank 0.
+    """
+    for name in checkpoint["state_dict"]:
+        raise ValueError(
+            f"checkpoint (with {name} in its state_dict) must not have weights, because rank 0 "
+            "would save its own experts only. A callback has put them there, such as WeightAveraging: "
+            "average by torch.optim.swa_utils.AveragedModel in the LightningModule"
+        )

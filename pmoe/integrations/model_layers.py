@@ -1,4 +1,7 @@
-"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of it."""
+"""Finds the MoE layers of a model: its submodules, and layers that integrations keep outside of it.
+
+Also finds wrappers around a model, for integrations that take none.
+"""
 
 from __future__ import annotations
 
@@ -25,3 +28,15 @@ def layers_of(model: nn.Module) -> dict[str, MoELayer]:
     for finder in finders:
         layers |= finder(model)
     return layers
+
+
+def check_not_wrapped(model: nn.Module, wrappers: tuple[type, ...], cure: str) -> None:
+    """Raises ValueError if a wrapper is around a model or around a part of it.
+
+    model: the model.
+    wrappers: the classes of wrappers.
+    cure: why the stack takes no wrapper and what to do, as the end of the error's text.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            raise ValueError(f"{name or 'model'} ({type(module).__name__}) must not be wrapped: {cure}")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
-from pmoe.call.decision import BalanceReport, RunReport
+from pmoe.call.decision import IN_CHUNKS, BalanceReport, RunReport
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
@@ -67,6 +67,7 @@ class LayerStats:
 
             - "not run": there was no call yet;
             - "pipeline": the pipeline engine, in chunks;
+            - "program": compiled pass programs, in chunks;
             - "one rank": the kernels for layers on a single rank;
             - "few rows": one product for each expert, in a small call without gradients;
             - "fused": COMET's fused kernels in both passes; "fused forward": in the forward pass only;
@@ -342,7 +343,7 @@ def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None,
     layer: the layer.
     ran: the report of how the last call was run.
     """
-    if ran.path != "pipeline":
+    if ran.path not in IN_CHUNKS:
         return None, f"memory of the path {ran.path!r} is not predicted"
     if ran.backward is None:
         return None, "the last forward pass was without a backward pass"

@@ -85,7 +85,8 @@ class CopyWork:
 
         stages: the stages of the layer without copies.
         restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
-            weights are sent again too. None if the layer has no ring slots.
+            weights are sent again too. None if the layer has no ring slots: rows for copies then stay on
+            their rank.
         """
         if not self.scattered:
             return stages
@@ -94,7 +95,13 @@ class CopyWork:
             fate = "present"
         elif restore is not None and restore.dispatched == "communicate" and not self.stays:
             fate = "communicate"
-        return replace(stages, copies=fate, relays_copies=self.relayed > 0, frozen_copies=not self.learned)
+        return replace(
+            stages,
+            copies=fate,
+            relays_copies=self.relayed > 0,
+            frozen_copies=not self.learned,
+            local_copies=stages.local and restore is None,
+        )
 
     def experts_sent(self, direction: PassDirection, restore: Restore) -> float:
         """Returns the number of experts' weights plus gradients that the busiest rank sends or receives.

@@ -127,6 +127,11 @@ class ScheduleOptions:
     rearranged: bool = False
     copies: CopyWork = NO_COPIES
 
+    @property
+    def copies_stay(self) -> bool:
+        """Whether tasks of their own compute the rows that stay on a rank for its copies."""
+        return bool(self.copies.scattered) and self.stays > 0 and self.restore is None
+
     def schedule(self, n: int) -> Schedule:
         """Returns the schedule of the pass in n chunks."""
         local = self.stays > 0
@@ -168,8 +173,12 @@ def stage_seconds(
     remote = costs.exp(travelling)
     rearranging = costs.rearrange(travelling)
 
+    # With tasks for copies on rows that stay, tasks of own experts have the rest of these rows.
+    of_copies = options.copies.computed * options.copies_stay
+
     def local(share: float, task: Task) -> float:
-        fraction = other if task.chunk else first
+        fraction = first if task.chunk % pieces == 0 else other
+        fraction *= 1 - of_copies if task.chunk < pieces else of_copies
         moved = copies * costs.order(fraction) + costs.rearrange(fraction) if task.kind is Kind.LOCAL else 0.0
         return costs.exp(fraction) * share + moved
 
@@ -191,6 +200,7 @@ def stage_seconds(
         by_kind[kind] = remote * share
         by_kind[LOCAL_TWIN[kind]] = functools.partial(local, share)
     by_kind[Kind.COMPUTE] = remote * (1 - apart) + rearranging
+    by_kind[Kind.LOCAL_COPY_WGRAD] = functools.partial(local, apart)
     by_kind |= options.copies.shared_wgrad(remote * apart)
     by_kind |= options.copies.message_seconds(costs.copies)
     return task_seconds(by_kind)

@@ -104,6 +104,8 @@ class LayerSizes:
         autocast.
     esp_size: number of ranks that each expert is split over.
     rotates: whether chunks share a few buffers of fixed size (ring slots), which they use in turn.
+    programs: whether compiled programs may run the passes. They sum gradients of parameters that are narrower
+        than float32 in float32, also if there is only one to add, and keep the sorted routing weights.
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
@@ -149,6 +151,7 @@ class LayerSizes:
     products: ProductsName | None = None
     copies: CopyNumbers = CopyNumbers()
     copy_work: CopyWork = NO_COPIES
+    programs: bool = False
     outer: int = 0
     has_shared_gate: bool = False
 

@@ -40,6 +40,11 @@ INDEX = 8
 SMALL = 4096
 """Bytes added for all tensors too small to list, such as scalars and counts, and for sizes rounded up."""
 
+DOT_COLUMNS = 128
+"""Hidden columns for which the kernels for sm_80 make two partial sums of a row, in float32, and those for
+sm_90a at most one (cuda/grouped_gemm/parts.h).
+"""
+
 WIDE = 4
 """Bytes of a float32 element. Elements of narrower dtypes are summed in float32."""
 
@@ -148,8 +153,10 @@ def predict(
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
     beside_work = saved + (inner_bytes or rows_T) + wide_dx + around.of_shared - around.not_in_backward
     in_backward = beside_work + backward_work
-    # The sums of gradients are rounded after the last task, when only the buffers still exist.
-    at_the_end = beside_work + backward_held.summing + rounding + _held_weights(sizes, call, backward)
+    # The sums of gradients are rounded after the last task, when only the buffers still exist. Programs have
+    # freed these, too.
+    at_the_end = beside_work + backward_held.summing * (not sizes.programs) + rounding
+    at_the_end += _held_weights(sizes, call, backward)
     at_the_end += rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
@@ -442,6 +449,8 @@ def _forward_work(
     rounded = bytes_of_rounded(sizes, forward, "forward", restore)
     # The pass also holds the routing weights of rows that stay, in sorted order.
     weights = (3 * (forward.received + forward.sent) + call.slots) * sizes.weight_size
+    if sizes.programs:  # their kernels compute in the buffers
+        return buffers.summing + weights + SMALL
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
         buffers.summing + _summed_rows(sizes, call, forward),
@@ -483,6 +492,9 @@ def _backward_work(
     buffers: bytes of backward's buffers at several moments (`PassBytes`).
     restore: the restore pair.
     """
+    if sizes.programs:  # their kernels compute in the buffers, and sum routing weights' gradients in parts
+        parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * backward.largest_unit * WIDE
+        return buffers.summing + parts + _held_weights(sizes, call, backward) + SMALL
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
     wide = _product_size(sizes)
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
@@ -797,14 +809,14 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
     """Returns whether the experts' gradients are summed in float32 although their dtype is narrower.
 
-    This is so if there are several gradients to add for the same parameter.
+    This is so if there are several gradients to add for the same parameter, or if programs run the pass.
 
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
     """
     additions = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
     additions += bool(sizes.copies.sent)
-    return sizes.element_size < WIDE and additions > 1
+    return sizes.element_size < WIDE and (additions > 1 or sizes.programs)
 
 
 def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
@@ -852,7 +864,7 @@ def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     gate = _scores(sizes, call) * sizes.gate_scores
     # If a token has several experts, its weights are scaled to sum to 1. Autograd saves both versions.
     choices = call.slots * (INDEX + sizes.weight_size * (1 + (sizes.top_k > 1)))
-    received = rows.received * sizes.weight_size
+    received = (rows.received + call.slots * sizes.programs) * sizes.weight_size
     shared = call.tokens * sizes.weight_size * bool(sizes.shared_parameters)
     if call.spread == "padded":
         choices += (call.inner + call.tokens * sizes.top_k) * INDEX
@@ -958,7 +970,11 @@ MAKES: Mapping[str, Mapping[Kind, BufferLifetimes]] = {
     },
 }
 """The buffers that tasks allocate, by direction and kind of task. A kind that is missing allocates none."""
-ENDS = {Kind.WGRAD: Kind.COMPUTE, Kind.LOCAL_WGRAD: Kind.LOCAL}
+ENDS = {
+    Kind.WGRAD: Kind.COMPUTE,
+    Kind.LOCAL_WGRAD: Kind.LOCAL,
+    Kind.LOCAL_COPY_WGRAD: Kind.LOCAL,
+}
 """Maps a kind of task that frees ``pending`` buffers, as their last user, to the kind that allocated them."""
 
 
@@ -990,19 +1006,22 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
     sizes: sizes of the layer.
     rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
-    Example: 3 chunks have (4, 4, 4) rows that stay. If 2 tasks compute them, the result has (8, 4).
+    Example: 3 chunks have (4, 4, 4) rows that stay. If 2 tasks compute them, the result has (8, 4). If (2, 2,
+    2) more rows stay for copies of busy experts, the result has (8, 4, 4, 2).
     """
     n = rows.num_chunks
-    local = rows.extent.local
     m = local_pieces(n, local=sizes.bypass_local, remote=sizes.sends_rows)
     if not m:
         return rows
     joined = n - m + 1
-    busiest = rows.busiest_local
+
+    def in_tasks(by_chunk: Sequence[int]) -> tuple[int, ...]:
+        return (sum(by_chunk[:joined]), *by_chunk[joined:]) if by_chunk else ()
+
     return replace(
         rows,
-        extent=replace(rows.extent, local=(sum(local[:joined]), *local[joined:])),
-        busiest_local=(sum(busiest[:joined]), *busiest[joined:]),
+        extent=replace(rows.extent, local=in_tasks(rows.extent.local) + in_tasks(rows.local_copies)),
+        busiest_local=in_tasks(rows.busiest_local) + in_tasks(rows.busiest_copies),
     )
 
 
@@ -1033,7 +1052,10 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
     live = home * sizes.d_model * sizes.element_size + sum(num_bytes(start, i) for i in range(n))
     first = computing = leaving = live
     makes = MAKES[direction]
-    schedule = build(n, sizes.stages)
+    stages = sizes.stages
+    if rows.local_copies:  # the copies' weights and messages are counted by `copy_bytes`
+        stages = replace(stages, copies="present", frozen_copies=sizes.is_frozen, local_copies=True)
+    schedule = build(n, stages)
     for task in (schedule.frozen if sizes.is_frozen else schedule).tasks:
         i = task.chunk
         if task.kind in ENDS:

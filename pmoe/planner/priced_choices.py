@@ -85,7 +85,7 @@ def bound(
     most_in_slot = functools.partial(slot_rows, slot_slack, top_k, call.tokens)
     most_with_staying = functools.partial(slot_rows, slack, top_k, call.tokens)
 
-    def worst(degrees: tuple[int, int], *, all_arrive: bool = False) -> PredictedMemory:
+    def worst(degrees: tuple[int, int]) -> PredictedMemory:
         forward, backward = (
             worst_rows(
                 sizes,
@@ -94,23 +94,16 @@ def bound(
                 bins,
                 most_in_slot(n),
                 staying_rows=most_with_staying(n) - most_in_slot(n),
-                all_arrive=all_arrive,
             )
             for n in degrees
         )
         return predict(sizes, call, forward, backward, choice.restore, rearranged=choice.rearranged)
 
     at_most = worst(degrees)
-    if sizes.rotates:
-        if not sizes.copies.limits_rows or 1 not in degrees:
-            return at_most
-        # One chunk that does not fit is cut as two chunks are.
-        return _largest(at_most, worst((max(choice.forward, 2), max(choice.backward, 2))))
-    if not (sizes.copies.hosted and sizes.bypass_local):
+    if not (sizes.rotates and sizes.copies.limits_rows and 1 in degrees):
         return at_most
-    # A row for a copy arrives, also on its own rank, and a row for an own expert stays. If some of the rank's
-    # rows arrive and others stay, the bytes are no more than in the larger of the two cases.
-    return _largest(at_most, worst(degrees, all_arrive=True))
+    # One chunk that does not fit is cut as two chunks are.
+    return _largest(at_most, worst((max(choice.forward, 2), max(choice.backward, 2))))
 
 
 def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:

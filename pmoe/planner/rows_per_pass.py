@@ -24,6 +24,9 @@ class PassRows:
     merged: whether a token is sent only once to a rank that holds several of its experts.
     busiest_received: the most rows of one expert among the received rows of a chunk.
     busiest_local: the most rows of one expert among the rows that stay, chunk by chunk.
+    local_copies: rows that stay for copies of busy experts, chunk by chunk; () if no such rows stay. They
+        count in ``local``, but not in ``extent.local``.
+    busiest_copies: the most rows of one copy among these rows, chunk by chunk.
     """
 
     extent: ChunkRows
@@ -35,6 +38,8 @@ class PassRows:
     merged: bool = False
     busiest_received: int = 0
     busiest_local: tuple[int, ...] = ()
+    local_copies: tuple[int, ...] = ()
+    busiest_copies: tuple[int, ...] = ()
 
     @property
     def num_chunks(self) -> int:
@@ -76,12 +81,19 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     home = [rows + (sizes.has_drops or is_merged) for rows in leaving.sum(1).tolist()]
     local = [0] * n
     busiest_local = [0] * n
+    local_copies: list[int] = []
+    busiest_copies: list[int] = []
     if sizes.bypass_local:
-        num_staying = sizes.num_experts // sizes.ep_size  # rows for copies of others' experts travel
-        staying = counts.send[:, rank, :num_staying]
-        local = staying.sum(1).tolist()
-        busiest_local = staying.amax(1).tolist()
-        travelling = counts.travelling(rank, num_staying)
+        num_local = sizes.num_experts // sizes.ep_size
+        for_experts = counts.send[:, rank, :num_local]
+        for_copies = counts.send[:, rank, num_local:]
+        local = for_experts.sum(1).tolist()
+        busiest_local = for_experts.amax(1).tolist()
+        if for_copies.shape[1] and not sizes.rotates:
+            local_copies = for_copies.sum(1).tolist()
+            busiest_copies = for_copies.amax(1).tolist()
+        # With ring slots, rows for copies of other ranks' experts travel, also to their own rank.
+        travelling = counts.travelling(rank, num_local if sizes.rotates else None)
         recv = travelling.recv
         leaving = travelling.sent_rows
         coming = travelling.received_rows
@@ -101,7 +113,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
     return PassRows(
         extent=extent,
         received=sum(extent.received),
-        local=sum(local),
+        local=sum(local) + sum(local_copies),
         sent=sum(extent.send),
         exact=True,
         relayed=max(
@@ -115,6 +127,8 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         merged=is_merged,
         busiest_received=int(recv.sum(1).max()) if recv.numel() else 0,
         busiest_local=tuple(busiest_local),
+        local_copies=tuple(local_copies),
+        busiest_copies=tuple(busiest_copies),
     )
 
 
@@ -126,7 +140,6 @@ def worst_rows(
     slot_rows: int,
     *,
     staying_rows: int = 0,
-    all_arrive: bool = False,
 ) -> PassRows:
     """Returns upper bounds, for any routing, of the numbers of rows that a rank handles in one pass.
 
@@ -140,14 +153,14 @@ def worst_rows(
         slots.
     staying_rows: rows of a chunk that may stay on their rank beside ``slot_rows`` rows that arrive. Only read
         for layers with ring slots that may have copies: a chunk with more of both is cut, too.
-    all_arrive: whether the rank's own rows arrive as messages, as rows for copies do, and none of them stays.
-        Only for layers without ring slots that may have copies: their own rows either arrive or stay.
     """
-    own_rows_stay = sizes.bypass_local and not all_arrive
+    own_rows_stay = sizes.bypass_local
     is_limited = sizes.rotates and sizes.copies.limits_rows
-    # Rows for a copy on the tokens' own rank count as received. With ring slots, one chunk may have as many
-    # received rows as its slot holds, and another chunk as many rows that stay.
-    own_rows_arrive = not own_rows_stay or (sizes.rotates and sizes.copies.hosted > 0)
+    # With ring slots, rows for a copy on the tokens' own rank count as received: one chunk may have as many
+    # received rows as its slot holds, and another chunk as many rows that stay. Without ring slots they stay,
+    # in tasks of their own. The bytes are most if all of them are for own experts, as one larger task.
+    has_local_messages = sizes.rotates and sizes.copies.hosted > 0
+    own_rows_arrive = not own_rows_stay or has_local_messages
     sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
     own = _most_of_chunk(call, n)
     finest = bins if bins % n == 0 else n
@@ -175,7 +188,7 @@ def worst_rows(
         local=(local,) * chunks,
         home=(own + (sizes.has_drops or sizes.merges),) * chunks,
         # A single row for a copy on its own rank is one more source.
-        regrouped=(sources > 1 or sizes.merges or sizes.copies.hosted > 0,) * chunks,
+        regrouped=(sources > 1 or sizes.merges or has_local_messages,) * chunks,
         arrived=(min(received, sizes.ep_size * own),) * chunks if apart else None,
         gathered=(received,) * chunks if apart else None,
         esp_size=sizes.esp_size,

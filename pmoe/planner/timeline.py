@@ -108,7 +108,7 @@ SHARED: Mapping[str, str] = (
     dict.fromkeys(("LDI", "HI", "LHI"), "DI")
     | dict.fromkeys(("LDM", "HM", "LHM"), "DM")
     | dict.fromkeys(("HB", "HAI"), "HA")
-    | {"VR": "V", "VGR": "VG"}
+    | {"VR": "V", "VGR": "VG", "LKW": "KW"}
 )
 """Maps kinds of tasks without an entry in the legend to the kind that has their colour and meaning."""
 

@@ -81,12 +81,15 @@ class UnevenLayer:
     multiply_adds: multiply-adds of a row in the forward pass. The gradients of the row and the gradients of
         the parameters each take the same number again.
     expert_bytes: bytes of one expert's parameters. The gradients of an expert have as many bytes.
+    are_modules: whether experts are a user's modules. Autograd then computes the gradients of parameters
+        together with those of rows, so they take time in other tasks.
     """
 
     loads: Sequence[int]
     row_bytes: int
     multiply_adds: int
     expert_bytes: int
+    are_modules: bool = False
 
     def owners(self, num_ranks: int) -> list[int]:
         """Returns for each expert the rank that holds its parameters."""
@@ -148,23 +151,26 @@ def uneven_pass(
     direction: "forward" or "backward".
     plan: copies of busy experts; None if no expert has copies.
     """
-    stages = Stages(local=True, remote=True, copies="keep" if plan is not None and plan.hosts else None)
+    stages = Stages(local=True, remote=True)
+    if plan is not None and plan.hosts:
+        stages = Stages(local=True, remote=True, copies="keep", local_copies=True)
     schedule = forward_schedule(n, stages) if direction == "forward" else backward_schedule(n, stages)
-    costs = _task_costs(layer, cluster, n, plan)
+    costs = _task_costs(layer, cluster, n, direction, plan)
     return simulate(tasks_of_ranks(schedule, cluster.num_ranks), costs)
 
 
 def _task_costs(
-    layer: UnevenLayer, cluster: Cluster, n: int, plan: CopyPlan | None
+    layer: UnevenLayer, cluster: Cluster, n: int, direction: str, plan: CopyPlan | None
 ) -> Callable[[RankTask], float]:
     """Returns a function that gives the seconds of a task in a pass of n chunks.
 
-    If a rank hosts a copy of an expert, it does not send its own tokens' rows for that expert, but computes
-    them together with the rows that it receives.
+    If a rank hosts a copy of an expert, it does not send its own tokens' rows for that expert. It computes
+    them in tasks of their own, as the rows that stay for its own experts.
 
     layer: sizes of the layer, and the loads of its experts.
     cluster: the machines.
     n: number of chunks.
+    direction: "forward" or "backward".
     plan: copies of busy experts; None if no expert has copies.
     """
     num_ranks = cluster.num_ranks
@@ -175,23 +181,29 @@ def _task_costs(
     collectives = {Kind.DISPATCH: dispatch, Kind.COMBINE: dispatch}
     collectives |= {Kind.COPY_WEIGHTS: weights, Kind.COPY_GRADIENTS: weights}
 
-    def products(rows: float) -> float:
-        return cluster.compute(rows * layer.multiply_adds) if rows else 0.0
+    # Times the products of a row: gradients of rows, and of parameters if the same task computes them.
+    in_one_task = 2 if layer.are_modules and direction == "backward" else 1
+
+    def products(rows: float, times: int) -> float:
+        return cluster.compute(rows * layer.multiply_adds * times) if rows and times else 0.0
 
     def seconds(of: RankTask) -> float:
         kind = of.task.kind
         if of.rank < 0:
             return collectives.get(kind, 0.0)
         own = own_rows[of.rank]
-        if kind in (Kind.LOCAL, Kind.LOCAL_WGRAD):
-            chunks = n - pieces + 1 if of.task.chunk == 0 else 1
-            return products(own / num_ranks * chunks / n)
-        received = own * (num_ranks - 1) / num_ranks
+        copied = copy_rows[of.rank]
+        if kind in (Kind.LOCAL, Kind.LOCAL_WGRAD, Kind.LOCAL_COPY_WGRAD):
+            chunks = n - pieces + 1 if of.task.chunk % pieces == 0 else 1
+            staying = own if of.task.chunk < pieces else copied
+            times = in_one_task if kind is Kind.LOCAL else 2 - in_one_task
+            return products(staying / num_ranks * chunks / n, times)
+        travelling = (num_ranks - 1) / num_ranks / n  # fraction of the rows that one task receives
         if kind is Kind.COMPUTE:
-            return products((received + copy_rows[of.rank]) / n)
-        if kind is Kind.WGRAD:
-            return products(received / n)
-        return products(copy_rows[of.rank] / n) if kind is Kind.COPY_WGRAD else 0.0
+            return products((own + copied) * travelling, in_one_task)
+        if kind in (Kind.WGRAD, Kind.COPY_WGRAD):
+            return products((own if kind is Kind.WGRAD else copied) * travelling, 2 - in_one_task)
+        return 0.0
 
     return seconds
 

@@ -3,8 +3,9 @@
     records       `Record` and `PassProgram`: what is compiled, and its form as an array of words
     compiler      compiles a schedule into a program
     operands      where the buffers of a pass lie
-    layer_shape   the facts of a layer that a program depends on; refuses layers that it does not take
-    on_cuda       loads a program for a CUDA device, and issues its passes over CUDA and NCCL
+    layer_shape   the facts of a layer that a program depends on
+    backend       the interface of backends, which issue programs, and the programs of a layer
+    on_cuda       the backend for CUDA devices: issues passes over CUDA and NCCL
 
 A pass of two chunks becomes records such as these. A record is one call of a kernel, a copy or an all-to-all
 on one lane. It waits for events of other lanes, and may signal one:
@@ -21,6 +22,6 @@ A program is compiled once for a schedule, a layer and a dtype. A call passes wh
 addresses, streams and row counts. From the row counts ``cuda/program/cut.h`` computes where the rows of each
 chunk begin and end, and ``cuda/program/interpreter.h`` then issues all calls of the pass.
 
-No layer uses programs yet: the engine (`pmoe.engine`) runs all calls, and is the reference. Nothing of a
-program has run on a GPU.
+`pmoe.runners.program` runs calls of a layer as programs, if the layer asks for them and programs take it.
+The engine (`pmoe.engine`) runs all other calls, and is the reference. Nothing of a program has run on a GPU.
 """

@@ -276,7 +276,7 @@ class _PassCompiler:
         """Appends forward's two products of a unit."""
         condition = unit.condition
         ends = self.memory.ends(unit)
-        hidden = self.memory.hidden_of(unit)
+        hidden = self.memory.written_hidden_of(unit)
         active = self.memory.active_of(unit)
         w1 = self.memory.parameter(Base.W1)
         b1 = self.memory.parameter(Base.B1)
@@ -465,13 +465,10 @@ class _PassCompiler:
         pass. Copies to the host also begin after earlier passes' copies from the host, because these may
         still read the same host memory.
         """
-        ends = (
-            self.memory.operand(base, CallNumber.UNITS, self.shape.local_experts, INDEX_BYTES)
-            for base in (Base.ENDS_HOST, Base.ENDS)
-        )
-        self.add(Kernel.UPLOAD, *ends)
         if self.memory.is_forward:
             self.add(Kernel.TAKE, *self.memory.weights_by_number(), condition=CallNumber.ROWS)
+        else:
+            self.add(Kernel.NOTHING)
         self.records[-1] = replace(self.records[-1], signal=BEGIN)
         if Lane.COPY_OUT in self.schedule.lanes:
             self.lane = Lane.COPY_IN
@@ -505,8 +502,8 @@ def compile_pass(schedule: Schedule, shape: LayerShape, restore: Restore | None)
     restore: the restore pair with which the schedule was built; None for a forward pass without a backward
         pass.
 
-    Raises ValueError, which names the task, if a program cannot have it. `LayerShape.of` has refused other
-    schedules and pairs.
+    Raises ValueError, which names the task, if a program cannot have it. `pmoe.decide.program_choice` has
+    refused other schedules and pairs.
     """
     assert schedule.slots, "a program's chunks take turns in ring slots"
     assert restore is None or not restore.is_narrow, "a program keeps tensors as they are"

@@ -1,6 +1,6 @@
-"""Loads pass programs for a CUDA device, and issues their passes. No layer uses this yet.
+"""The backend of pass programs for CUDA devices: loads programs, and issues them over CUDA and NCCL.
 
-The backend is ``cuda/program/cuda_backend.h``. A loaded program holds the arguments of all launches that do
+The C++ side is ``cuda/program/cuda_backend.h``. A loaded program holds the arguments of all launches that do
 not change from call to call. A call passes row counts, addresses and streams, and Python then makes three
 calls for a pass:
 
@@ -20,39 +20,70 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.agreement import all_fail_together, from_first
+from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
+from pmoe.engine.lanes.cuda import CudaLanes
+from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels import extension
-from pmoe.kernels.gemm import ACTIVATIONS, ELEMENTS, layout_problem
+from pmoe.kernels.gemm import ACTIVATIONS, ELEMENTS, SPARE, layout_problem
 from pmoe.program.compiler import NO_TASK
 from pmoe.program.layer_shape import LayerShape
-from pmoe.program.records import LANES, Base, PassProgram
+from pmoe.program.records import LANES, Base, Kernel, PassProgram
 from pmoe.schedule.tasks import Lane, Schedule
 
 FLOAT32_BYTES = 4
 """Bytes of a routing weight, as the kernels read them."""
 
 
-def device_refusal(shape: LayerShape, rows: Tensor) -> str | None:
-    """Returns the first reason why a device cannot run the passes of a layer as programs; None if it can.
+class CudaBackend:
+    """Issues pass programs on CUDA devices. It implements `pmoe.program.backend.ProgramBackend`."""
 
-    `pmoe.program.layer_shape.program_refusal` has the reasons that hold on all devices.
+    device_type = "cuda"
 
-    shape: the facts of the layer.
-    rows: a tensor with the dtype and device of the rows.
-    """
-    if not rows.is_cuda:
-        return f"its tensors are on {rows.device}, and pass programs run on CUDA devices"
-    problem = layout_problem(rows.dtype, d_model=shape.d_model, hidden=shape.columns.scratch)
-    code, why = extension.path(rows.device)
-    reasons = {
-        f"pmoe's kernels do not run on {rows.device}: {why}": code is None,
-        f"{problem}": problem is not None,
-        "experts have biases, whose gradients have no kernel": shape.bias,
-        f"routing weights have {shape.weight_bytes} bytes, and kernels read float32": (
-            shape.weight_bytes != FLOAT32_BYTES
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    def refusal(self, shape: LayerShape, rows: Tensor) -> str | None:
+        problem = layout_problem(rows.dtype, d_model=shape.d_model, hidden=shape.columns.scratch)
+        code, why = extension.path(rows.device)
+        reasons = {
+            f"pmoe's kernels do not run on {rows.device}: {why}": code is None,
+            f"{problem}": problem is not None,
+            "experts have biases, whose gradients have no kernel": shape.bias,
+            f"routing weights have {shape.weight_bytes} bytes, and kernels read float32": (
+                shape.weight_bytes != FLOAT32_BYTES
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def connect(self, ranks: Ranks, device: torch.device) -> Any:
+        return make_communicator(ranks, device)
+
+    def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
+        lanes = {
+            lane: CudaLanes.stream_of(device, lane).cuda_stream for lane in schedule.lanes - {Lane.COMPUTE}
+        }
+        return {Lane.COMPUTE: torch.cuda.current_stream(device).cuda_stream, **lanes}
+
+    def load(
+        self,
+        program: PassProgram,
+        schedule: Schedule,
+        *,
+        experts: StackedExperts,
+        dtype: torch.dtype,
+        device: torch.device,
+        communicator: Any,
+    ) -> LoadedProgram:
+        code, why = extension.path(device)
+        assert code is not None and experts.fused_activation is not None, why
+        return LoadedProgram(
+            program,
+            schedule,
+            device=device.index,
+            kernels=code,
+            dtype=dtype,
+            activation=experts.fused_activation,
+            spare=SPARE if program.ranks > 1 and program.chunks > 1 else 0,
+            communicator=communicator,
+        )
 
 
 def make_communicator(ranks: Ranks, device: torch.device) -> Any:
@@ -117,6 +148,8 @@ class LoadedProgram:
         communicator: Any,
     ) -> None:
         self._shape = (program.chunks, program.ranks, program.local_experts)
+        exchanges = {record.task for record in program.records if record.kernel is Kernel.EXCHANGE}
+        self._num_exchanges = len(exchanges)
         self._loaded = extension.module().PassProgram(
             words=program.words(),
             labels=record_labels(program, schedule),
@@ -159,8 +192,7 @@ class LoadedProgram:
         """Issues a pass. The host does not wait for the device.
 
         cut: the numbers of the call.
-        bases: the address of each memory; 0 for those that are missing. ENDS_HOST is pinned memory of
-            ``cut.num_ends`` int32 numbers, from which no earlier pass still copies.
+        bases: the address of each memory; 0 for those that are missing.
         streams: the stream of each lane that the pass uses.
         workspace: address of `workspace_bytes` bytes of device memory.
 
@@ -168,6 +200,7 @@ class LoadedProgram:
         for all others. Raises ValueError for an address that is not a multiple of 16.
         """
         compute = streams[Lane.COMPUTE]
+        collectives.begun += self._num_exchanges
         self._loaded.run(
             cut,
             [bases.get(base, 0) for base in Base],

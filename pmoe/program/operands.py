@@ -258,6 +258,18 @@ class PassOperands:
             self.saved("T_M", unit) if self.hidden == "keep" else self.buffer(f"T_M{unit.place}", unit.chunk)
         )
 
+    def written_hidden_of(self, unit: RowUnit) -> Operand:
+        """Returns T_M of a unit in forward. It has no address if nothing reads T_M.
+
+        Nothing reads it if backward recomputes it, or if there is no backward pass; unless the activated
+        hidden is a part of it.
+        """
+        hidden = self.hidden_of(unit)
+        is_read = self.hidden in ("keep", "offload") or self._sizes.of(f"active{unit.place}")[1] == 0
+        return (
+            hidden if is_read else replace(hidden, base=Base.NOWHERE, name=Base.NOWHERE.name, begin=0, row=0)
+        )
+
     def active_of(self, unit: RowUnit) -> Operand:
         """Returns the memory of the hidden activation after the nonlinearity, which may be a part of T_M."""
         name = f"active{unit.place}"

@@ -1,6 +1,6 @@
 """The records of a pass program, and their form as words that ``cuda/program/layout.h`` reads.
 
-    Record   kernel 8 (hidden)   lane 0   waits for events 3, 5   then signals event 6
+    Record   kernel 7 (hidden)   lane 0   waits for events 3, 5   then signals event 6
              operands            T_DI.1   w1   b1   T_M.1   active.1   ends
     Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[ARENA] + numbers[90]
 
@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 
 from pmoe.schedule.tasks import Lane
 
-VERSION = 1
+VERSION = 2
 """The version of the words' form. The C++ side refuses another one."""
 
 MAX_OPERANDS = 8
@@ -36,22 +36,21 @@ class Kernel(enum.IntEnum):
     """
 
     NOTHING = 0  # only waits and signals
-    UPLOAD = 1  # ends on the host -> ends on the device
-    COPY = 2  # rows -> rows, between device and host
-    EXCHANGE = 3  # rows for other ranks -> rows from other ranks, by an all-to-all
-    TAKE = 4  # source, index -> out: out[r] = source[index[r]]
-    PUT = 5  # source, index -> out: out[index[r]] = source[r]
-    PLACE = 6  # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out
-    SUM = 7  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
-    HIDDEN = 8  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
-    OUTPUT = 9  # active, w2, b2, weight -> out; ends: out = (active w2^T + b2) * weight
-    RECOMPUTE = 10  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
-    HIDDEN_GRADIENT = 11  # grad, w2, T_M, weight -> dT_M, active, dots; ends. flag: active is times weight
-    BIAS_DOTS = 12  # grad, b2 -> dots; ends: dots[r] += <grad[r], b2 of the row's expert>
-    INPUT_GRADIENT = 13  # dT_M, w1 -> out; ends: out = dT_M w1
-    SCALE = 14  # weight -> grad: grad[r] *= weight[r]
-    WEIGHT_GRADIENT = 15  # grad, rows -> sum; ends: grad^T rows of each expert. flag: adds to the sum
-    BIAS_GRADIENT = 16  # grad -> sum; ends: the sum of each expert's rows. flag: adds to the sum
+    COPY = 1  # rows -> rows, between device and host
+    EXCHANGE = 2  # rows for other ranks -> rows from other ranks, by an all-to-all
+    TAKE = 3  # source, index -> out: out[r] = source[index[r]]
+    PUT = 4  # source, index -> out: out[index[r]] = source[r]
+    PLACE = 5  # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out
+    SUM = 6  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
+    HIDDEN = 7  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
+    OUTPUT = 8  # active, w2, b2, weight -> out; ends: out = (active w2^T + b2) * weight
+    RECOMPUTE = 9  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
+    HIDDEN_GRADIENT = 10  # grad, w2, T_M, weight -> dT_M, active, dots; ends. flag: active is times weight
+    BIAS_DOTS = 11  # grad, b2 -> dots; ends: dots[r] += <grad[r], b2 of the row's expert>
+    INPUT_GRADIENT = 12  # dT_M, w1 -> out; ends: out = dT_M w1
+    SCALE = 13  # weight -> grad: grad[r] *= weight[r]
+    WEIGHT_GRADIENT = 14  # grad, rows -> sum; ends: grad^T rows of each expert. flag: adds to the sum
+    BIAS_GRADIENT = 15  # grad -> sum; ends: the sum of each expert's rows. flag: adds to the sum
 
 
 class Base(enum.IntEnum):
@@ -61,38 +60,39 @@ class Base(enum.IntEnum):
     and expert; then the rows that stay, by chunk. An address may be 0 if the pass does not use the memory.
     """
 
-    NOWHERE = 0  # address 0: a bias that the experts do not have
-    ENDS_HOST = 1  # host memory that no earlier pass still reads: the interpreter writes the experts' ends
-    ENDS = 2  # (units, E_local) int32: the same on the device
-    ARENA = 3  # the ring slots of the pass
-    T_I = 4  # (T, M), the layer's input
-    T_O = 5  # (T, M), the layer's output
-    DT_O = 6  # (T, M), the gradient of the output
-    DT_I = 7  # (T, M), the gradient of the input
-    W1 = 8  # (E_local, G, M)
-    B1 = 9  # (E_local, G)
-    W2 = 10  # (E_local, M, H)
-    B2 = 11  # (E_local, M)
-    DW1 = 12  # sums of the gradients of parameters, in the same shapes
-    DB1 = 13
-    DW2 = 14
-    DB2 = 15
-    POSITION = 16  # (T, K) int32, the sorted row of each (token, choice) pair
-    PAIR_BY_NUMBER = 17  # (rows,) int32, the (token, choice) pair of each row, by number
-    REGROUP = 18  # (N,) int32, for each chunk the index that sorts its received rows by expert
-    REGROUP_WEIGHTS = 19  # (N,) int32, the index that sorts the routing weights of all received rows
-    WEIGHT = 20  # (T, K), the routing weights
-    WEIGHT_BY_NUMBER = 21  # (rows,)
-    WEIGHT_ARRIVED = 22  # (N,), by source rank
-    WEIGHT_RECEIVED = 23  # (N,), by chunk and expert; kept for backward
-    DWEIGHT = 24  # gradients of these four
-    DWEIGHT_BY_NUMBER = 25
-    DWEIGHT_LEAVING = 26
-    DWEIGHT_RECEIVED = 27
-    SAVED_T_DI = 28  # (N, M), T_DI of received rows until backward: on the device, or on the host
-    SAVED_T_DI_L = 29  # T_DI of rows that stay
-    SAVED_T_M = 30  # (N, G)
-    SAVED_T_M_L = 31
+    NOWHERE = 0  # address 0: a bias that the experts do not have, or a result that nothing reads
+    ENDS = (
+        1  # (units, E_local) int32, where each expert's rows end: received rows by chunk, then rows that stay
+    )
+    ARENA = 2  # the ring slots of the pass
+    T_I = 3  # (T, M), the layer's input
+    T_O = 4  # (T, M), the layer's output
+    DT_O = 5  # (T, M), the gradient of the output
+    DT_I = 6  # (T, M), the gradient of the input
+    W1 = 7  # (E_local, G, M)
+    B1 = 8  # (E_local, G)
+    W2 = 9  # (E_local, M, H)
+    B2 = 10  # (E_local, M)
+    DW1 = 11  # sums of the gradients of parameters, in the same shapes
+    DB1 = 12
+    DW2 = 13
+    DB2 = 14
+    POSITION = 15  # (T, K) int32, the sorted row of each (token, choice) pair
+    PAIR_BY_NUMBER = 16  # (rows,) int32, the (token, choice) pair of each row, by number
+    REGROUP = 17  # (N,) int32, for each chunk the index that sorts its received rows by expert
+    REGROUP_WEIGHTS = 18  # (N,) int32, the index that sorts the routing weights of all received rows
+    WEIGHT = 19  # (T, K), the routing weights
+    WEIGHT_BY_NUMBER = 20  # (rows,)
+    WEIGHT_ARRIVED = 21  # (N,), by source rank
+    WEIGHT_RECEIVED = 22  # (N,), by chunk and expert; kept for backward
+    DWEIGHT = 23  # gradients of these four
+    DWEIGHT_BY_NUMBER = 24
+    DWEIGHT_LEAVING = 25
+    DWEIGHT_RECEIVED = 26
+    SAVED_T_DI = 27  # (N, M), T_DI of received rows until backward: on the device, or on the host
+    SAVED_T_DI_L = 28  # T_DI of rows that stay
+    SAVED_T_M = 29  # (N, G)
+    SAVED_T_M_L = 30
 
 
 class CallNumber(enum.IntEnum):
@@ -103,9 +103,8 @@ class CallNumber(enum.IntEnum):
     ROWS = 2  # sorted rows
     SENT_ROWS = 3  # rows that all chunks send
     RECEIVED_ROWS = 4  # rows that all chunks receive
-    UNITS = 5  # lines of the table of ends
-    MESSAGE_IS_SORTED = 6  # 1 if routing weights come from several ranks, and must be sorted; else 0
-    MESSAGE_IS_STRAIGHT = 7  # 1 - MESSAGE_IS_SORTED
+    MESSAGE_IS_SORTED = 5  # 1 if routing weights come from several ranks, and must be sorted; else 0
+    MESSAGE_IS_STRAIGHT = 6  # 1 - MESSAGE_IS_SORTED
 
 
 class ChunkNumber(enum.IntEnum):

@@ -44,6 +44,7 @@ class Feature(str, enum.Enum):
     CHECK_FINITE = "the logits are checked (check_finite=True)"
     FUSED = "kernels are fused (fused={fused})"
     PERSISTENT = "a pass is one persistent kernel (fused={fused})"
+    PROGRAM = "passes may run as compiled programs (program=True)"
     SEQUENTIAL = "steps are timed one after the other (sequential=True)"
     ONE_LANE = "collectives wait for each other (one_lane=True)"
     OWN_ORDER = "the order is a {order}"
@@ -76,17 +77,22 @@ No kernel computes a shared expert: the layer calls it as a module (`LayerModule
 SUPPORTED: dict[str, frozenset[Feature]] = {
     # ---- runners
     "pipeline": frozenset(Feature),
+    # Pass programs send and compute what the engine does, without Python between the calls of a pass.
+    "program": frozenset(
+        {F.PROGRAM, F.RANKS, F.TO_OWN_RANK, F.CALLBACKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
+        | {F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OTHER_GATE, F.GATE_MODULE, F.LATENT}
+    ),
     "fused": BY_FUSED_KERNELS | {F.FUSED, F.SHARDED},
     "persistent": BY_FUSED_KERNELS | {F.PERSISTENT, F.PADDED},
     # On one rank no row travels, so the kind of exchange does not matter.
     "one rank": frozenset(
-        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.WIRE, F.ONE_LANE}
+        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.WIRE, F.ONE_LANE, F.PROGRAM}
         | {F.CALLBACKS}
     ),
     # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
     "few rows": frozenset(
         {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
-        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS, F.LATENT, F.CALLBACKS}
+        | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS, F.LATENT, F.CALLBACKS, F.PROGRAM}
     ),
     # A layer in a graph of torch.compile(model, backend="pmoe"). The backend chooses chunks itself.
     "whole graph": frozenset(
@@ -98,10 +104,20 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.BUDGET}
         | {F.WIRE, F.CAPACITY, F.PADDED, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER, F.OTHER_GATE, F.GATE_MODULE}
         | {F.MODULE_EXPERTS, F.OTHER_EXPERTS, F.PERSISTENT, F.ADAPTERS, F.LATENT, F.MESSAGES, F.HIDDEN_E4M3}
-        | {F.WIRE_COMBINE, F.PRODUCTS, F.CALLBACKS}
+        | {F.WIRE_COMBINE, F.PRODUCTS, F.CALLBACKS, F.PROGRAM}
     ),
     "one rank's counts": frozenset(
-        {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.WIRE, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.CALLBACKS}
+        {
+            F.NO_CAPACITY,
+            F.FUSED,
+            F.PERSISTENT,
+            F.WIRE,
+            F.ROTATES,
+            F.OFFLOADS,
+            F.CHUNKS,
+            F.CALLBACKS,
+            F.PROGRAM,
+        }
     ),
     # ---- predictions, and calls in a CUDA graph
     # The bytes of a budget are guaranteed, so "memory budget" supports less than "memory" below: that
@@ -110,7 +126,7 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.SHARDED, F.OWN_EXCHANGE, F.TO_OWN_RANK, F.GRADIENTS, F.ROTATES, F.OFFLOADS, F.CHUNKS}
         | {F.BUDGET, F.WIRE, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
         | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.FUSED, F.PERSISTENT, F.COPIES, F.ADAPTERS}
-        | {F.MESSAGES, F.HIDDEN_E4M3, F.WIRE_COMBINE, F.PRODUCTS}
+        | {F.MESSAGES, F.HIDDEN_E4M3, F.WIRE_COMBINE, F.PRODUCTS, F.PROGRAM}
     ),
 }
 SUPPORTED["memory"] = SUPPORTED["memory budget"] | (
@@ -124,7 +140,7 @@ SUPPORTED["copies"] = frozenset(
     | {F.ROTATES, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE, F.OWN_ORDER}
     | {F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE, F.EXTERNAL_ROUTING}
     | {F.OTHER_EXPERTS, F.OFFLOADS, F.BUDGET, F.COPIES, F.LATENT, F.SHARDED, F.SEND_ONCE, F.WIRE, F.ADAPTERS}
-    | {F.MODULE_EXPERTS}
+    | {F.MODULE_EXPERTS, F.PROGRAM}
 )
 """A layer on several ranks with ``balance``, whose busy experts may have copies on other ranks."""
 SUPPORTED["batch invariance"] = frozenset(
@@ -142,7 +158,7 @@ SUPPORTED["rounded products"] = frozenset(
     | {F.HIDDEN_E4M3}
     | {F.PRODUCTS, F.CHUNKS, F.CAPACITY, F.NO_CAPACITY, F.PADDED, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
     | {F.OWN_ORDER, F.PICKS_TOKENS, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE, F.GATE_MODULE}
-    | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.LATENT, F.FUSED, F.PERSISTENT, F.BUDGET}
+    | {F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.LATENT, F.FUSED, F.PERSISTENT, F.BUDGET, F.PROGRAM}
 )
 """A layer with ``products``, whose experts compute with operands rounded to float8."""
 SUPPORTED["graph capture"] = SUPPORTED["padded counts"] - (

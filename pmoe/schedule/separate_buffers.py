@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import functools
 
-from pmoe.schedule.tasks import Kind, PassBuilder, Schedule, Stages, local_pieces, piece_of
+from pmoe.schedule.tasks import (
+    Kind,
+    PassBuilder,
+    Schedule,
+    Stages,
+    local_pieces,
+    local_tasks_of,
+    pieces_for_copies,
+)
 
 
 @functools.lru_cache(maxsize=64)
@@ -26,7 +34,8 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
 
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
     The rows of all chunks but the last are computed in one task, because small products are slow. The rows of
-    the last chunk are computed at the end, while the last combine all-to-all (R) runs.
+    the last chunk are computed at the end, while the last combine all-to-all (R) runs. Rows that stay because
+    a copy of their expert is on this rank follow in tasks of their own, which wait for the copy's weights.
 
     n: number of chunks.
     stages: the stages that the layer has.
@@ -36,6 +45,7 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     m = local_pieces(n, local=local, remote=remote)
     chunks = range(n if remote else 0)
     early = m - 1 if remote and m > 1 else m
+    for_copies = pieces_for_copies(m, stages)
 
     def stay(pieces: range) -> None:
         """Adds tasks in which the experts compute rows that stay on this rank.
@@ -43,8 +53,9 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
         pieces: the indices of the tasks, each of which computes one part of these rows.
         """
         for j in pieces:
+            reads = [f"T_I_L.{j}", "weight", *(tasks.copied if j in for_copies else ())]
             writes = [f"T_DI_L.{j}", f"T_M_L.{j}", f"home_L.{j}"]
-            tasks.add(Kind.LOCAL, j, [f"T_I_L.{j}", "weight"], writes)
+            tasks.add(Kind.LOCAL, j, reads, writes)
 
     tasks.copy_weights()
     for i in chunks:
@@ -56,12 +67,14 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
             tasks.relay_weights()
     tasks.shared()
     stay(range(early))
+    stay(for_copies[:early])
     for i in chunks:
         reads = [f"T_DI.{i}", "weight_DI", *tasks.copied]
         _through_experts(tasks, i, reads, [f"T_M.{i}", f"T_DO.{i}"])
     stay(range(early, m))
+    stay(for_copies[early:])
     for i in range(n):
-        tasks.output(i, piece_of(i, n, m))
+        tasks.output(i, *local_tasks_of(i, n, m, stages))
     return tasks.finish()
 
 
@@ -75,7 +88,9 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
     stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
     chunk's task comes after the next chunk's experts, so that the tasks of the last two chunks fill the time
-    while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks.
+    while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks. If
+    rows stay for copies, the rows of the last chunk that stay for own experts come last, so that the
+    gradients of copies are sent earlier (VG).
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 
@@ -85,11 +100,29 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     tasks = PassBuilder("backward", n, stages)
     local, remote = stages.local, stages.remote
     m = local_pieces(n, local=local, remote=remote)
+    for_copies = pieces_for_copies(m, stages)
     chunks = range(n if remote else 0)
+
+    # The last rows that stay for own experts come at the end if other tasks are urgent: the gradients of
+    # copies are sent only after the last chunk, and a host of copies has much to compute before.
+    early = m - 1 if stages.local_copies and m > 1 else m
 
     def add_weight_gradients(i: int) -> None:
         """Adds the task that computes the gradients of parameters from chunk i's received rows."""
         tasks.add(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
+
+    def stay(pieces: range) -> None:
+        """Adds the tasks that compute gradients from rows that stay on this rank.
+
+        pieces: the numbers of the tasks, each of which has one part of these rows.
+        """
+        for j in pieces:
+            reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}", *(tasks.copied if j in for_copies else ())]
+            tasks.add(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"])
+            if j not in for_copies:
+                tasks.add(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"])
+            elif tasks.learns_copies:
+                tasks.add(Kind.LOCAL_COPY_WGRAD, j, [f"pending_L.{j}", "dw_K"], ["dw_K"])
 
     tasks.copy_weights()
     for i in chunks:
@@ -97,10 +130,8 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
         if i == 0:
             tasks.relay_weights()
     tasks.shared()
-    for j in range(m):
-        reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}"]
-        tasks.add(Kind.LOCAL, j, reads, [f"dhome_L.{j}", f"pending_L.{j}"])
-        tasks.add(Kind.LOCAL_WGRAD, j, [f"pending_L.{j}", "dw"], ["dw"])
+    stay(range(early))
+    stay(for_copies)
     for i in chunks:
         writes = [f"dT_DI.{i}", f"pending.{i}", f"dweight_DI.{i}"]
         reads = [f"dT_DO.{i}", f"T_DI.{i}", f"T_M.{i}", *tasks.copied]
@@ -111,9 +142,10 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     if remote:
         tasks.return_weights(range(n))
         add_weight_gradients(n - 1)
+    stay(range(early, m))
     tasks.add_gradients()
     for i in range(n):
-        tasks.output(i, piece_of(i, n, m))
+        tasks.output(i, *local_tasks_of(i, n, m, stages))
     return tasks.finish()
 
 

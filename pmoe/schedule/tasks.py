@@ -97,6 +97,7 @@ class Kind(str, enum.Enum):
     COPY_WEIGHTS = "V"  # sends the weights of busy experts to the ranks of their copies
     RELAY_WEIGHTS = "VR"  # ranks with copies of one expert send each other the parts that V brought
     COPY_WGRAD = "KW"  # backward: gradients of the copies' parameters from received rows
+    LOCAL_COPY_WGRAD = "LKW"  # backward: gradients of the copies' parameters from rows that stay
     RELAY_GRADIENTS = "VGR"  # backward: ranks with copies of one expert each get one part of all gradients
     COPY_GRADIENTS = "VG"  # backward: sends the gradients of copies to the ranks of their experts
     ADD_GRADIENTS = "VA"  # backward: adds them to the gradients of the experts, in the order of the ranks
@@ -334,7 +335,9 @@ class Stages:
         other. This is the baseline that FSMoE is measured against.
     copies: how ranks that host copies of busy experts get the weights: "keep" (sent in forward and kept),
         "communicate" (sent again in backward), "present" (kept from an earlier call); None for no copies.
-        Rows for a copy count as received (task C), even if their token is on the same rank.
+    local_copies: whether rows stay on their rank if a copy of their expert is on it; only with ``local`` and
+        copies. Tasks of their own (L) compute these rows. If False, rows for a copy count as received (task
+        C), even if their token is on the same rank.
     relays_copies: whether some expert has several copies. The expert's owner then sends the rank of each copy
         a different part of the weights (V), and these ranks send their parts to each other (VR). Gradients go
         the opposite way.
@@ -353,6 +356,7 @@ class Stages:
     copies: CopiesFate | None = None
     relays_copies: bool = False
     frozen_copies: bool = False
+    local_copies: bool = False
 
     def __post_init__(self) -> None:
         if not (self.local or self.remote):
@@ -419,6 +423,34 @@ def piece_of(chunk: int, n: int, m: int) -> int:
     Example: n = 4, m = 2 -> chunks 0 to 3 are computed by tasks 0, 0, 0, 1.
     """
     return max(chunk - (n - m), 0)
+
+
+def pieces_for_copies(m: int, stages: Stages) -> range:
+    """Returns the numbers of the tasks that compute rows which stay on this rank, for copies of experts.
+
+    Tasks 0 to m - 1 compute the rows that stay for the rank's own experts. Task m + j computes the rows of
+    the same chunks as task j, for the copies on this rank. The range is empty if these rows do not stay.
+
+    m: the number of tasks for own experts (`local_pieces`).
+    stages: the stages of the layer.
+
+    Example: m = 2 -> tasks 2 and 3.
+    """
+    return range(m, m + m * stages.local_copies)
+
+
+def local_tasks_of(chunk: int, n: int, m: int, stages: Stages) -> tuple[int, ...]:
+    """Returns the numbers of all tasks that compute rows of a chunk which stay on this rank.
+
+    There is one task for own experts (`piece_of`), and perhaps one for copies (`pieces_for_copies`).
+
+    chunk: number of the chunk.
+    n: number of chunks.
+    m: the number of tasks for own experts.
+    stages: the stages of the layer.
+    """
+    own = piece_of(chunk, n, m)
+    return (own, m + own) if stages.local_copies else (own,)
 
 
 def sequential(schedule: Schedule) -> Schedule:
@@ -736,16 +768,16 @@ class PassBuilder:
             self.add(Kind.SHARED, -1, ["dT_O"], ["dT_S", "pending_S"])
             self.add(Kind.SHARED_WGRAD, -1, ["pending_S"], ["dw_S"])
 
-    def output(self, i: int, piece: int | None = None) -> None:
+    def output(self, i: int, *pieces: int) -> None:
         """Appends task O of chunk i, which sums the results of each of the chunk's tokens.
 
         i: number of the chunk.
-        piece: the number of the task that computed the chunk's rows that stay on this rank (`piece_of`). None
-            if it equals the chunk's number.
+        pieces: the numbers of the tasks that computed the chunk's rows that stay on this rank
+            (`local_tasks_of`). If there are none, it is one task, with the chunk's number.
         """
         if 0 <= i < self.n:
-            own_piece = i if piece is None else piece
+            own_pieces = pieces or (i,)
             shared = "T_S" if self.direction == "forward" else "dT_S"
-            reads = [f"{self._home}_L.{own_piece}"] * self.stages.local
+            reads = [f"{self._home}_L.{j}" for j in own_pieces] * self.stages.local
             reads += [f"{self._home}.{i}"] * self.stages.remote + [shared] * self.stages.shared
             self.add(Kind.OUTPUT, i, reads, [f"{self._output}.{i}"])

@@ -159,12 +159,13 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
     for name, parameter in named:
         if (
             is_expert(parameter)
-            and not isinstance(parameter, DTensor)
+            and _lacks_spread(parameter)
             and id(parameter) not in copies
             and num_ranks > 1
         ):
+            what = "sharded over its copies only" if isinstance(parameter, DTensor) else "not a DTensor"
             raise ValueError(
-                f"parameters ({name} is an expert's and not a DTensor) must be the model, or come from "
+                f"parameters ({name} is an expert's and {what}) must be the model, or come from "
                 "pmoe.parallelize: otherwise the number of its copies is not known"
             )
     return copies
@@ -211,7 +212,19 @@ def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, in
                     f"the gradient of {name} (a summand on each rank) must be reduced before it is clipped"
                 )
             parts *= 1 if placement.is_replicate() else gradient.device_mesh.size(dimension)
+        if is_expert(parameter) and _lacks_spread(parameter):
+            num_ranks = copies_of_experts.get(id(parameter), num_ranks)
     return _copies_of(name, parts, num_ranks)
+
+
+def _lacks_spread(parameter: Tensor) -> bool:
+    """Returns whether an expert's parameter does not show over which ranks the experts are spread.
+
+    This is so for plain tensors, and for experts that are modules and that FSDP2 shards over their copies.
+
+    parameter: an expert's parameter, of any shape.
+    """
+    return not isinstance(parameter, DTensor) or hasattr(parameter, "over_copies_only")
 
 
 def _copies_of(name: str, parts: int, num_ranks: int) -> int:

@@ -83,7 +83,8 @@ def parallelize(
       become DTensors on ``mesh``: Shard(0) over "ep", split along the hidden columns over "esp" (the bias b2
       is Replicate), and Replicate over the ranks that hold copies. With shard_experts they are Shard over
       these ranks, along the first dimension whose size is a multiple of the number of copies.
-    - Experts that are a user's modules keep plain parameters. They cannot be split over "esp".
+    - Experts that are a user's modules keep plain parameters. With shard_experts the parameters become
+      DTensors that are Shard over the ranks with copies. Modules cannot be split over "esp".
     - All parameters and buffers of experts are added to the list of names that `DistributedDataParallel`
       ignores.
     - The dense part does not change.

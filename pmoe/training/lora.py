@@ -51,7 +51,7 @@ from pmoe.layer.reshard import share_ranks
 from pmoe.training.checkpoint_state import unwrapped
 from pmoe.training.expert_parallel import lay_out, take_first
 from pmoe.training.gradient_mean import MeanOverRanks
-from pmoe.training.sharded_experts import DividedByOwnRanks, whole_value
+from pmoe.training.sharded_experts import DividedByOwnRanks, leave_out, take_in, whole_value
 
 DEFAULT = "default"
 """The name of an adapter to which the user gave no name."""
@@ -174,8 +174,8 @@ def merge_lora(model: nn.Module, name: str | None = None) -> MergedLora:
 
     W[e] is a weight of expert e; A and B are the matrices of the adapter, and scale is its factor. A layer
     without further adapters is then a plain layer, which fused kernels, exports and checkpoints accept. If
-    FSDP2 shards the experts, they stay `LoraExperts`, the class of experts with adapters, and FSDP2 goes on
-    gathering the removed adapter. The weights stay frozen. The sums are rounded to the dtype of the weights.
+    FSDP2 shards the experts, they stay `LoraExperts`, the class of experts with adapters, but FSDP2 no longer
+    gathers the removed adapter. The weights stay frozen. The sums are rounded to the dtype of the weights.
 
     The gradients of the adapter's parameters are set to None, so that an optimizer no longer changes these
     parameters. To train the weights from now on, call ``layer.experts.requires_grad_(True)`` and make another
@@ -245,8 +245,9 @@ def remove_lora(model: nn.Module, name: str | None = None) -> None:
     """Removes an adapter from the layers of a model.
 
     The layers then use no adapter, and a layer without further adapters is a plain layer. If FSDP2 shards the
-    experts, they stay `LoraExperts`, the class of experts with adapters, and FSDP2 goes on gathering the
-    removed adapter. The weights stay frozen. Every rank must call it.
+    experts, they stay `LoraExperts`, the class of experts with adapters, but FSDP2 no longer gathers the
+    removed adapter. The weights stay frozen. Run the backward passes of earlier calls first. Every rank must
+    call this function.
 
     name: the name of the adapter; None removes the active adapter.
 
@@ -506,7 +507,7 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     name: the name of the adapter.
     """
     experts.adapters[name] = adapter
-    # FSDP2 shards an adapter only if it was merged before. Its parts then stayed on their ranks.
+    # FSDP2 shards an adapter only if it was merged before. Its parts then stayed on their ranks (`_remove`).
     of_adapter = {f"{ADAPTERS}{name}.{own}": cut for own, cut in adapter.copy_parts.items()}
     experts.copy_parts = {**experts.copy_parts, **of_adapter}
     share_ranks(experts, layer.grid)
@@ -514,6 +515,8 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     if not experts.is_sharded:
         _lay_out_adapter(layer, experts, adapter, name)
     _reshard(experts)
+    take_in(experts, adapter.left_out)
+    adapter.left_out = ()
     for _, parameter in experts.own_parameters():
         parameter.requires_grad_(False)
     _use(layer, experts, name)
@@ -578,6 +581,10 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     experts: the layer's experts.
     name: the name of the adapter.
     """
+    _reshard(experts)
+    adapter = experts.adapter(name)
+    if experts.is_sharded:
+        adapter.left_out = leave_out(experts, adapter)
     del experts.adapters[name]
     for placed in [placed for placed in experts.placements if placed.startswith(f"{ADAPTERS}{name}.")]:
         del experts.placements[placed]

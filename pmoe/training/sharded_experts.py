@@ -8,8 +8,10 @@ FSDP2 (`torch.distributed.fsdp.fully_shard`) shards the experts. For each layer 
     before backward     another all-gather makes the whole weight again
     after backward      a reduce-scatter over "dp" gives each rank its part of the gradient's mean over "dp"
 
-So pmoe's call always reads whole weights. Gradients must be means over all ranks of the mesh. FSDP2 computes
-the mean over "dp"; `DividedByOwnRanks` divides by the number of ranks along the other dimensions.
+So pmoe's call always reads whole weights. This also holds for experts that are modules: FSDP2 gathers all
+modules of a rank together, before pmoe reads their parameters. Gradients must be means over all ranks of the
+mesh. FSDP2 computes the mean over "dp"; `DividedByOwnRanks` divides by the number of ranks along the other
+dimensions.
 
 Two dimensions of a mesh may have ranks that hold copies of the same experts, such as "nodes" and "dp" of
 ("nodes", "dp", "ep"). Experts are then sharded over the inner one ("dp") and replicated over the outer one
@@ -24,7 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -35,6 +38,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
 from pmoe.experts.base import Experts
 from pmoe.experts.base import Shard as Part
+from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
@@ -126,12 +130,20 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
             "a layer that is parallelized already must not be sharded later: pass shard_experts to its first "
             "pmoe.parallelize"
         )
+    if isinstance(experts, ModuleExperts):
+        for name, parameter in experts.named_parameters():
+            if parameter.is_meta:
+                raise ValueError(
+                    f"experts' {name} (on the meta device) must have values to be sharded, because "
+                    "experts are modules: build the model on a device"
+                )
+            _even_dimension(name, parameter.shape, count)
+        return
     names = {name for name, _ in experts.named_parameters()}
     if not isinstance(experts, StackedExperts) or not names <= experts.all_hidden_dims().keys():
-        kind = "modules" if experts.are_modules else type(experts).__name__
         raise TypeError(
-            f"experts ({kind}) must be ffn or swiglu experts, with or without adapters, to be sharded: leave "
-            "shard_experts out"
+            f"experts ({type(experts).__name__}) must be modules, or ffn or swiglu experts with or without "
+            "adapters, to be sharded: leave shard_experts out"
         )
     for name, shape in _shapes(experts, layer.num_experts, grid).items():
         _dimension(experts, name, shape, count, grid.esp.size)
@@ -140,8 +152,9 @@ def check_shardable(layer: MoELayer, grid: Grid, count: int) -> None:
 def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: dict[str, Any]) -> None:
     """Shards the parameters of experts over the ranks that hold copies of these experts, by fully_shard.
 
-    Before the call, the parameters are DTensors that are Replicate over ``copies``. Afterwards they are
-    DTensors that are Shard over the inner dimension of ``copies``.
+    Before the call, the parameters are DTensors that are Replicate over ``copies``, or plain tensors if
+    experts are modules. Afterwards they are DTensors that are Shard over the inner dimension of ``copies``.
+    Those of modules are DTensors over ``copies`` only.
 
     experts: this rank's experts, for which `check_shardable` raises no error.
     mesh: the mesh of the parameters.
@@ -149,7 +162,6 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
         are sharded over the last one (the inner), and stay replicated over the one before it.
     options: arguments for fully_shard.
     """
-    assert isinstance(experts, StackedExperts)
     from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 
     *outer, inner = copies
@@ -158,24 +170,74 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
     dims = dict[Tensor, int]()
     copy_parts = dict[str, tuple[int, Part]]()
     for name, parameter in experts.named_parameters():
+        if not isinstance(experts, StackedExperts):
+            dims[parameter] = _even_dimension(name, parameter.shape, count)
+            copy_parts[name] = dims[parameter], part
+            continue
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh is not mesh:
             # torch may have put in an equal mesh of an earlier call, from a cache. fully_shard wants ours.
             parameter._spec = replace(parameter._spec, mesh=mesh)
         dims[parameter] = _dimension(experts, name, local_part(parameter).shape, count, experts.shard.count)
         copy_parts[name] = dims[parameter], part
-    fully_shard(
-        experts,
-        mesh=mesh,
-        dp_mesh_dims=DataParallelMeshDims(shard=inner, replicate=outer[0] if outer else None),
-        shard_placement_fn=lambda parameter: Shard(dims[parameter]),
-        **options,
-    )
+    if isinstance(experts, StackedExperts):
+        of_copies = DataParallelMeshDims(shard=inner, replicate=outer[0] if outer else None)
+        options = {**options, "mesh": mesh, "dp_mesh_dims": of_copies}
+    else:
+        options = {**options, "mesh": mesh[tuple(copies)]}
+    fully_shard(experts, shard_placement_fn=lambda parameter: Shard(dims[parameter]), **options)
     experts.copy_parts = copy_parts
     experts.keeps_gathered = not options["reshard_after_forward"]
     if "mp_policy" in options:
         experts.gathered_dtype = options["mp_policy"].param_dtype
     experts.mark_parameters()
+
+
+def leave_out(experts: Experts, module: nn.Module) -> list[Any]:
+    """Makes FSDP2 gather a module's parameters no longer. Returns FSDP2's records of these parameters.
+
+    fully_shard has no public way to take parameters out, so the function changes the lists in which FSDP2
+    keeps its records. Call it on every rank, and while no parameter is gathered (``experts.reshard()``).
+
+    experts: this rank's experts, which FSDP2 shards.
+    module: a module inside of ``experts``. Each rank keeps its part of the module's parameters.
+    """
+    modules = set(module.modules())
+    records = list[Any]()
+    for group in _groups_of(experts):
+        records += [record for record in group.fsdp_params if record._module_info.module in modules]
+        group.fsdp_params = [record for record in group.fsdp_params if record not in records]
+        for left_out in modules:  # the group must not keep the module in memory
+            group._module_to_pre_save_state_dict_hook_handle.pop(left_out, None)
+            group._module_to_pre_load_state_dict_hook_handle.pop(left_out, None)
+    for record in records:
+        if hasattr(record, "_unsharded_param"):
+            # A backward pass that still needs the parameter then raises an error. Its memory has been freed.
+            increment_version(record._unsharded_param)
+    return records
+
+
+def take_in(experts: Experts, records: Sequence[Any]) -> None:
+    """Makes FSDP2 gather parameters again that `leave_out` has taken out of the same experts.
+
+    Call it on every rank, and while no parameter is gathered (``experts.reshard()``).
+
+    experts: this rank's experts, which FSDP2 shards.
+    records: the result of `leave_out`.
+    """
+    if not records:
+        return
+    group = _groups_of(experts)[0]
+    for record in records:
+        # FSDP2 takes these two steps before the first forward pass, when the record may have been left out.
+        record.reset_sharded_param()
+        record.init_dtype_attrs(group.mp_policy)
+    group.fsdp_params += records
+
+
+def _groups_of(experts: Experts) -> list[Any]:
+    """Returns FSDP2's groups of parameters, which are gathered together, of experts that it shards."""
+    return list(experts._get_fsdp_state()._fsdp_param_groups)  # type: ignore[operator]
 
 
 @torch.no_grad()
@@ -264,8 +326,21 @@ def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: 
     """
     rows_dim = _rows_dim(experts, name)
     in_blocks = num_parts > 1 and experts.hidden_factor > 1 and experts.all_hidden_dims()[name] == rows_dim
+    return _even_dimension(name, shape, count, rows_dim if in_blocks else None)
+
+
+def _even_dimension(name: str, shape: Sequence[int], count: int, other_than: int | None = None) -> int:
+    """Returns the first dimension of a parameter that can be cut into ``count`` equal parts.
+
+    name: name of the parameter.
+    shape: shape of the rank's part of it.
+    count: number of equal parts.
+    other_than: a dimension that is not cut; None if every dimension may be cut.
+
+    Raises ValueError if no dimension can be cut.
+    """
     for dim, length in enumerate(shape):
-        if length % count == 0 and not (in_blocks and dim == rows_dim):
+        if length % count == 0 and dim != other_than:
             return dim
     raise ValueError(
         f"experts' {name} (of shape {tuple(shape)} on a rank) must have a dimension that the {count} copies "

@@ -23,6 +23,8 @@ from tests.convert.compare import group
 
 BATCH, M, H, E, STEPS = 16, 16, 32, 4, 6
 CLIP = 0.5
+RATES = {"AdamW": 1e-2, "SGD": 0.5}
+"""Learning rates, by optimizer. AdamW's steps do not show by which factor gradients are scaled, SGD's do."""
 
 
 def model_of(ranks: Any, seed: int = 0, **options: Any) -> nn.Module:
@@ -39,10 +41,10 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def plain_losses(clip: float) -> list[str]:
+def plain_losses(clip: float, kind: str = "AdamW") -> list[str]:
     """Losses of the training on one rank, without DeepSpeed."""
     model = model_of(Ranks.single())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=RATES[kind])
     losses = []
     for x, y in batches():
         loss = (model(x) - y).square().mean()
@@ -55,14 +57,18 @@ def plain_losses(clip: float) -> list[str]:
     return losses
 
 
-def config_of(ranks: int, stage: int, clip: float = 0.0, bf16: bool = False) -> dict[str, Any]:
+def config_of(
+    ranks: int, stage: int, clip: float = 0.0, bf16: bool = False, kind: str = "AdamW"
+) -> dict[str, Any]:
+    own = {"weight_decay": 0.01, "torch_adam": True} if kind == "AdamW" else {}
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": BATCH // ranks,
         "gradient_clipping": clip,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": bf16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
+        "optimizer": {"type": kind, "params": {"lr": RATES[kind], **own}},
+        "zero_allow_untested_optimizer": True,
         "steps_per_print": 1000,
     }
 
@@ -93,13 +99,14 @@ def digits(losses: list[float]) -> list[str]:
 
 def compare_losses(ranks: int) -> None:
     """Float32, with and without clipping: the losses of one rank, whatever the size of expert parallelism."""
-    for clip in (0.0, CLIP):
-        wanted = plain_losses(clip)
+    for clip, kind in ((0.0, "AdamW"), (CLIP, "AdamW"), (0.0, "SGD")):
+        wanted = plain_losses(clip, kind)
         for stage in (0, 1, 2):
             for ep in sorted({1, ranks}):
-                found = digits(train(engine_of(ranks, stage, ep, clip=clip), batches()))
-                assert found == wanted, f"stage {stage}, ep {ep}, clip {clip}: {found}, not {wanted}"
-                print(f"stage {stage}, ep {ep}, clip {clip}: losses of one rank {found}")
+                found = digits(train(engine_of(ranks, stage, ep, clip=clip, kind=kind), batches()))
+                case = f"stage {stage}, ep {ep}, clip {clip}, {kind}"
+                assert found == wanted, f"{case}: {found}, not {wanted}"
+                print(f"{case}: losses of one rank {found}")
 
 
 def compare_bf16(ranks: int) -> None:
@@ -143,7 +150,7 @@ def compare_checkpoints(ranks: int, folder: Path) -> None:
 def refused(act: Callable[[], Any], *words: str) -> None:
     try:
         act()
-    except ValueError as error:
+    except (ValueError, TypeError, OSError) as error:
         for word in words:
             assert word in str(error), error
         return
@@ -180,6 +187,33 @@ def compare_refusals(ranks: int, folder: Path) -> None:
     refused(lambda: other.load_checkpoint(str(folder / "other")), "must be one of the experts'", "as it was")
 
 
+def compare_differences(group_of_all: dist.ProcessGroup) -> None:
+    """If one rank differs, all ranks raise the error with its values, and nobody waits."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    differs = "must be the same on every rank, and differs: rank 0:"
+    refused(lambda: adapter.group(1 + rank), f"ep_size {differs} 1; rank 1: 2")
+    refused(lambda: adapter.group((1, "2")[rank]), "ep_size ('2') must be an int")
+    config = config_of(ranks, 1)
+    for entry, value, words in (
+        ("zero_optimization", {"stage": 2}, f"config's zero_optimization (stage) {differs} 1; rank 1: 2"),
+        ("zero_optimization", {"stage": 3}, "zero_optimization (stage 3) must be 0, 1 or 2"),
+        ("gradient_clipping", 0.5, f"config's gradient_clipping {differs} 0.0; rank 1: 0.5"),
+        ("bf16", {"enabled": True}, "config's bf16 must be the same"),
+    ):
+        own = (config, config | {entry: value})[rank]
+        refused(lambda own=own: adapter.initialize(model_of(group_of_all), own), words)
+    refused(lambda: adapter.initialize(model_of(group_of_all), (config, "no file")[rank]), "no file")
+    groups = (adapter.group(1), group_of_all)
+    refused(lambda: adapter.initialize(model_of(groups[rank]), config), f"1's ep_size {differs} 1; rank 1: 2")
+    fewer = nn.Sequential(*list(model_of(group_of_all))[: (5, 2)[rank]])
+    refused(lambda: adapter.initialize(fewer, config), f"3's ep_size {differs} 2; rank 1: missing")
+    refused(lambda: adapter.initialize((fewer, nn.Linear(2, 2))[rank], config), "model (Linear) must contain")
+    wrapped = nn.parallel.DistributedDataParallel(model_of(group_of_all))
+    refused(lambda: adapter.initialize((wrapped, fewer)[rank], config), "must not be wrapped: DeepSpeed")
+    assert digits(train(engine_of(ranks, 1, ranks), batches())) == plain_losses(0.0)  # nothing is left behind
+    print("differences between ranks: named")
+
+
 def main(ranks: int, folder: Path) -> None:
     deepspeed.comm.torch.build_shm_op = lambda: None  # a shortcut of its collectives, which it would compile
     rank = str(dist.get_rank())
@@ -199,6 +233,8 @@ def main(ranks: int, folder: Path) -> None:
         adapter.mark(model_of(adapter.group(ranks)))
     assert any("deepspeed 0.20.1 is not 0.19" in str(warning.message) for warning in caught), caught
     print("refusals: named")
+    if ranks > 1:
+        compare_differences(group_of_all=adapter.group(ranks))
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ ARGUMENTS: dict[str, Values] = {
     "callbacks": st.just("scales"),
     # switches
     "bypass_local": st.just(False),
+    "program": st.just(True),
     "sequential": st.just(True),
     "one_lane": st.just(True),
 }

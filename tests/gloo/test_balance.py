@@ -944,4 +944,4 @@ def test_statistics_and_timelines_show_copies() -> None:
         assert balance.weight_bytes == balance.copies * 8 * (2 * H * M + H + M)
         assert of_layer.predicted is not None and of_layer.predicted.tensors["copies"] > 0
         assert f"{balance.copies} copies of busy experts" in text and f"{balance.before:.2f} without" in text
-        assert {"V", "VR", "KW0", "VGR", "VG", "VA"} <= tasks
+        assert {"V", "VR", "L2", "LKW2", "KW0", "VGR", "VG", "VA"} <= tasks

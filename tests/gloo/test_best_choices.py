@@ -132,8 +132,16 @@ TRIED = {
 }
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("given, options, expected", TRIED.values(), ids=TRIED)
+QUICK = ("each pass its own", "the slowest rank decides", "one slow run is no measure")
+
+
+@pytest.mark.parametrize(
+    "given, options, expected",
+    [
+        pytest.param(*case, marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name, case in TRIED.items()
+    ],
+)
 def test_the_fastest_n_by_trials_is_what_a_layer_runs_with(
     given: list[dict[str, Any]], options: dict[str, Any], expected: tuple[int, int]
 ) -> None:

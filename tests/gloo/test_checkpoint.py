@@ -106,10 +106,9 @@ CASES = {
 }
 
 
-SLOW = ("copies, fsdp to ddp",)
+SLOW = CASES.keys() - {"modules"}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in CASES]
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import re
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,11 +31,13 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
+from pmoe.experts.operands import local_part
 from tests.gloo.kit import error_of
 from tests.gloo.lm import (
     SLOW_IMPORT,
@@ -48,7 +52,7 @@ from tests.gloo.lm import (
     whole,
 )
 from tests.gloo.test_footprint import step_bytes
-from tests.own_experts import mlp
+from tests.own_experts import Counting, mlp, normed
 from tests.pool import ranks
 
 MAX_NORM, STEPS = 0.9, 4
@@ -126,6 +130,109 @@ def test_sharded_experts_train_as_whole_copies_do(
         for name in own["held"]:
             parts[name] //= sizes.get("esp", 1) if name.endswith("b2") else 1
         assert own["held"] == {name: 1 / parts[name] for name in parts} and parts
+
+
+# ---- experts that are modules
+
+
+def module_trained(
+    rank: int, world: int, sizes: dict[str, int], shard_experts: Any, wrap: str, expert: Any
+) -> dict[str, Any]:
+    """Returns losses, norms, gradients and parameters by global names, and how many elements a rank keeps."""
+    model = parallelized(sizes, shard_experts, torch.float64, expert=expert, memory_reuse="S4", pipeline=2)
+    wrapped = shared(wrap, model)
+    optimizer = torch.optim.SGD(pmoe.parameter_groups(wrapped), lr=0.5, momentum=0.5, foreach=True)
+    experts = {
+        f"{at}.{layer.first_expert + number}.{name}": parameter
+        for at, layer in model.named_modules()
+        if isinstance(layer, pmoe.MoELayer)
+        for number, module in enumerate(layer.experts.local)
+        for name, parameter in module.named_parameters()
+    }
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        found["losses"].append(backward_passes(wrapped, wrap, step, 2, rank, world))
+        if step == 0:
+            found["gradients"] = {name: whole(each.grad).clone() for name, each in experts.items()}
+        found["norms"].append(pmoe.clip_grad_norm_(wrapped, MAX_NORM).item())
+        optimizer.step()
+    found["parameters"] = {name: whole(each) for name, each in experts.items()}
+    states = [optimizer.state[each]["momentum_buffer"] for each in experts.values()]
+    kept = [value for each in experts.values() for value in (each, each.grad)] + states
+    found["elements"] = sum(local_part(each).numel() for each in kept)
+    return found
+
+
+MODULE_CASES = [
+    # sizes of the mesh, ranks, wrapper, experts
+    (SQUARE, 4, "fsdp", mlp),
+    ({"dp": 2, "ep": 1}, 2, "ddp", normed),
+    (SQUARE, 4, "ddp", Counting),
+    ({"dp": 4, "ep": 1}, 4, "fsdp", mlp),
+    ({"nodes": 2, "dp": 2, "ep": 1}, 4, "ddp", mlp),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "world", "wrap", "expert"), MODULE_CASES)
+def test_sharded_modules_train_as_whole_copies_do(
+    sizes: dict[str, int], world: int, wrap: str, expert: Any
+) -> None:
+    job = ranks(world)
+    plain = {"dp": sizes["dp"] * sizes.get("nodes", 1), "ep": sizes["ep"]}
+    expected = job.run(module_trained, plain, False, wrap, expert, timeout=SLOW_IMPORT)
+    found = job.run(module_trained, sizes, True, wrap, expert, timeout=SLOW_IMPORT)
+    for own, wanted in zip(found, expected, strict=True):
+        assert own["losses"] == pytest.approx(wanted["losses"], rel=1e-12)
+        assert own["norms"] == pytest.approx(wanted["norms"], rel=1e-12)
+        assert own["elements"] == wanted["elements"] // sizes["dp"]
+        for kind in ("gradients", "parameters"):
+            assert own[kind].keys() == wanted[kind].keys() and own[kind]
+            for name, value in own[kind].items():
+                torch.testing.assert_close(value, wanted[kind][name], rtol=1e-11, atol=1e-13)
+
+
+def saving_modules(rank: int, world: int, folder: str, sizes: dict[str, int]) -> list[float]:
+    """Saves a run with sharded modules after two steps. Returns the losses that follow."""
+    model = parallelized(sizes, True, torch.float64, expert=mlp)
+    optimizer = optimizer_of(model)
+    for step in range(2):
+        one_step(model, optimizer, step, rank, world)
+    pmoe.save_checkpoint(folder, model, optimizer, step=2)
+    return [one_step(model, optimizer, step, rank, world) for step in (2, 3)]
+
+
+def loading_modules(
+    rank: int, world: int, folder: str, sizes: dict[str, int], shard_experts: bool
+) -> list[float]:
+    """Loads the run in another layout. Returns the losses that follow."""
+    model = parallelized(sizes, shard_experts, torch.float64, expert=mlp)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    optimizer = optimizer_of(model)
+    assert pmoe.load_checkpoint(folder, model, optimizer).step == 2
+    return [one_step(model, optimizer, step, rank, world) for step in (2, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "world", "others", "shard_experts"),
+    [
+        (SQUARE, 2, {"dp": 2, "ep": 1}, True),
+        (SQUARE, 4, {"dp": 1, "ep": 4}, False),
+        ({"nodes": 2, "dp": 2, "ep": 1}, 4, SQUARE, True),
+    ],
+)
+def test_checkpoints_of_sharded_modules_load_on_other_numbers_of_ranks(
+    sizes: dict[str, int], world: int, others: dict[str, int], shard_experts: bool, tmp_path: Path
+) -> None:
+    going_on = ranks(4).run(saving_modules, str(tmp_path), sizes, timeout=SLOW_IMPORT)
+    found = ranks(world).run(loading_modules, str(tmp_path), others, shard_experts, timeout=SLOW_IMPORT)
+    for step in range(2):
+        mean = sum(losses[step] for losses in found) / world
+        assert mean == pytest.approx(sum(losses[step] for losses in going_on) / 4, rel=1e-12)
 
 
 # ---- policies
@@ -819,6 +926,72 @@ def test_bytes_of_adapters_of_sharded_experts_are_predicted() -> None:
         }
 
 
+class CountingAllGather(DefaultAllGather):
+    """The all-gather of FSDP2. It also counts the bytes that it returns."""
+
+    num_bytes = 0
+
+    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.num_bytes += output_tensor.nbytes
+        return super().__call__(output_tensor, *args, **kwargs)
+
+
+def removed(rank: int, world: int, shard_experts: Any) -> dict[str, tuple[int, float]]:
+    """Returns the bytes that a call gathers of a layer's experts, and the loss, after changes of adapters."""
+    model = with_adapters(SQUARE, shard_experts)
+    first_losses = adapter_steps(rank, world, model)["losses"]
+    layer = model.blocks[0].moe
+    counter = CountingAllGather()
+    layer.experts.set_custom_all_gather(counter)
+
+    def evaluated() -> tuple[int, float]:
+        layer.experts.reshard()
+        counter.num_bytes = 0
+        with torch.no_grad():
+            loss = loss_of(model, batch(9, 4).chunk(world)[rank]).item()
+        return counter.num_bytes, loss
+
+    found = {"adapter": evaluated()}
+    with pmoe.disable_lora(model):
+        found["disabled"] = evaluated()
+    added = pmoe.merge_lora(model)
+    found["merged"] = evaluated()
+    pmoe.unmerge_lora(model, added)
+    found["unmerged"] = evaluated()
+    assert adapter_steps(rank, world, model)["losses"][0] < first_losses[0]  # it trains on
+    own_part = weakref.ref(next(layer.experts.adapters["default"].parameters()))
+    loss = loss_of(model, batch(9, 4).chunk(world)[rank])
+    pmoe.remove_lora(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|changed in place"):
+        loss.backward()
+    del added, loss
+    gc.collect()
+    assert own_part() is None
+    found["removed"] = evaluated()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [True, {"reshard_after_forward": False}], ids=str)
+def test_a_removed_adapter_of_sharded_experts_is_not_gathered(options: Any) -> None:
+    weights = 8 * 2 * (2 * 8 * 12 + 8 + 12)  # float64, two experts of a rank
+    adapters = 8 * 2 * 2 * (8 + 12 + 12 + 8)
+    wanted = {
+        "adapter": weights + adapters,
+        "disabled": weights + adapters,
+        "merged": weights,
+        "unmerged": weights + adapters,
+        "removed": weights,
+    }
+    for found in ranks(4).run(removed, options, timeout=SLOW_IMPORT):
+        assert {name: num_bytes for name, (num_bytes, _) in found.items()} == wanted
+        losses = {name: loss for name, (_, loss) in found.items()}
+        assert losses["merged"] == pytest.approx(losses["adapter"], rel=1e-12)
+        assert losses["unmerged"] == pytest.approx(losses["adapter"], rel=1e-12)
+        assert losses["removed"] == pytest.approx(losses["disabled"], rel=1e-12)
+        assert losses["removed"] != pytest.approx(losses["adapter"], rel=1e-6)
+
+
 def adapted_peak(rank: int, world: int, shard_experts: Any) -> float:
     mesh = make_mesh(SQUARE)
     torch.manual_seed(0)
@@ -882,6 +1055,18 @@ def refusals(rank: int, world: int) -> list[str]:
         fully_shard(model.blocks[0].moe.experts, mesh=mesh["dp"])
         shards(model, mesh)
 
+    def odd(d_model: int, d_hidden: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(d_model, 7), nn.Linear(7, d_model))
+
+    def on_meta() -> nn.Module:
+        with torch.device("meta"):
+            return build(mesh["ep"], expert=mlp)
+
+    def list_without_model() -> None:
+        model = shards(build(mesh["ep"], expert=mlp), mesh)
+        loss_of(model, batch(0, 1)).backward()
+        pmoe.clip_grad_norm_(list(pmoe.expert_parameters(model)), 1.0)
+
     def differ() -> None:
         model = shards(build(mesh["ep"]), mesh)
         model.blocks[1].moe.experts.w2.requires_grad_(rank != 2)
@@ -894,7 +1079,8 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: pmoe.parallelize(build(mesh["ep"]), mesh, shard_experts={"mesh": mesh}),
         lambda: pmoe.parallelize(build(mesh["ep"]), mesh, shard_experts={"reshard_after_forward": 2}),
         lambda: pmoe.parallelize(build(mesh["ep"]), mesh, shard_experts={"mp_policy": torch.bfloat16}),
-        lambda: shards(build(mesh["ep"], expert=mlp), mesh),
+        lambda: shards(build(mesh["ep"], expert=odd), mesh),
+        lambda: shards(on_meta(), mesh),
         lambda: shards(pmoe.parallelize(build(mesh["ep"]), mesh), mesh),
         wrapped_before,
         by_hand,
@@ -902,6 +1088,7 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: shards(pmoe.MoELayer(4, 6, 1, 1, expert="swiglu", mesh=other["ep", "esp"]), other),
         lambda: pmoe.copy_into_experts(shards(pmoe.MoELayer(4, 6, 4, mesh=mesh["ep"]), mesh), {}),
         differ,
+        list_without_model,
     ]
     return [error_of(attempt) for attempt in attempts]
 
@@ -914,7 +1101,8 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         r"ValueError: shard_experts \(with 'mesh'\) may have only reshard_after_forward, mp_policy",
         r"TypeError: shard_experts\['reshard_after_forward'\] \(2\) must be",
         r"TypeError: shard_experts\['mp_policy'\] .* must be a torch.distributed.fsdp.MixedPrecisionPolicy",
-        r"TypeError: blocks.0.moe: experts \(modules\) must be ffn or swiglu experts, with or without",
+        r"ValueError: blocks.0.moe: experts' local.0.0.bias \(of shape \(7,\) on a rank\) must have a dimen",
+        r"ValueError: blocks.0.moe: experts' local.0.0.weight \(on the meta device\) must have values",
         r"ValueError: blocks.0.moe: a layer that is parallelized already must not be sharded later",
         r"ValueError: blocks.0.moe.experts \(a FSDPFFNExperts\) must be wrapped after pmoe.parallelize",
         r"ValueError: experts' parameters must not be in fully_shard, .* shard_experts=True",
@@ -922,6 +1110,7 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
         r"ValueError: model: experts' b1 \(of shape \(1, 6\) on a rank\) must have a dimension that the 2",
         r"ValueError: layer \(with shard_experts\) must have whole experts on each rank: call copy_into",
         r"ValueError: requires_grad of experts' w2 must be the same on all copies of the experts",
+        r"ValueError: parameters \(parameter 0 is an expert's and sharded over its copies only\) must be the",
     ]
     for found in ranks(4).run(refusals, timeout=SLOW_IMPORT):
         assert len(found) == len(wanted)

@@ -354,24 +354,23 @@ def test_the_bound_has_room_for_rows_that_no_cutting_avoids() -> None:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_bound_with_copies_holds_whatever_part_of_a_ranks_own_rows_stays(n: int) -> None:
-    """Rows for a copy arrive as messages and other rows of the rank stay, but no row does both."""
+    """A rank's own rows stay, for its experts or for its copies. Other tasks compute those for copies."""
     num_ranks = 4
     plain = replace(sizes_from_options(64, 256, 8, top_k=2, num_ranks=num_ranks), rotates=False)
     sizes = replace(plain, copies=CopyNumbers.at_most(1, 2, num_ranks))
     call = sizes.call(512)
     at_most = bound(sizes, call, Choice(forward=n, backward=n, restore=KEEP), slack=1.25)
     whole = worst_rows(sizes, call, n=n, bins=n, slot_rows=0)
-    assert whole.received + whole.local == num_ranks * call.slots
+    assert whole.received == (num_ranks - 1) * call.slots and whole.local == call.slots
     own = call.slots // n  # of a chunk
-    for staying in (0, own // 3, own // 2, own):
-        arriving = num_ranks * own - staying
+    for for_experts in (0, own // 3, own // 2, own):
+        for_copies = own - for_experts
         rows = replace(
             whole,
-            extent=replace(whole.extent, received=(arriving,) * n, local=(staying,) * n),
-            received=n * arriving,
-            local=n * staying,
-            busiest_received=arriving,
-            busiest_local=(staying,) * n,
+            extent=replace(whole.extent, local=(for_experts,) * n),
+            busiest_local=(for_experts,) * n,
+            local_copies=(for_copies,) * n,
+            busiest_copies=(for_copies,) * n,
         )
         of_rows = predict(sizes, call, rows, rows, KEEP)
         assert of_rows.peak <= at_most.peak

@@ -68,6 +68,8 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.decide.fused_counts": "It loads the fused kernels, which few layers ask for.",
     "pmoe.decide.one_rank_counts": "It loads the kernels of one rank, which only layers on one GPU use.",
     "pmoe.decide.padded_counts": "Only pad_to_capacity=True needs it.",
+    "pmoe.decide.program_choice": "It loads pass programs, which few layers ask for.",
+    "pmoe.decide.program_counts": "It loads pass programs, which few layers ask for.",
     "pmoe.decide.solver_counts": "Only pipeline='solve' needs it.",
     "pmoe.decide.rank_consistency": "A layer of one rank has no options to compare with other ranks.",
     "pmoe.engine.buffers.host_pool": "Only offloading needs memory on the host.",

@@ -12,6 +12,7 @@ AGAIN = Stages(local=True, remote=True, copies="communicate")
 PLAIN = Stages(local=True, remote=True)
 RELAYED = Stages(local=True, remote=True, copies="communicate", relays_copies=True)
 FROZEN = Stages(local=True, remote=True, copies="keep", frozen_copies=True)
+STAYING = Stages(local=True, remote=True, copies="keep", local_copies=True)
 NEW = {
     Kind.COPY_WEIGHTS,
     Kind.RELAY_WEIGHTS,
@@ -53,6 +54,28 @@ def test_gradients_of_copies_go_home_beside_the_last_gradients_of_parameters() -
     assert names(schedule, Lane.COMPUTE) == "G0 G1 L0 LW0 L1 LW1 C0 KW0 C1 KW1 W0 W1 VA O0 O1"
     assert waits(schedule)["VG"] == ("KW1",)
     assert waits(schedule)["VA"] == ("VG", "W1")
+
+
+def test_rows_that_stay_for_copies_have_tasks_of_their_own_which_wait_for_the_weights() -> None:
+    forward, backward = both_ways(3, STAYING, None)
+    assert names(forward, Lane.COMPUTE) == "G0 G1 G2 L0 L2 C0 C1 C2 L1 L3 O0 O1 O2"
+    assert [name for name, of in waits(forward).items() if "V" in of] == ["L2", "C0", "C1", "C2", "L3"]
+    assert waits(forward)["O1"] == ("L0", "L2", "R1")
+    assert names(backward, Lane.COMPUTE) == (
+        "G0 G1 G2 L0 LW0 L2 LKW2 L3 LKW3 C0 KW0 C1 KW1 W0 C2 KW2 W1 W2 L1 LW1 VA O0 O1 O2"
+    )
+    assert waits(backward)["KW0"] == ("C0", "LKW3")  # the gradients of copies are added in list order
+    assert waits(backward)["VG"] == ("KW2",)
+    assert waits(backward)["VA"] == ("VG", "LW1")
+    forward, backward = both_ways(1, STAYING, None)
+    assert names(forward, Lane.COMPUTE) == "G0 L0 L1 C0 O0"
+    assert names(backward, Lane.COMPUTE) == "G0 L0 LW0 L1 LKW1 C0 KW0 W0 VA O0"
+
+
+def test_rows_that_stay_for_frozen_copies_have_no_gradients_of_parameters() -> None:
+    frozen = Stages(local=True, remote=True, copies="keep", local_copies=True, frozen_copies=True)
+    backward = backward_schedule(2, frozen)
+    assert names(backward, Lane.COMPUTE) == "G0 G1 L0 LW0 L2 L3 C0 C1 W0 W1 L1 LW1 O0 O1"
 
 
 @pytest.mark.parametrize("restore", [None, KEEP, Restore("communicate", "recompute")], ids=str)

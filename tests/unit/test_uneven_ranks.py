@@ -73,13 +73,29 @@ def test_an_exchange_takes_as_long_as_its_busiest_link() -> None:
 
 def test_copies_divide_the_rows_and_their_weights_travel_first() -> None:
     plan = CopyPlan(hosts={0: ((0, 20), (1, 10))}, before=30, after=20)
-    # Rank 0: 10 rows stay (L), 10 received (C). Rank 1: 5 stay, 5 received and 10 of its copy.
+    # Rank 0: 10 rows stay (L), 10 received (C). Rank 1: 5 stay for its expert and 5 for its copy, and each
+    # receives 5.
     assert uneven_pass_seconds(layer([30, 10]), CLUSTER, 1, "forward", plan) == 20
-    # V takes 7 s, which L hides on rank 0 and not all of it on rank 1, whose C takes 15 s.
+    # V takes 7 s, which L hides on rank 0 and not all of it on rank 1: its copy computes 5 rows, then C 10.
     assert uneven_pass_seconds(layer([30, 10], expert_bytes=7), CLUSTER, 1, "forward", plan) == 7 + 15
     assert uneven_pass_seconds(layer([30, 10], expert_bytes=5), CLUSTER, 1, "forward", plan) == 20
-    # Backward: rank 1 computes L 5, LW 5, C 15, KW 10, W 5. VG of 9 s begins at 35 and hides W.
+    # Backward: rank 1 computes L 5, LW 5, L 5, LKW 5, C 10, KW 5, W 5. VG of 9 s begins at 35 and hides W.
     assert uneven_pass_seconds(layer([30, 10], expert_bytes=9), CLUSTER, 1, "backward", plan) == 35 + 9
+
+
+def test_a_hosts_own_rows_for_its_copy_are_computed_while_rows_of_other_ranks_travel() -> None:
+    plan = CopyPlan(hosts={0: ((0, 20), (1, 20))}, before=40, after=20)
+    # S brings 10 rows of 1 byte to each rank, in 10 s. In this time rank 1 computes the 10 rows that stay for
+    # its copy. Then C takes 10 s, and R 10.
+    assert uneven_pass_seconds(layer([40, 0], row_bytes=1), CLUSTER, 1, "forward", plan) == 10 + 10 + 10
+
+
+def test_modules_compute_all_gradients_in_the_tasks_of_the_gradients_of_rows() -> None:
+    modules = replace(layer([20, 20], row_bytes=1), are_modules=True)
+    assert uneven_pass_seconds(modules, CLUSTER, 1, "forward") == 10 + 10 + 10
+    # L of 20 s hides S of 10 s. C takes 20 s, and R of 10 s has no task W beside it.
+    assert uneven_pass_seconds(modules, CLUSTER, 1, "backward") == 20 + 20 + 10
+    assert uneven_pass_seconds(replace(modules, are_modules=False), CLUSTER, 1, "backward") == 40
 
 
 def test_an_owner_sends_each_expert_once_and_a_host_receives_each_copy() -> None:

@@ -87,7 +87,7 @@ class DevicePool:
         self.peak_bytes = 0
         self._device = device
         # The bytes of each running pass. A pass that fails before it runs leaves this table with its arena.
-        self._running: weakref.WeakKeyDictionary[Arena, int] = weakref.WeakKeyDictionary()
+        self._running: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     @property
     def bytes_in_use(self) -> int:
@@ -124,22 +124,22 @@ class DevicePool:
             return self._own.new(like, shape)
         return like.new_empty(shape)
 
-    def take(self, elements: int, like: Tensor, arena: Arena) -> Tensor:
+    def take(self, elements: int, like: Tensor, arena: object) -> Tensor:
         """Returns memory (elements,) for the ring slots of a pass, and counts its bytes as in use.
 
         Ring slots are buffers in which chunks take turns.
 
         elements: the number of elements.
         like: a tensor with the dtype and device of the result.
-        arena: the pass's record of this memory. `trim` raises an error until `give_back` is called with this
-            record.
+        arena: the pass's record of this memory, an `Arena` or another object of the pass. `trim` raises an
+            error until `give_back` is called with this record.
         """
         memory = self.new(like, elements)
         self._running[arena] = memory.nbytes
         self.peak_bytes = max(self.peak_bytes, sum(self._running.values()))
         return memory
 
-    def give_back(self, arena: Arena) -> None:
+    def give_back(self, arena: object) -> None:
         """Counts the memory of a pass as no longer in use.
 
         arena: the record for which `take` returned the memory.

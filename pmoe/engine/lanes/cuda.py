@@ -35,9 +35,7 @@ class CudaLanes(Lanes):
         compute = torch.cuda.current_stream(device)
         self._stream = {Lane.COMPUTE: compute}
         for lane in schedule.lanes - {Lane.COMPUTE}:
-            if (device, lane) not in self._streams:
-                self._streams[device, lane] = torch.cuda.Stream(device)
-            self._stream[lane] = self._streams[device, lane]
+            self._stream[lane] = self.stream_of(device, lane)
             # The pass reads tensors that the caller computes on the current stream.
             self._stream[lane].wait_stream(compute)
         self._await_readers_of_the_host(device)
@@ -47,6 +45,13 @@ class CudaLanes(Lanes):
         self._products = contextlib.ExitStack()
         if ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks):
             self._products.enter_context(beside_communication())
+
+    @classmethod
+    def stream_of(cls, device: torch.device, lane: Lane) -> torch.cuda.Stream:
+        """Returns the stream of a lane other than the compute lane. It is made when it is first needed."""
+        if (device, lane) not in cls._streams:
+            cls._streams[device, lane] = torch.cuda.Stream(device)
+        return cls._streams[device, lane]
 
     def run(self, task: Task, action: Action) -> None:
         stream = self._stream[task.lane]

@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pmoe.planner.copies import CopyPlan, row_cuts
 from pmoe.schedule.restore import CopiesFate
+from pmoe.schedule.tasks import Stages
 
 
 class ExpertPart(NamedTuple):
@@ -154,6 +155,21 @@ class HostedCopies:
         """The indices of this rank's own experts that have copies on other ranks, in rising order."""
         first = self.rank * self.num_local
         return [expert for expert in range(first, first + self.num_local) if expert in self.plan.hosts]
+
+    def in_stages(self, stages: Stages, *, rotates: bool) -> Stages:
+        """Returns a layer's stages with the stages of these copies added.
+
+        stages: the stages of the layer without copies.
+        rotates: whether chunks take turns in ring slots. A ring slot has room for the rows that stay on a
+            rank for its copies, among the rows that the rank receives. So these rows are sent.
+        """
+        return replace(
+            stages,
+            copies=self.fate,
+            relays_copies=self.relays,
+            frozen_copies=self.are_frozen,
+            local_copies=stages.local and not rotates,
+        )
 
     def _ranks_of_copies(self, expert: int) -> list[int]:
         return sorted(rank for rank, _ in self.plan.hosts[expert][1:])

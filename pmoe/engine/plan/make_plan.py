@@ -363,7 +363,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         position = position.int()
     pass_plan = PassPlan(
         chunks=tuple(chunks),
-        pieces=tuple(pieces),
+        pieces=_own_experts_first(pieces, modules) if modules.stages.local_copies else tuple(pieces),
         weights=weights,
         slot=slots.slot[:first_row],
         row_token=token if tokens.of_slot is None else tokens.of_slot[token],
@@ -372,6 +372,30 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         once=once,
     )
     return pass_plan if order is None else _with_order(pass_plan, order, orders.weight)
+
+
+def _own_experts_first(pieces: Sequence[LocalChunk], modules: PassModules) -> tuple[LocalChunk, ...]:
+    """Divides each piece of rows that stay into two: rows for the rank's own experts, and rows for copies.
+
+    Returns the pieces of own experts, then those of copies. Copies of busy experts are never on a GPU, so
+    offsets on a device (`RowGroups.ends`) are not needed.
+
+    pieces: the pieces, whose rows are sorted by own experts and then copies.
+    modules: the layer's modules.
+    """
+    num_local = modules.experts.num_local_experts
+    own = []
+    of_copies = []
+    for piece in pieces:
+        assert piece.groups.ends is None
+        counts = piece.groups.counts
+        middle = piece.rows.start + sum(counts[:num_local])
+        groups = RowGroups(counts=counts[:num_local], ends=None)
+        own.append(LocalChunk(rows=slice(piece.rows.start, middle), groups=groups))
+        groups = RowGroups(counts=(0,) * num_local + tuple(counts[num_local:]), ends=None)
+        rows = slice(middle, piece.rows.stop)
+        of_copies.append(LocalChunk(rows=rows, groups=groups, of_copies=True))
+    return (*own, *of_copies)
 
 
 def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> PassPlan:
@@ -570,7 +594,7 @@ def _ends(
     rank: this rank.
     num_staying: the number of this rank's experts whose rows are not sent if they come from this rank; 0 if
         all rows are sent. The indices after these experts are copies of other ranks' busy experts, and rows
-        for copies are always sent.
+        for these copies are sent.
     """
     on_device = bins.recv_device
     if not on_device.is_cuda:

@@ -12,6 +12,10 @@ pieces than chunks, all pieces come after the last chunk:
     2 chunks, 2 pieces   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
     3 chunks, 2 pieces   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
 
+If rows for copies of busy experts stay, too (`Stages.local_copies`), each piece is divided in two: first the
+rows for own experts, then the rows for copies. With m pieces, these parts have the numbers 0 to m - 1, and m
+to 2 m - 1.
+
 The rows of a chunk change their order on the way to the experts (T_I is the layer's input, T_DI the experts'
 input):
 
@@ -126,11 +130,14 @@ class LocalChunk:
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
     rows: slice of this rank's sorted rows (all rows of its tokens, in the order of `PassPlan`).
-    groups: number of these rows for each of this rank's E_local experts.
+    groups: number of these rows for each of this rank's E_local experts. For copies of other ranks' experts:
+        0 for each own expert, then the number for each copy.
+    of_copies: whether copies of other ranks' experts compute the rows.
     """
 
     rows: slice
     groups: RowGroups
+    of_copies: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +205,7 @@ class PassPlan:
 
     chunks: the n micro-batches.
     pieces: the rows that are not sent, because their experts are on this rank, in m blocks that are computed
-        one by one; () if all rows are sent.
+        one by one; () if all rows are sent. If rows for copies of experts stay, too, m blocks of them follow.
     weights: the message of routing weights; None if all rows of all ranks stay on their rank.
     slot: (rows,) int64, the slot of each sorted row. It is int32 if kernels have sorted the slots. With
         ``send_once=True`` the tensor must not be read, because several slots share one row.
@@ -236,14 +243,14 @@ class PassPlan:
     def rows(self) -> ChunkRows:
         """The number of rows of each buffer of the pass, for each chunk.
 
-        Rows that stay on this rank are computed in blocks (`pieces`). If there are fewer blocks than chunks,
-        rows of several chunks share a block. The fields ``local`` and ``home`` of the result then have no
-        meaning, and are not read.
+        Rows that stay on this rank are computed in blocks (`pieces`), and ``local`` has a number for each
+        block. If there are fewer blocks than chunks, rows of several chunks share a block. The field ``home``
+        of the result then has no meaning, and is not read. Neither is it if rows for copies stay.
         """
         chunks = self.chunks
         n = len(self.chunks)
         esp_size = len(self.chunks[0].gathered)
-        by_chunk = len(self.pieces) in (0, n)
+        by_chunk = len(self.pieces) in (0, n) and not any(piece.of_copies for piece in self.pieces)
         apart = esp_size > 0 or self.once is not None
         return ChunkRows(
             arrived=[chunk.num_arrived for chunk in chunks] if apart else None,
@@ -377,11 +384,12 @@ class PassModules(abc.ABC):
     def staying(self) -> range:
         """The indices of this rank's experts for which rows of this rank's own tokens are not sent.
 
-        The range is empty if rows are also sent from a rank to itself. Copies of busy experts are never in
-        the range, because a row for a copy is sent even if the row and the copy are on the same rank.
+        The range is empty if rows are also sent from a rank to itself. It has the indices of this rank's
+        copies of busy experts, too, if rows for them stay (`Stages.local_copies`).
         """
         first_expert = self.grid.ep.rank * self.num_indices
-        return range(first_expert, first_expert + self.experts.num_local_experts * self.stages.local)
+        count = self.num_indices if self.stages.local_copies else self.experts.num_local_experts
+        return range(first_expert, first_expert + count * self.stages.local)
 
 
 @dataclass(frozen=True, kw_only=True)

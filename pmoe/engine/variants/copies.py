@@ -6,8 +6,10 @@ the hosts send back the gradients of the copies. Sending and adding are tasks of
     V     the owner sends an expert's weights to the host, if the expert has one copy. If it has several
           copies, the owner sends a different part of the weights to each host
     VR    the hosts of one expert send each other their parts of the weights
-    C     computes the rank's own experts and its copies (`pmoe.experts.with_copies`)
-    KW    computes the gradients of the copies' parameters
+    L     computes rows that stay on this rank, for its copies
+    C     computes received rows, for the rank's own experts and its copies (`pmoe.experts.with_copies`)
+    LKW   computes the gradients of the copies' parameters from rows that stay
+    KW    computes the gradients of the copies' parameters from received rows
     VGR   the hosts of one expert send each other parts of their gradients
     VG    the hosts send the gradients to the owner
     VA    the owner adds these gradients to the gradients of its experts
@@ -39,6 +41,7 @@ from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden, Runs
 from pmoe.experts.products import GradientSum
 from pmoe.experts.with_copies import ExpertsWithCopies
+from pmoe.schedule.tasks import Kind
 
 
 @dataclass(frozen=True)
@@ -277,23 +280,31 @@ class CopiesForward(_WithCopies, Forward):
         if keep and self.stages.copies != "communicate":
             self.saved.inputs = replace(inputs, parameters=[*inputs.parameters, self.copied])
 
-    def compute(self, i: int) -> None:
-        self.complete_copies()
+    def complete_copies(self) -> None:
+        super().complete_copies()
         if self.hosted.kept is not None:
             self.hosted.kept.weights = self.copied
+
+    def local(self, j: int) -> None:
+        if self.pass_plan.pieces[j].of_copies:
+            self.complete_copies()
+        super().local(j)
+
+    def compute(self, i: int) -> None:
+        self.complete_copies()
         super().compute(i)
 
 
 class CopiesBackward(_WithCopies, Backward):
     """A backward pass with copies of busy experts.
 
-    The attributes listed after `chunks_left` are set after the last chunk. If the experts are frozen, they
-    are never set.
+    The attributes listed after `tasks_left` are set after the last task that adds gradients of copies. If the
+    experts are frozen, they are never set.
 
     copy_sums: for each parameter, the gradients of the copies, summed over chunks. The entry is None for a
         parameter that no rank trains. For a parameter that all experts share, the entry is the sum to which
         this rank's own experts add their gradients, too.
-    chunks_left: the number of chunks whose gradients are not in ``copy_sums`` yet.
+    tasks_left: the number of tasks (KW and LKW) whose gradients are not in ``copy_sums`` yet.
     copied_gradients: (C, G), the gradients of the C copies that this rank hosts, G numbers each.
     relay_sent, relay_arrived: the messages in which hosts of the same expert send each other parts of their
         gradients (task VGR). None if no expert has several copies.
@@ -301,7 +312,7 @@ class CopiesBackward(_WithCopies, Backward):
     """
 
     copy_sums: list[GradientSum | None]
-    chunks_left: int
+    tasks_left: int
     copied_gradients: Tensor
     relay_sent: Tensor | None = None
     relay_arrived: Tensor | None = None
@@ -323,7 +334,8 @@ class CopiesBackward(_WithCopies, Backward):
         else:
             self.messages: _Messages | None = self.new_messages()
         self.copy_sums = []
-        self.chunks_left = len(self.pass_plan.chunks)
+        kinds = (Kind.COPY_WGRAD, Kind.LOCAL_COPY_WGRAD)
+        self.tasks_left = sum(task.kind in kinds for task in self.schedule.tasks)
         if not self.stages.frozen_copies:
             self._make_sums()
 
@@ -352,7 +364,7 @@ class CopiesBackward(_WithCopies, Backward):
         self.copy_sums = self.sums_that_stay()
         for at, view in self.summed_gradients():
             memory = new if view.is_cuda else functools.partial(_reuse_memory, view)
-            self.copy_sums[at] = GradientSum(view, self.chunks_left, memory)
+            self.copy_sums[at] = GradientSum(view, self.tasks_left, memory)
 
     def sums_that_stay(self) -> list[GradientSum | None]:
         """Returns the first values of `copy_sums`: sums that are not sent to owners; None for the others."""
@@ -363,6 +375,14 @@ class CopiesBackward(_WithCopies, Backward):
         """Returns pairs (index in `copy_sums`, view of `copied_gradients`), one for each sum that is sent."""
         views = parameters_in(self.copied_gradients, self.gradient_shapes())
         return list(zip(self.trained, views, strict=True))
+
+    def local(self, j: int) -> None:
+        is_of_copies = self.pass_plan.pieces[j].of_copies
+        if is_of_copies:
+            self.complete_copies()
+        super().local(j)
+        if is_of_copies and self.stages.frozen_copies:  # no task LKW will free the operands
+            self._free((j, "_L"))
 
     def compute(self, i: int) -> None:
         self.complete_copies()
@@ -383,16 +403,29 @@ class CopiesBackward(_WithCopies, Backward):
         """
         return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
 
-    def copy_wgrad(self, i: int) -> None:
-        """Computes the gradients of the copies' parameters from chunk i, and adds them up (task KW).
+    def _free(self, unit: Unit) -> None:
+        """Frees the operands of the gradients of copies' parameters from rows that stay.
 
-        After the last chunk, the method writes the sums to `copied_gradients`, one row for each copy, and
-        allocates the messages in which they are sent.
+        unit: (j, "_L") for block j of these rows.
         """
-        unit = (i, "")
+        del self.pending[unit]
+        self.rows.pop(unit, None)
+
+    def copy_wgrad(self, i: int, place: str = "") -> None:
+        """Computes the gradients of the copies' parameters from the rows of one task (KW), and adds them up.
+
+        After the last of these tasks, the method writes the sums to `copied_gradients`, one row for each
+        copy, and allocates the messages in which they are sent.
+
+        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+            sent, because copies of their experts are on this rank.
+        """
+        unit = (i, place)
         self.experts.copy_gradient(self.pending[unit], self.groups(unit), self.copy_sums)
-        self.chunks_left -= 1
-        if self.chunks_left:
+        if place:  # no task of own experts reads these operands
+            self._free(unit)
+        self.tasks_left -= 1
+        if self.tasks_left:
             return
         for at, target in self.summed_gradients():
             total = self.copy_sums[at]

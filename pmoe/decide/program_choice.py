@@ -1,0 +1,143 @@
+"""The choice of pass programs: which calls of a layer with ``Switches(program=True)`` they run.
+
+If programs cannot run a call, Python's engine runs it on all ranks. pmoe then warns once for each reason.
+Three functions look for a reason, in this order. Each examines the facts on its line, and all ranks get the
+same answers:
+
+    takes_layer       options and modules of the layer
+    call_refusal      the numbers of chunks, the restore pair and the row counts of a call
+    agreed_programs   the devices, kernels and libraries of all ranks
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pmoe.call.modules import LayerModules
+from pmoe.comm.agreement import gathered
+from pmoe.comm.counts import RankCounts
+from pmoe.engine.passes.base import Inputs
+from pmoe.experts.stacked import StackedExperts
+from pmoe.planner.degree import Choice
+from pmoe.program.backend import ProgramBackend, Programs
+from pmoe.program.layer_shape import LayerShape
+from pmoe.program.on_cuda import CudaBackend
+from pmoe.warn import warn_once
+
+MOST_ROWS = 2**31 - 1
+"""The largest number of rows that an index of a program can count: indices are int32."""
+
+BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
+"""The backends that issue programs, by the type of the rows' device."""
+
+_agreed: dict[tuple[object, ...], Programs | str] = {}
+"""Results of `agreed_programs` by the facts on which they depend."""
+
+
+def layer_refusal(modules: LayerModules) -> str | None:
+    """Returns why programs can run no call of a layer; None if they may run some. The same on all ranks."""
+    if not modules.rotates:
+        return f"chunks have buffers of their own (memory_reuse={modules.options.restore})"
+    return modules.refusal("program")
+
+
+def takes_layer(modules: LayerModules) -> bool:
+    """Returns whether programs may run calls of a layer. If not, warns of the reason."""
+    why = layer_refusal(modules)
+    if why is not None:
+        _warn(why)
+    return why is None
+
+
+def _warn(why: str) -> None:
+    """Warns that the engine runs a layer's calls, once for each reason.
+
+    why: the reason, which ends the sentence. Its numbers, if it has any, come after a colon.
+    """
+    warn_once(f"program (True) falls back to the engine because {why}")
+
+
+def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> str | None:
+    """Returns why programs cannot run a call; None if they may. The same on all ranks.
+
+    modules: the modules and options of the layer.
+    counts: the row counts of the call.
+    choice: the numbers of chunks and the restore pair.
+    """
+    most_rows = counts.max_tokens * modules.options.top_k * modules.ranks.size
+    reasons = {
+        f"both passes must have the same chunks: forward {choice.forward}, backward {choice.backward}": (
+            choice.forward != choice.backward
+        ),
+        f"indices of rows are int32: up to {most_rows} rows, at most {MOST_ROWS}": most_rows > MOST_ROWS,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def agreed_programs(
+    modules: LayerModules, inputs: Inputs, counts: RankCounts, choice: Choice
+) -> Programs | None:
+    """Returns the programs that run a call; None if the engine runs it, after a warning of the reason.
+
+    All ranks get programs, or none does. Collective the first time for each dtype and sizes, because kernels
+    or libraries may be missing on some ranks.
+
+    modules: the modules of the layer, with the experts that were really called.
+    inputs: the rows and parameters of the call.
+    counts: the row counts of the call.
+    choice: the numbers of chunks and the restore pair.
+    """
+    why = layer_refusal(modules) or call_refusal(modules, counts, choice)
+    if why is None:
+        programs = _programs_of(modules, inputs.x_TM, inputs.weight_TK)
+        if isinstance(programs, Programs):
+            return programs
+        why = programs
+    _warn(why)
+    return None
+
+
+def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Programs | str:
+    """Returns the programs of layers like this one, or the reason why a rank cannot run them.
+
+    modules: the modules of the layer.
+    x_TM: (T, M), the rows of a call.
+    weight_TK: (T, K), its routing weights.
+    """
+    ranks = modules.ranks
+    device = x_TM.device
+    backend = BACKENDS.get(device.type)
+    experts = modules.experts
+    assert isinstance(experts, StackedExperts)
+    device_type = device.type if backend is None else backend.device_type
+    shape = LayerShape.of(modules, x_TM, weight_TK, device_type=device_type)
+    key = (ranks.name, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape)
+    if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
+        own = f"its tensors are on {device}, and pass programs run on CUDA devices"
+        why = own if backend is None else backend.refusal(shape, x_TM)
+        reasons = gathered(ranks, why, stage="agreeing on pass programs")
+        others = (f"rank {rank} refuses: {reason}" for rank, reason in enumerate(reasons) if reason)
+        why = why or next(others, None)
+        if why is not None or backend is None:
+            _agreed[key] = why or own
+        else:
+            _agreed[key] = _connected(backend, modules, shape, x_TM)
+    return _agreed[key]
+
+
+def _connected(
+    backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor
+) -> Programs | str:
+    """Returns programs with a communicator for the layer's ranks, or why there is none. Collective."""
+    ranks = modules.ranks
+    try:
+        communicator = backend.connect(ranks, x_TM.device) if shape.sends and ranks.size > 1 else None
+    except RuntimeError as error:
+        return f"there is no communicator: {error}"
+    return Programs(
+        backend=backend,
+        shape=shape,
+        dtype=x_TM.dtype,
+        device=x_TM.device,
+        communicator=communicator,
+    )

@@ -1,0 +1,61 @@
+"""Row counts of a layer whose calls may run as compiled programs: all ranks exchange the counts.
+
+After the exchange the ranks agree on the programs (`pmoe.decide.program_choice`). Calls that programs do not
+take run by the engine, in the same chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pmoe.call.decision import AgreedChoice, Decision
+from pmoe.call.modules import LayerModules
+from pmoe.decide.exact_counts import ExactCounts
+from pmoe.decide.program_choice import agreed_programs
+from pmoe.decide.solver_counts import SolverCounts
+from pmoe.engine.passes.base import Inputs
+from pmoe.runners.program import ProgramRunner
+
+
+class ProgramCounts(ExactCounts):
+    """Gets the row counts of a layer whose calls may run as programs, by an exchange among all ranks."""
+
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+        return _with_programs(super().agree(modules, inputs), modules, inputs)
+
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        return _by_programs(super().decision(modules, inputs, agreed), agreed)
+
+
+class ProgramSolverCounts(SolverCounts):
+    """Gets the row counts of a layer with ``pipeline="solve"`` whose calls may run as programs."""
+
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+        return _with_programs(super().agree(modules, inputs), modules, inputs)
+
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        return _by_programs(super().decision(modules, inputs, agreed), agreed)
+
+
+def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+    """Adds the programs that run a call, if all ranks have them. Collective.
+
+    agreed: the row counts and the choice of chunks. Few rows need neither chunks nor programs.
+    modules: the modules of the layer, with the experts that were really called.
+    inputs: the rows and parameters of the call.
+    """
+    if agreed.choice is None:
+        return agreed
+    assert agreed.counts is not None
+    return replace(agreed, programs=agreed_programs(modules, inputs, agreed.counts, agreed.choice))
+
+
+def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
+    """Returns the decision to run a planned call by its programs; the same decision if it has none."""
+    plan = decision.plan
+    if agreed.programs is None or plan is None:
+        return decision
+    assert len(plan.forward.chunks) == len(plan.backward.chunks) and not plan.forward.has_drops
+    counts = decision.counts.shared.joined(len(plan.forward.chunks))
+    send_nWE, recv_nWE = counts.send.contiguous(), counts.recv.contiguous()
+    return replace(decision, runner=ProgramRunner(plan, agreed.programs, send_nWE, recv_nWE))

@@ -1,0 +1,168 @@
+"""The interface of backends, which issue pass programs on a type of device, and a layer's programs.
+
+backend    loads programs, and knows the streams and the communicator: `ProgramBackend`
+programs   the programs of all layers with the same facts on a device, each loaded once: `Programs`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.ranks import Ranks
+from pmoe.engine.passes.base import plan_schedule
+from pmoe.engine.plan.plan import Plan
+from pmoe.experts.stacked import StackedExperts
+from pmoe.program.compiler import compile_pass
+from pmoe.program.layer_shape import LayerShape
+from pmoe.program.records import Base, PassProgram
+from pmoe.schedule.tasks import Lane, Schedule
+
+
+class PassCut(Protocol):
+    """The numbers of one call, computed from its row counts.
+
+    arena_bytes: bytes of all ring slots.
+    """
+
+    @property
+    def arena_bytes(self) -> int: ...
+
+
+class LoadedPass(Protocol):
+    """The interface of a program that a backend has loaded. A call uses its three methods in this order."""
+
+    def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> PassCut:
+        """Returns the numbers of a call.
+
+        tokens: T, tokens of this rank.
+        rank: this rank.
+        send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
+            rank, and rows that each rank has for each expert of this rank.
+
+        Raises ValueError for counts that cannot be.
+        """
+
+    def workspace_bytes(self, cut: Any) -> int:
+        """Returns the bytes of device memory that a pass needs beside its bases."""
+
+    def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
+        """Issues a pass. The host does not wait for the device.
+
+        cut: the numbers of the call.
+        bases: the address of each memory; 0 for those that are missing.
+        streams: the stream of each lane that the pass uses.
+        workspace: address of `workspace_bytes` bytes of device memory.
+
+        Raises RuntimeError, with the record's name, for an error of the device or of a message.
+        """
+
+
+class ProgramBackend(Protocol):
+    """The interface of a backend, which issues pass programs on one type of device.
+
+    device_type: "cuda" or "cpu": the type of device for which experts say how wide their tensors are.
+    """
+
+    @property
+    def device_type(self) -> str: ...
+
+    def refusal(self, shape: LayerShape, rows: Tensor) -> str | None:
+        """Returns the first reason why this rank cannot run programs of a layer; None if it can.
+
+        shape: the facts of the layer.
+        rows: a tensor with the dtype and device of the rows.
+        """
+
+    def connect(self, ranks: Ranks, device: torch.device) -> Any:
+        """Returns the communicator of several ranks. A collective, in which all ranks fail or none."""
+
+    def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
+        """Returns the stream of each lane of a schedule."""
+
+    def load(
+        self,
+        program: PassProgram,
+        schedule: Schedule,
+        *,
+        experts: StackedExperts,
+        dtype: torch.dtype,
+        device: torch.device,
+        communicator: Any,
+    ) -> LoadedPass:
+        """Loads a program.
+
+        program: the program, and ``schedule`` the schedule from which it was compiled.
+        experts: the experts of a layer with the program's facts. Only their class and settings matter.
+        dtype, device: of the rows.
+        communicator: the result of `connect`; None on one rank.
+        """
+
+
+@dataclass(frozen=True)
+class CompiledPass:
+    """A program that was loaded, with the schedule from which it was compiled.
+
+    loaded: the program.
+    schedule: its schedule.
+    """
+
+    loaded: LoadedPass
+    schedule: Schedule
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Programs:
+    """The programs of all layers with the same facts on one device. Each is compiled at its first call.
+
+    backend: the backend that issues them.
+    shape: the facts of the layers, with all parameters trained.
+    dtype, device: of the rows.
+    communicator: the communicator of several ranks; None on one rank.
+    """
+
+    backend: ProgramBackend
+    shape: LayerShape
+    dtype: torch.dtype
+    device: torch.device
+    communicator: Any
+    _compiled: dict[tuple[object, ...], CompiledPass] = field(default_factory=dict)
+
+    def of(self, plan: Plan, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
+        """Returns the program of a pass.
+
+        plan: the plan of a call of one of the layers.
+        direction: "forward" or "backward".
+        keep: whether a backward pass may follow.
+        trained: names of the experts' parameters of which backward computes gradients.
+        """
+        modules = plan.modules
+        restore = plan.restore if keep else None
+        n = len(plan.forward.chunks)
+        key = (direction, n, restore, trained, modules.stages, modules.sequential)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._load(plan, direction, keep=keep, trained=trained)
+        return found
+
+    def _load(self, plan: Plan, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
+        schedule = plan_schedule(plan, direction, keep)
+        if direction == "backward" and not trained:
+            schedule = schedule.frozen
+        shape = replace(self.shape, trained=trained)
+        program = compile_pass(schedule, shape, plan.restore if keep else None)
+        experts = plan.modules.experts
+        assert isinstance(experts, StackedExperts)
+        loaded = self.backend.load(
+            program,
+            schedule,
+            experts=experts,
+            dtype=self.dtype,
+            device=self.device,
+            communicator=self.communicator,
+        )
+        return CompiledPass(loaded, schedule)

@@ -1,0 +1,305 @@
+"""The runner of pass programs: compiled programs run both passes, without Python between their calls.
+
+A program (`pmoe.program`) is compiled from the same schedule that the engine runs, so it sends the same
+messages and gives the same results. The runner allocates what the engine allocates, and passes the addresses:
+
+    ring slots           one block, from the pool of the device
+    T_DI, T_M            kept for backward: one tensor for received rows, and one for rows that stay
+    indices, ends        of the plan, as int32
+    weights, gradients   one number for each row
+
+Letters: T tokens, K choices of a token, N received rows, M = d_model, G columns of T_M, W ranks, n chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pmoe.comm.failures import at_stage, publishing_failures
+from pmoe.engine.autograd import Path, Saved
+from pmoe.engine.buffers.arena import pool
+from pmoe.engine.buffers.host_pool import HostMemoryError
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.plan import PassPlan, Plan
+from pmoe.experts.products import GradientSum
+from pmoe.experts.stacked import OPERANDS
+from pmoe.kernels.operands import VECTOR_BYTES
+from pmoe.program.backend import CompiledPass, Programs
+from pmoe.program.records import Base
+from pmoe.schedule.restore import GATHERED_AGAIN
+from pmoe.warn import warn_once
+
+SAVED = (
+    Base.WEIGHT_RECEIVED,
+    Base.WEIGHT_BY_NUMBER,
+    Base.SAVED_T_DI,
+    Base.SAVED_T_DI_L,
+    Base.SAVED_T_M,
+    Base.SAVED_T_M_L,
+)
+"""The memories that forward leaves for backward, in the order in which autograd saves them."""
+
+
+@dataclass(frozen=True)
+class ProgramRunner:
+    """A runner that computes both passes by programs.
+
+    plan: the chunks of both passes, which are the same, and the restore pair.
+    programs: the programs of the layer.
+    send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
+        rank, and rows that each rank has for each expert of this rank.
+    """
+
+    name: ClassVar[Path] = "program"
+
+    plan: Plan
+    programs: Programs
+    send_nWE: Tensor
+    recv_nWE: Tensor
+
+    def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
+        with publishing_failures(self.plan.modules.grid.all, "a forward pass"):
+            return self._forward(inputs, keep)
+
+    def _forward(self, inputs: Inputs, keep: bool) -> tuple[Tensor, Saved | None]:
+        call = _PassCall(self, inputs, "forward")
+        x_TM = inputs.x_TM
+        y_TM = call.new(*x_TM.shape)
+        call.put(Base.T_I, _readable(x_TM))
+        call.put(Base.T_O, y_TM)
+        call.put(Base.WEIGHT, _readable(inputs.weight_TK))
+        call.put_weights("WEIGHT", arrived=Base.WEIGHT_ARRIVED)
+        if keep:
+            call.put_saved()
+        call.run(self.programs.of(self.plan, "forward", keep=keep, trained=frozenset(OPERANDS)))
+        if not keep:
+            return y_TM, None
+        tensors = [*inputs.all, *(call.memory.get(base) for base in SAVED)]
+        if self.plan.restore.dispatched not in GATHERED_AGAIN:
+            tensors[0] = None  # backward does not read the input
+        return y_TM, Saved(tensors, _ProgramBackward(self, inputs.like([None] * len(inputs.all))))
+
+
+@dataclass(frozen=True)
+class _ProgramBackward:
+    """The function that runs the backward pass (`pmoe.engine.autograd.BackwardFunction`).
+
+    runner: the runner of the forward pass.
+    emptied: the inputs of the call with None in place of each tensor, because autograd saves the tensors.
+    """
+
+    runner: ProgramRunner
+    emptied: Inputs
+
+    def __call__(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+        with publishing_failures(self.runner.plan.modules.grid.all, "a backward pass"):
+            return self._gradients(tensors, wanted, grad_TM)
+
+    def _gradients(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+        runner = self.runner
+        num_inputs = len(self.emptied.all)
+        inputs = self.emptied.like(tensors[:num_inputs])
+        parameters_wanted = inputs.like(wanted).parameters
+        names = _names(runner.plan)
+        trained = frozenset(name for name, wants in zip(names, parameters_wanted, strict=True) if wants)
+        call = _PassCall(runner, inputs, "backward", like=grad_TM)
+        for base, tensor in zip(SAVED, tensors[num_inputs:], strict=True):
+            if tensor is not None:
+                call.put(base, tensor)
+        if inputs.x_TM is not None:
+            call.put(Base.T_I, _readable(inputs.x_TM))
+        grad_x_TM = call.new(*grad_TM.shape)
+        grad_weight_TK = torch.empty_like(inputs.weight_TK, memory_format=torch.contiguous_format)
+        call.put(Base.DT_O, _readable(grad_TM))
+        call.put(Base.DT_I, grad_x_TM)
+        call.put(Base.DWEIGHT, grad_weight_TK)
+        call.put_weights("DWEIGHT", arrived=Base.DWEIGHT_LEAVING)
+        compiled = runner.programs.of(runner.plan, "backward", keep=True, trained=trained)
+        sums: list[GradientSum | None] = []
+        for name, parameter in zip(names, inputs.parameters, strict=True):
+            # Programs sum in float32 where parameters are narrower, as for several additions.
+            total = GradientSum(parameter, 2, call.pool.new) if name in trained else None
+            if total is not None:
+                call.put(Base[f"D{name.upper()}"], total.total)
+                total.is_empty = False  # the first task overwrites it, also for experts without rows
+            sums.append(total)
+        call.run(compiled)
+        gradients: list[Tensor | None] = [grad_x_TM, grad_weight_TK, None]
+        while sums:  # frees each sum in float32 as soon as it is rounded
+            total = sums.pop(0)
+            if total is not None:
+                del call.memory[Base[f"D{names[len(names) - len(sums) - 1].upper()}"]]
+            gradients.append(None if total is None else total.result())
+        return gradients
+
+
+def _names(plan: Plan) -> Sequence[str]:
+    """Returns the names of the experts' parameters, in the order of `Inputs.parameters`."""
+    names: Sequence[str] = plan.modules.experts.operand_names
+    return names
+
+
+class _PassCall:
+    """One pass of a call: its memory by base, and the call of the program.
+
+    memory: the tensor of each base. They stay until the pass has been issued. Other lanes end before the
+        compute lane goes on, so the allocator may then use the memory again.
+    """
+
+    def __init__(
+        self, runner: ProgramRunner, inputs: Inputs, direction: str, like: Tensor | None = None
+    ) -> None:
+        self.runner = runner
+        self.direction = direction
+        self.plan = runner.plan
+        self.pass_plan: PassPlan = runner.plan.forward
+        self.inputs = inputs
+        self.like: Tensor = inputs.x_TM if like is None else like
+        self.pool = pool(self.like.device).device
+        self.memory: dict[Base, Tensor] = {}
+        shape = runner.programs.shape
+        chunks, pieces = self.pass_plan.chunks, self.pass_plan.pieces
+        self.num_received = sum(chunk.received.num_rows for chunk in chunks)
+        self.num_local = sum(piece.groups.num_rows for piece in pieces)
+        for name, parameter in zip(_names(self.plan), inputs.parameters, strict=True):
+            self.put(Base[name.upper()], _readable(parameter))
+        units = [chunk.received for chunk in chunks if shape.sends] + [piece.groups for piece in pieces]
+        self.put(Base.ENDS, _one_after_another([groups.ends_E for groups in units]))
+        self.put(Base.POSITION, self.pass_plan.position.int())
+        self.put(Base.PAIR_BY_NUMBER, _pair_by_number(self.pass_plan).int())
+        regroup = _regroup(self.pass_plan)
+        if regroup is not None:
+            self.put(Base.REGROUP, regroup.int())
+        message = self.pass_plan.weights
+        if message is not None and message.regroup is not None:
+            self.put(Base.REGROUP_WEIGHTS, message.regroup.int())
+
+    def new(self, rows: int, columns: int) -> Tensor:
+        """Returns uninitialised memory (rows, columns) of the rows' dtype and device."""
+        return self.pool.new(self.like, rows, columns)
+
+    def put(self, base: Base, tensor: Tensor) -> None:
+        """Sets the memory of a base."""
+        self.memory[base] = tensor
+
+    def put_weights(self, kind: str, *, arrived: Base) -> None:
+        """Allocates the messages of one number for each row: routing weights, or their gradients.
+
+        kind: "WEIGHT" or "DWEIGHT".
+        arrived: the memory of the numbers in the order of arrival. It is used only if they must be sorted.
+        """
+        weight_TK = self.inputs.weight_TK
+        self.put(Base[f"{kind}_BY_NUMBER"], weight_TK.new_empty(self.memory[Base.PAIR_BY_NUMBER].shape[0]))
+        if self.pass_plan.weights is not None:
+            self.put(Base[f"{kind}_RECEIVED"], weight_TK.new_empty(self.num_received))
+            if Base.REGROUP_WEIGHTS in self.memory:
+                self.put(arrived, weight_TK.new_empty(self.num_received))
+
+    def put_saved(self) -> None:
+        """Allocates the memory in which T_DI and T_M stay until backward: on the device, or on the host."""
+        restore = self.plan.restore
+        columns = self.runner.programs.shape.columns.hidden
+        for fate, tensor, width in (
+            (restore.dispatched, "T_DI", self.like.shape[1]),
+            (restore.hidden, "T_M", columns),
+        ):
+            if fate in ("keep", "offload"):
+                for ending, rows in (("", self.num_received), ("_L", self.num_local)):
+                    place = self._on_host if fate == "offload" else self.new
+                    self.put(Base[f"SAVED_{tensor}{ending}"], place(rows, width))
+
+    def _on_host(self, rows: int, columns: int) -> Tensor:
+        """Returns memory (rows, columns) on the host; on the device, with a warning, if the host has none."""
+        try:
+            return pool(self.like.device).host.take((rows, columns), self.like.dtype)
+        except HostMemoryError as error:
+            warn_once(f"{error}. What does not fit stays on the device")
+            return self.new(rows, columns)
+
+    def run(self, compiled: CompiledPass) -> None:
+        """Issues the pass."""
+        runner = self.runner
+        programs = runner.programs
+        ranks = self.plan.modules.grid.all
+        loaded = compiled.loaded
+        cut = loaded.cut(self.like.shape[0], ranks.rank, runner.send_nWE, runner.recv_nWE)
+        arena = self.pool.take(cut.arena_bytes // self.like.element_size(), self.like, self)
+        try:
+            workspace = torch.empty(loaded.workspace_bytes(cut), dtype=torch.uint8, device=self.like.device)
+            bases = {base: tensor.data_ptr() for base, tensor in self.memory.items()}
+            streams = programs.backend.streams(programs.device, compiled.schedule)
+            with at_stage(f"the program of a {self.direction} pass", ranks):
+                loaded.run(cut, bases | {Base.ARENA: arena.data_ptr()}, streams, workspace.data_ptr())
+        finally:
+            self.pool.give_back(self)
+        self._count_traffic()
+
+    def _count_traffic(self) -> None:
+        """Counts the bytes that the pass has sent to other ranks."""
+        message = self.pass_plan.weights
+        if message is None:
+            return
+        own = self.plan.modules.grid.all.rank
+        sent = sum(message.send) - message.send[own]
+        received = sum(message.recv) - message.recv[own]
+        again = self.direction == "backward" and self.plan.restore.dispatched == "communicate"
+        traffic = self.plan.modules.traffic
+        traffic.add(self.like, sent * (1 + again) + received)
+        traffic.add(self.inputs.weight_TK[0:0].view(-1), sent if self.direction == "forward" else received)
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose rows lie one after another at an aligned address; a copy if they do not."""
+    is_readable = tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
+    return tensor if is_readable else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _pair_by_number(pass_plan: PassPlan) -> Tensor:
+    """Returns the (token, choice) pair of each row, (rows,): those of sent rows, then of rows that stay."""
+    if pass_plan.by_kernel is not None:
+        return pass_plan.by_kernel.slot
+    sent = [] if pass_plan.weights is None else [pass_plan.weights.slot]
+    return torch.cat([*sent, *(pass_plan.slot[piece.rows] for piece in pass_plan.pieces)])
+
+
+def _regroup(pass_plan: PassPlan) -> Tensor | None:
+    """Returns the index that sorts received rows by expert, (N,), chunk by chunk; None for none.
+
+    The part of a chunk whose rows arrive sorted is not read, and has no values.
+    """
+    parts = [chunk.regroup for chunk in pass_plan.chunks]
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return None
+    return _one_after_another(
+        [
+            some.new_empty(chunk.received.num_rows) if part is None else part
+            for part, chunk in zip(parts, pass_plan.chunks, strict=True)
+        ]
+    )
+
+
+def _one_after_another(parts: Sequence[Tensor]) -> Tensor:
+    """Returns the parts as one tensor: a view if they lie in this order in one memory, else a copy."""
+    first = parts[0]
+    begins = itertools.accumulate((part.numel() for part in parts[:-1]), initial=int(first.storage_offset()))
+    if _are_views(first, parts, begins) and first.data_ptr() % VECTOR_BYTES == 0:
+        return first.as_strided((sum(part.numel() for part in parts),), (1,))
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _are_views(first: Tensor, parts: Iterable[Tensor], begins: Iterable[int]) -> bool:
+    """Returns whether the parts are contiguous, and begin at these elements of the first part's storage."""
+    storage = first.untyped_storage().data_ptr()
+    return all(
+        part.untyped_storage().data_ptr() == storage
+        and part.storage_offset() == begin
+        and part.is_contiguous()
+        for part, begin in zip(parts, begins, strict=True)
+    )

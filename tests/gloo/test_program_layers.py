@@ -1,0 +1,148 @@
+"""Layers whose passes run as programs, on several ranks: the engine's results, messages and errors."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+
+from pmoe import warn
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
+from tests.gloo.kit import NUM_EXPERTS, error_of
+from tests.gloo.test_program import ROWS
+from tests.kit import assert_same, build, gradients, tokens
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
+from tests.programs import CpuBackend, on_cpu
+from tests.unit.test_program_layers import fallbacks
+
+
+def layer_job(rank: int, world: int, cases: list[dict[str, Any]], frozen_rank: int = -1) -> int:
+    """Compares a step by programs with the engine's, to the bit. Returns how many chunks were sorted.
+
+    frozen_rank: the rank whose experts are frozen.
+    """
+    num_experts = 6 if world == 3 else NUM_EXPERTS
+    sorted_chunks = 0
+    for number, options in enumerate(cases):
+        results = []
+        sent = []
+        with on_cpu(CpuBackend(seed=100 * number + rank)):
+            for program in (True, False):
+                layer = build(num_experts, **options, program=program)
+                layer.experts.requires_grad_(rank != frozen_rank)
+                x = tokens(ROWS[world][rank], 10 + rank)
+                found = gradients(layer, x)
+                results.append({name: value for name, value in found.items() if value is not None})
+                sent.append((layer.traffic.rows, layer.traffic.scalars))
+                assert layer.ran is not None
+                assert layer.ran.path == ("program" if program else "pipeline"), options
+                counts = layer.row_counts
+                assert counts is not None
+                sorted_chunks += int((counts.received_rows > 0).sum(1).max()) > 1
+        assert_same(*results, told=(options, world, rank))
+        assert sent[0] == sent[1], "both send the same bytes"
+    return sorted_chunks
+
+
+def options_of(pairs: Any, degrees: tuple[int, ...], **others: Any) -> list[dict[str, Any]]:
+    return [
+        {"memory_reuse": pair, "pipeline": n, "expert": ("ffn", "swiglu")[(i + n) % 2], **others}
+        for i, pair in enumerate(pairs)
+        for n in degrees
+    ]
+
+
+QUICK = options_of([STRATEGIES["S1"], STRATEGIES["S4"], KEEP], (2,))
+
+
+def test_a_step_by_programs_is_the_engines_to_the_bit() -> None:
+    assert sum(ranks(4).run(layer_job, QUICK)) > 0, "some chunk's rows are sorted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bypass_local", [True, False])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_step_by_programs_is_the_engines_to_the_bit_in_all_cases(world: int, bypass_local: bool) -> None:
+    cases = options_of(ALL_PAIRS, (1, 2, 4, 8), bypass_local=bypass_local)
+    ranks(world).run(layer_job, cases)
+
+
+@pytest.mark.slow
+def test_experts_may_be_frozen_on_one_rank_only() -> None:
+    for frozen_rank in (0, 1):
+        ranks(2).run(layer_job, QUICK, frozen_rank)
+
+
+class Refusing(CpuBackend):
+    """A backend that one rank cannot run."""
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__()
+        self.reason = reason
+
+    def refusal(self, *_: object) -> str | None:
+        return self.reason
+
+
+def refused_job(rank: int, world: int) -> tuple[list[str], str]:
+    """Runs a layer where rank 1 has no library. Returns the reasons told, and how the call ran."""
+    with on_cpu(Refusing("NCCL's library is not loaded" if rank == 1 else None)):
+        layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True)
+        reasons = fallbacks(lambda: gradients(layer, tokens(5, rank)))
+    assert layer.ran is not None
+    return reasons, layer.ran.path
+
+
+def test_if_one_rank_refuses_all_ranks_run_by_the_engine_and_say_why() -> None:
+    first, second = ranks(2).run(refused_job)
+    assert first == (["rank 1 refuses: NCCL's library is not loaded"], "pipeline")
+    assert second == (["NCCL's library is not loaded"], "pipeline")
+
+
+def differing_job(rank: int, world: int) -> str:
+    """Sets the switch on one rank only."""
+    layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=rank == 0)
+    return error_of(lambda: layer(tokens(3)))
+
+
+def test_ranks_that_differ_in_the_switch_are_told() -> None:
+    for message in ranks(2).run(differing_job):
+        assert "program" in message and "ValueError" in message
+
+
+def absent_job(rank: int, world: int, ending: str) -> tuple[str, float]:
+    """Rank 1 ends, or raises, before the second pass. Returns the other ranks' error, and its time."""
+    warn.GIVEN.clear()
+    with on_cpu() as backend:
+        layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True)
+        x = tokens(5, rank).requires_grad_()
+        layer(x).sum().backward()
+        y = layer(x)
+
+        def broken(*_: object) -> None:
+            if ending == "dies":
+                os._exit(3)
+            raise KeyError("number 17")
+
+        if rank == 1:
+            for loaded in backend.loaded:
+                loaded.computing.run = broken  # type: ignore[method-assign]
+        start = time.monotonic()
+        return error_of(lambda: y.sum().backward()), time.monotonic() - start
+
+
+def test_an_error_of_one_rank_in_a_program_reaches_the_others() -> None:
+    first, second = ranks(2).run(absent_job, "raises")
+    assert second[0] == "KeyError: 'number 17'"
+    assert "failed in the program of a backward pass" in first[0] and "number 17" in first[0]
+
+
+@pytest.mark.slow
+def test_a_peer_that_dies_in_a_program_is_an_error_within_the_timeout() -> None:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        pool.start(absent_job, "dies")
+        message, seconds = pool.answer(0)
+    assert "failed in the program of a backward pass" in message
+    assert seconds < SHORT_TIMEOUT_SECONDS + 20  # what a busy machine may add

@@ -56,9 +56,10 @@ from pmoe.warn import warn_once
 
 
 class Fault(enum.IntEnum):
-    """A fault of one rank. Its number is sent with the row counts, so that all ranks raise an error together.
+    """A fault of one rank. All ranks raise an error together, because its number is sent to all of them.
 
-    Without the number, the other ranks would wait for rows that the faulty rank never sends.
+    The number is sent with the row counts. Without it, the other ranks would wait for rows that the faulty
+    rank never sends.
 
     text: what is wrong on the faulty rank. The errors of the other ranks have this text after "rank 3: ".
     """

@@ -56,9 +56,10 @@ from pmoe.warn import warn_once
 
 
 class Fault(enum.IntEnum):
-    """A fault of one rank. Its number is sent with the row counts, so that all ranks raise an error together.
+    """A fault of one rank. All ranks raise an error together, because its number is sent to all of them.
 
-    Without the number, the other ranks would wait for rows that the faulty rank never sends.
+    The number is sent with the row counts. Without it, the other ranks would wait for rows that the faulty
+    rank never sends.
 
     text: what is wrong on the faulty rank. The errors of the other ranks have this text after "rank 3: ".
     """
@@ -115,11 +116,12 @@ class RankCounts:
         send             (F, P, E_local) rows that this rank has for each expert of each rank
         recv             (F, W, E_local) rows that each rank has for each expert of this rank. The W ranks are
                          in the order of `Grid.by_arrival`
-        recv_device      recv, on the rows' device
+        recv_device      a copy of recv on the rows' device
         sent_once        (F, P) rows that are sent to each rank, if a token is sent only once to a rank that
                          holds several of its experts (`pmoe.engine.variants.send_once`); else None
         received_once    (F, W) rows that arrive from each rank, if tokens are sent only once; else None
-        received_once_device  received_once, on the rows' device
+        received_once_device
+                         a copy of received_once on the rows' device; else None
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. If any
                          rank hosts copies, every rank has more columns in the counts than its E_local
                          experts: the last columns are for copies
@@ -127,8 +129,9 @@ class RankCounts:
         messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
                          else None. With messages, `joined` leaves recv_device unchanged: its F is still the
                          number of bins
-        relayed          for dispatch and for combine: (F, X) numbers of rows that this rank passes on for
-                         other ranks, X for each bin (`Exchange.relay_counts`); None if it passes on none
+        relayed          a pair: the result of `Exchange.relay_counts` for dispatch, and for combine. Each is
+                         (F, X), for each bin X numbers of rows that this rank passes on for other ranks, or
+                         None if it passes on none. The exchange decides what the X numbers are
 
     The following values are equal on all ranks, so decisions that follow from them are equal on all ranks,
     too:
@@ -142,11 +145,12 @@ class RankCounts:
         host_shortage    whether any rank lacks host memory for the rows that it receives
         relays_copies    whether any expert has several copies. The ranks with these copies then pass the
                          expert's weights on to each other
-        max_rows         largest number of rows that any rank receives, rows from itself included; None if
-                         not asked for, or if some rank does not have exactly one row for each choice of its
+        max_rows         largest number of rows that any rank receives, rows from itself included. None if not
+                         asked for. Also None unless every rank has exactly one row for each choice of its
                          tokens
         loads            (E,) load of each of the E experts, its rows from all ranks; () if not asked for
-        marks            largest value over all ranks of each number in `Loads.marks`
+        marks            maximum over all ranks of each number in `Loads.marks`. A mark is a rank's answer to
+                         a question, such as 1 if its experts have changed. () if nothing was asked
     """
 
     send: Tensor
@@ -193,9 +197,9 @@ class RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
-        num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The
-            experts after them are copies of other ranks' experts, for which rows are sent, so their counts
-            stay. None if there are no copies, or if rows for copies are not sent, either.
+        num_staying: number of the rank's first experts whose rows count as 0; None for all. The rank's own
+            experts come first, then its copies of other ranks' experts. If rows for copies are sent, this is
+            the number of its own experts.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -234,9 +238,9 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
 
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
-    num_staying: number of the rank's own experts, which come first. Only their rows count as 0. The experts
-        after them are copies of other ranks' experts, for which rows are sent, so their counts stay. None if
-        there are no copies, or if rows for copies are not sent, either.
+    num_staying: number of the rank's first experts whose rows count as 0; None for all. The rank's own
+        experts come first, then its copies of other ranks' experts. If rows for copies are sent, this is the
+        number of its own experts.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -261,10 +265,11 @@ class Slots:
     num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
         without being sent. The experts after them are copies of other ranks' experts. With ring slots, rows
         for copies are always sent. None if there are no copies.
-    total_slack: a number for layers with copies of busy experts. The rows that a chunk sends, and the rows
-        that stay on this rank, must then fit into slots, too. Besides, the largest number of rows that arrive
-        in any chunk, plus the largest number of rows that stay, must be at most
-        ceil(total_slack * max_tokens * top_k / n). None limits only the rows that arrive.
+    total_slack: a number in layers with copies of busy experts, None in other layers. With None, only the
+        rows that arrive are limited. With a number, the rows of a chunk that this rank sends must also fit
+        into a slot, and so must the rows of a chunk that stay on this rank. In addition,
+        max(arriving) + max(staying) <= ceil(total_slack * max_tokens * top_k / n), where both maxima are over
+        all chunks.
     """
 
     slack: float
@@ -299,8 +304,8 @@ class Slots:
             if self.total_slack is not None:
                 assert own_F is not None
                 rows_GF = torch.cat([rows_GF, staying_GF, own_F - staying_GF])
-        # The most rows of a chunk that arrive and, if they are limited, that stay and that are sent. Kept,
-        # because several n may be cut into the same number of chunks.
+        # {number of chunks: the most rows of any chunk that arrive and, if these are limited, that stay and
+        # that are sent}. Several n may be cut into the same number of chunks, so the numbers are kept.
         largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
@@ -327,9 +332,11 @@ class Slots:
     def agreed(self, depths: Sequence[int]) -> dict[int, int]:
         """Returns `RankCounts.depth`: how often the chunks are cut finer, for each n in ``degrees``.
 
-        In a layer with copies, a batch of one chunk that does not fit is cut as a batch of two chunks. Each
-        of these chunks fits into half the slot. One chunk needs one slot of each ring, and several chunks
-        need two. So the cut batch needs no more memory than the one chunk for which slots are made.
+        In a layer with copies, a batch of one chunk that does not fit is cut as a batch of two chunks, or
+        more if these do not fit. The batch then needs no more memory than with one chunk:
+
+            one chunk         1 slot for a whole batch in each ring
+            several chunks    2 slots for half a batch in each ring
 
         depths: for each n in ``degrees``, the largest of the depths of all ranks (`depths`).
         """
@@ -428,10 +435,10 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
     chunk's rows stay on their rank, so a slot needs room only for the other (W - 1) / W. Without copies,
     slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
 
-    With ring slots, rows for copies never stay on their rank: they are always sent. So a rank that hosts
-    copies would fill the reserve in every call. Therefore slots have no reserve in a layer with copies. If a
-    chunk has more rows than a slot has room for, it is cut into smaller chunks. The rows that it sends, and
-    those that stay, are limited, too (`Slots.total_slack`). The result is
+    In a layer with copies, slots have no reserve, because it would always cost memory: with ring slots, rows
+    for copies are always sent, so a rank that hosts copies would fill the reserve in every call. Instead, a
+    chunk that has more rows than a slot has room for is cut into smaller chunks. `Slots.total_slack` also
+    limits the rows that a rank sends in a chunk, and the rows that stay on the rank. The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
@@ -474,11 +481,13 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
     """Returns F = lcm(degrees) * 2**k, the number of bins in which rows are counted.
 
     Bins are equal ranges of a rank's tokens, and a chunk consists of neighbouring bins. Finer bins allow
-    finer chunks. k is the smallest number for which F >= lcm(degrees) * num_ranks: then even a batch that
-    sends all rows to one rank can be cut into chunks that fit into buffers of fixed size (ring slots). If a
-    slot has room for fewer rows than a chunk has under even routing (``slack`` < 1), this bound is divided by
-    ``slack``. But k is smaller if F would otherwise exceed `max_bins`, because the message of row counts must
-    stay small.
+    finer chunks. k is the smallest number for which
+
+        F >= lcm(degrees) * num_ranks / min(slack, 1)
+
+    With so many bins, even a batch that sends all rows to one rank can be cut into chunks that fit into
+    buffers of fixed size (ring slots). If this F is larger than `max_bins`, k is smaller, because the message
+    of row counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
@@ -513,7 +522,7 @@ MAX_BINS, MAX_COUNTS = 256, 2**16
 
 Only the least common multiple of the numbers of chunks may make F larger. 2**16 counts of four bytes are 256
 KiB from a rank to all others, even among thousands of ranks. That is less than a hundredth of 4,096 rows of
-4,096 columns in two bytes each.
+4,096 columns with two bytes each.
 """
 
 """The `HEADER` int32 values before the counts in each message describe the sender:
@@ -532,7 +541,8 @@ LIFE = 8
 LAYER = 8
 """Factors by which a number in a header is multiplied to leave its lowest three bits free.
 
-The mode has flags in these bits. The last number of the header has the number of the dtype in these bits.
+In the number ``mode``, these bits are flags. In the last number of the header, they are the index of the
+rows' dtype.
 """
 
 
@@ -598,9 +608,10 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: with ``bypass_local``, for how many of a rank's experts its own rows are not sent; these come
-        first. The experts after them are copies of other ranks' experts, for which rows are sent. None if
-        there are no copies. The caller may set the number before `finish`.
+    num_staying: number of a rank's first experts for which the rank's own rows are not sent; None for all.
+        Only used with ``bypass_local``. A rank's own experts come first, then its copies of other ranks'
+        experts. If rows for copies are sent, this is the number of its own experts. The caller may set the
+        number before `finish`.
     """
 
     tokens_W: Tensor
@@ -648,8 +659,8 @@ class CountsExchange:
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
             False on some rank, `RankCounts.max_rows` is None on all ranks.
         loads: asks for the loads of all experts. It must be None on all ranks or on none.
-        early: messages that the routing kernels have written already. They are sent if they are the same
-            messages that would be written from the other arguments. Else new messages are written.
+        early: messages that the routing kernels have written already. They are sent if they agree with the
+            other arguments. Otherwise new messages are written.
         """
         counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
         self._counted_once = once_FP is not None

@@ -40,7 +40,7 @@ class ShardCollectives:
     def copies(self, own_rows: int) -> int:
         """Returns the size of the scratch memory that `all_gather` needs, in rows.
 
-        `all_gather` runs as an all-to-all, which needs one copy of the rows for each other rank. With two
+        `all_gather` runs as an all-to-all, which needs one copy of the rows for each of the L ranks. With two
         ranks the result is 0, because the rows can be sent to the only other rank without a copy.
 
         own_rows: number of rows that this rank sends.
@@ -53,7 +53,7 @@ class ShardCollectives:
         rows: (N, M) or (N,), this rank's N rows, M columns each.
         out: (sum(counts), M) or (sum(counts),).
         counts: counts[r] is the number of rows of rank r.
-        copies: scratch memory, (rows, M) or (rows,). The method `copies` returns how many rows it must have.
+        copies: scratch memory for R rows, (R, M) or (R,). The method `copies` returns R.
         """
         esp = self.esp
         send = [rows.shape[0]] * esp.size

@@ -51,7 +51,7 @@ LIFE is `GroupRecord.life`, RANK a global rank, and GROUP the name of a process 
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""How long a rank waits before it reads the failure reports, and then between two readings."""
+"""Time between two readings of the failure reports, and before the first, while a rank waits."""
 
 failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Cleared when `enter_call` accepts a later call of this rank."""
@@ -94,13 +94,14 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 def publish_leaving(record: GroupRecord) -> None:
     """Publishes the error that made this rank leave a forward or backward pass before its end.
 
-    The error is written into the store under two keys (`FAILED`). The group is the one whose collectives the
-    pass used:
+    Let GROUP be the group whose collectives the pass used. The error is written into the store under two keys
+    (`FAILED`):
 
-    - One key has the group's name and is never emptied. It is for ranks that wait in that group.
-    - The other key is for ranks that wait for this rank in any other group. This rank's next call empties it.
+        pmoe/failed/LIFE/RANK/GROUP   is for ranks that wait for a collective of GROUP; it is never emptied
+        pmoe/failed/LIFE/RANK         is for ranks that wait for this rank in another group; this rank's next
+                                      call empties it
 
-    record: this rank's record of the group.
+    record: this rank's record of GROUP.
     """
     rank = dist.get_rank()
     text = record.left_with[:4000]
@@ -152,8 +153,8 @@ def _construction(number: int) -> str:
 def _publish_report(error: BaseException, place: str) -> None:
     """Publishes an error that leaves no collective unfinished. This rank's next call withdraws the report.
 
-    place: the text that stands for the name of a left group in the report (`FAILED`). "" if no rank may
-        ignore the report.
+    place: the first line of the report (`FAILED`). In other reports, this line is the name of the group that
+        the rank has left. "" if no rank may ignore the report.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None or not has_peers(world):
@@ -194,8 +195,8 @@ def settle(ranks: Ranks) -> bool:
     while record.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
-        # Reports stay in the store. So a rank whose report has the place of the last time has not left again
-        # since.
+        # Reports stay in the store. If a rank's report has the place of the last time that all ranks left
+        # (``settled_at``), the report is old: the rank has not left again since.
         new_places = [place for place in places if not place or place != record.settled_at]
         if new_places == [record.left_at] * ranks.size:
             record.settled_at = record.left_at
@@ -376,7 +377,7 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 
 
 def _order_hint(ranks: Ranks) -> str:
-    """Returns a hint that ranks may call layers in different orders; "" if all messages have one size.
+    """Returns a hint that ranks may call layers in different orders; "" if messages have the same size.
 
     Two layers may send messages of row counts of different sizes. If two ranks call different layers at the
     same time, one of them gets a longer message than it expects, and gloo ends its process. So only the other
@@ -466,8 +467,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     call, or it compares its options in this call, and perhaps the other ranks do not compare theirs.
 
     ranks: the ranks of the layer.
-    why_compare: why this rank compares its options, as the end of a sentence that begins with "rank 3"; "" if
-        it does not, or if all ranks do so anyway.
+    why_compare: why this rank compares its options, as the end of a sentence that begins with "rank 3". "" if
+        it does not compare them, or if all ranks compare theirs anyway.
 
     Returns True if all ranks must compare their options in this call, because one of them has a reason. The
     result is the same on all ranks.

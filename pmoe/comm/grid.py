@@ -57,9 +57,9 @@ class Grid:
     def shards(self, expert_TK: Tensor, num_experts: int) -> Tensor:
         """Returns the L shards of each chosen expert, as one number for each shard.
 
-        Shard s of an expert is the part of its hidden columns that the rank at place s of a node has. The
-        number of a shard is rank * E + e: the rank has the shard, and e is the index of the expert among the
-        E experts of that rank.
+        Shard s of an expert is a part of its hidden columns: the part that the rank at place s of a node
+        holds. The number of a shard is r * E + e. r is the rank that holds the shard, and e is the index of
+        the expert among the E experts of that rank.
 
         expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
         num_experts: E, the number of experts of a rank.

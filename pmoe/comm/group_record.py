@@ -35,8 +35,10 @@ class GroupRecord:
     settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     message_bytes: the sizes in bytes of the layers' messages of row counts to one rank.
-    exchanges: how many exchanges of row counts this rank has begun. A call has the number of its exchange.
-    begun_before: how many collectives the layers of this process had begun when the last exchange began.
+    exchanges: how many exchanges of row counts this rank has begun over the group. The number of a call is
+        the number of its exchange.
+    begun_before: how many collectives the layers of this process had begun when the group's last exchange of
+        row counts began.
     open_calls: numbers of the calls, on the CPU, for which a backward pass may come and has not begun. Only
         the last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an
         ordered set.

@@ -13,13 +13,14 @@ before the call detects the skipped pass:
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-A rank also comes to a meeting before it compares its options with the other ranks, if these may be in a call
-without a comparison. Their messages may have another size, which would abort processes. There are two cases:
+A rank also comes to a meeting before it compares its options with the other ranks, if perhaps the other ranks
+do not compare theirs. Messages of different sizes would then meet, which would abort processes. There are two
+cases:
 
-- The layer's options were changed since its last call.
-- The layer is called for the first time, after layers of the group were called repeatedly, or as a copy
-  (copy.deepcopy) of a layer that was called. It may be new on this rank only: a copy that one rank evaluates
-  alone, for example.
+- An option of the layer was set since the layer's last call. Perhaps the other ranks have not set it.
+- The layer is called for the first time. Perhaps it exists on this rank only, such as a copy that one rank
+  evaluates alone. This is possible if layers of the group were called repeatedly before, or if the layer is a
+  copy (copy.deepcopy) of a layer that was called.
 
 If all ranks compare, all come to the meeting. Ranks that have not run a backward pass also come, perhaps
 without comparing options. So the ranks of a meeting tell each other whether any of them compares its
@@ -60,17 +61,17 @@ little.
 
 
 class Meeting:
-    """One rank's part in a meeting: the wait, before its next call, until all ranks of the group have come.
+    """One rank's part in a meeting: before its next call, it waits until all ranks have come.
 
     The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's
     name):
 
-        NUMBER          how many ranks have come to the meeting of that number
-        NUMBER/all      set when all have come
-        NUMBER/compare  set if a rank has come because it compares its options
-        waiting         set when a rank has waited for long in any meeting of the group
-        waiting/RANK    written by a rank that waits; three lines: the call's number,
-                        `GroupRecord.open_calls`, and why it waits. Emptied when the rank goes on
+        NUMBER            is the number of ranks that have come to the meeting of that number
+        NUMBER/all        is set when all ranks have come
+        NUMBER/compare    is set if a rank has come because it compares its options
+        waiting           is set when a rank has waited for long in any meeting of the group
+        waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has three
+                          lines: the call's number, `GroupRecord.open_calls`, and why the rank waits
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
@@ -109,7 +110,7 @@ class Meeting:
             self._store.delete_key(self._key_of_comparison(number))
 
     def has_all(self, wait_for: timedelta) -> bool:
-        """Returns whether all ranks have come to the meeting. Waits for them, but at most ``wait_for``."""
+        """Returns whether all ranks have come to the meeting, after a wait of at most ``wait_for``."""
         end = time.monotonic() + wait_for.total_seconds()
         pause = FIRST_PAUSE_SECONDS
         keys = [self._key_of_all(self._number)]

@@ -5,18 +5,20 @@ comparison uses no group, only the default group's store, which every rank can r
 
     last/RANK               the last call of a rank: its mesh, the call's number, the mesh's ranks
     come/MESH/NUMBER        how many ranks have come to the call with this mesh and number
-    refused/MESH/NUMBER     the `Refusal` of this call, by the first rank that has refused it
+    refused/MESH/NUMBER     the `Refusal` of this call, written by the first rank that refuses it
 
 All keys begin with pmoe/mesh/LIFE/ (`GroupRecord.life`). MESH is a digest of the mesh's text, and NUMBER
-counts the calls with one mesh. A refused call is counted, too: ranks that come late to it make this call, and
-raise its error (`_next_call`).
+counts the calls with one mesh. A refused call keeps its number: a rank that comes late still makes this call,
+and raises the error of its refusal (`_next_call`).
 
 A rank waits until all ranks of its mesh have come. Meanwhile it reads the last call of each of these ranks.
-If the last call of a rank has a different mesh or number, there are three cases:
+If the last call of another rank has a different mesh or number, the first case that applies decides:
 
-    its mesh contains this rank   the meshes differ: an error for the ranks of both calls
-    the call was refused          an error, unless that rank makes another call within `PATIENCE_SECONDS`
-    its mesh lacks this rank      it is an earlier call of that rank with other ranks: this rank waits
+    the other rank's last call            what follows
+    was refused                           This rank raises an error, unless the other rank makes a new call
+                                          within `PATIENCE_SECONDS`.
+    has a mesh that contains this rank    The meshes differ: the ranks of both calls raise an error.
+    has a mesh without this rank          This rank waits: that call is an earlier one, with other ranks.
 
 Ranks outside the mesh are not asked, because they may call `pmoe.parallelize` with meshes of their own.
 """
@@ -95,10 +97,13 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     members: the global ranks of the mesh.
     check: checks this rank's mesh by itself, before other ranks can read of this rank's call.
 
-    Raises ValueError, on all ranks that wait for each other, in two cases: a rank of the mesh passes a
-    different mesh that contains this rank, or the call of a rank of the mesh was refused. Raises the errors
-    of ``check``. If a rank does not come within the timeout of the default group, the first rank that notices
-    raises RuntimeError, and ranks that read of this error raise ValueError.
+    Raises the errors of ``check``. Raises ValueError, on all ranks that wait for each other,
+
+    - if a rank of the mesh passes a different mesh that contains this rank;
+    - if the call of a rank of the mesh was refused.
+
+    If a rank does not come within the timeout of the default group, the first rank that notices raises
+    RuntimeError. The ranks that read this error in the store raise ValueError.
     """
     world = dist.group.WORLD
     assert world is not None
@@ -132,14 +137,14 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     """Returns the call that this rank makes now with the mesh ``text``.
 
     The calls with one mesh are numbered. The result is the first call after the last one in which all ranks
-    agreed. Refused calls with which this rank is finished are skipped. It is finished with a call in two
-    cases:
+    agreed, without the refused calls with which this rank is finished. It is finished with a refused call in
+    two cases:
 
     - This rank has raised the error of the refusal already, maybe in a call with another mesh.
-    - The refusal was written in the T-th call of its writer, and this rank has already made more than T
-      calls. Calls with any mesh are counted.
+    - This rank has made more calls, with any mesh, than the writer of the refusal had made when it wrote it.
+      The present call of each is counted.
 
-    Any other refused call is returned: this rank comes late to it, and `_wait` raises its error.
+    If the result is a refused call, this rank comes late to it, and `_wait` raises the error of the refusal.
     """
     number = own_calls.agreed.get(text, 0) + 1
     while refusal := board.refusal((text, number)):
@@ -260,8 +265,8 @@ def _contradiction(
     own: this rank's call.
     ranks: the global ranks whose last calls are read.
     own_calls: the record of this rank's calls.
-    refused_since: for each refused call, the time when this rank first read of its refusal. New times are
-        added.
+    refused_since: {refused call: time at which this rank first read of its refusal}. The function adds new
+        entries.
     """
     for rank in ranks:
         last = board.last_call(rank)

@@ -12,7 +12,7 @@ OFFICIAL_SINCE = (2, 30)
 """The first version of NCCL that allows several ranks on one GPU, by a variable of its own."""
 
 REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-"""Parts of NCCL's errors for several ranks on one GPU: of versions up to 2.29, and from 2.30 on."""
+"""Texts in NCCL's errors for several ranks on one GPU: in versions up to 2.29, and from 2.30 on."""
 
 
 def shared_gpu_environment(rank: int, version: tuple[int, ...]) -> dict[str, str]:

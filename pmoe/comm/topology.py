@@ -22,7 +22,7 @@ from pmoe.comm.ranks import Ranks
 
 
 ACROSS, INSIDE = "ep", "esp"
-"""Names of a mesh's dimensions: over "ep" experts are distributed, over "esp" each expert is split.
+"""Names of a mesh's dimensions: experts are distributed over "ep", and each expert is split over "esp".
 
 The ranks of "ep" may be on different nodes; the ranks of "esp" are on one node.
 """
@@ -156,7 +156,9 @@ class Topology:
 
 
 def find_topology(ranks: Ranks, nodes: Nodes = None) -> Topology:
-    """Returns the topology of ``ranks``. With several ranks the call is a collective that compares ``nodes``.
+    """Returns the topology of ``ranks``, after ``nodes`` was compared between ranks.
+
+    With several ranks the call is a collective.
 
     nodes: which ranks share a node (`Nodes`): the number of ranks on each node, an id of its node for each
         rank, or None for the number in LOCAL_WORLD_SIZE.

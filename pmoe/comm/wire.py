@@ -251,7 +251,7 @@ def packing_bytes(
 ) -> int:
     """Returns the bytes of temporary tensors of `pack_rows`.
 
-    There are none unless ``wire`` is "e4m3". `pack_rows` packs one block of rows at a time. The temporary
+    The result is 0 unless ``wire`` is "e4m3". `pack_rows` packs one block of rows at a time. The temporary
     tensors have, for each row of the largest block:
 
     - a float32 copy of the row, if the rows' dtype is narrower than float32, or ``expendable`` is False;

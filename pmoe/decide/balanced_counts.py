@@ -128,7 +128,7 @@ class BalancedCounts(ExactCounts):
         questions. The answer is yes on every rank if it is yes on any rank:
 
         - Have the rank's experts changed since the last call?
-        - Does the rank lack copies of an earlier call that this call could use again?
+        - Can this rank not use copies of an earlier call again, for example because it has kept none?
         - Is a gradient of tensor i of the experts needed? There is one question for each i (`trained_marks`).
 
         If the experts are a user's modules, the exchange also shows whether all ranks have the same kind of
@@ -291,7 +291,7 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
 
 
 def trained_marks(modules: LayerModules) -> list[int]:
-    """Returns a list of marks: mark i is 1 if this rank needs a gradient of tensor i of the experts, else 0.
+    """Returns marks: mark i is 1 if this rank needs a gradient of tensor i of the experts, else 0.
 
     The tensors are those with which experts compute (`Experts.operands`). The list has `TRAINED_MARKS` marks.
     The last mark stands for all tensors from its position on: it is 1 if any of them needs a gradient. If
@@ -336,9 +336,12 @@ def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
     - the digest of the experts' architecture;
     - `LARGEST_DIGEST` minus this digest.
 
-    All three are 0 for experts of other kinds. The ranks compute the maximum of each number over all ranks.
-    The maximum of the second number is the largest digest of all ranks. The maximum of the third number gives
-    the smallest digest. If these two digests are equal, all ranks have the same architecture.
+    All three are 0 for experts of other kinds. The ranks compute the maximum of each number over all ranks:
+
+        maximum of the second number = largest digest of any rank
+        maximum of the third number = `LARGEST_DIGEST` - smallest digest of any rank
+
+    If the largest digest equals the smallest, all ranks have the same architecture.
 
     modules: the modules of the layer.
     """
@@ -358,8 +361,8 @@ def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
     added after the layer was built. pmoe then warns once. Collective if experts differ between ranks.
 
     modules: the modules of the layer.
-    marks: the maxima over all ranks of the three numbers of `architecture_marks`: whether a rank's experts
-        cannot be copied, the digest of their architecture, and a number that falls as the digest rises.
+    marks: the maxima over all ranks of the three numbers of `architecture_marks`: 1 if a rank's experts
+        cannot be copied, the digest of their architecture, and `LARGEST_DIGEST` minus this digest.
 
     Raises ValueError on every rank if experts differ between ranks in more than parameters and buffers.
     """
@@ -498,7 +501,8 @@ def planned_copies(
         trained=trained,
     )
     if kept is not None:
-        # Other copies are made only if they gain more than the fraction that copies must gain at all.
+        # The price of other copies is raised by `LEAST_GAIN` of a rank's mean number of rows. So the kept
+        # copies are replaced only for a clear gain.
         margin = math.ceil(LEAST_GAIN * sum(loads) / modules.grid.ep.size)
         sticky = replace(limits, near=limits.near + margin, far=limits.far + margin)
         plan = plan_copies(loads, owners, nodes, sticky, kept.pairs)

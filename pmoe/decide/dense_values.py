@@ -14,10 +14,10 @@ from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 
 MOST_VALUES = 1 << 16
-"""The largest number of values of one tensor that a digest reads, evenly spread over the tensor.
+"""The largest number of values of one tensor that a digest reads.
 
-Most routers have fewer values, so all of them are read. A shared expert has more, so only a sample of its
-values is read.
+Most gates have fewer values, so all of them are read. A shared expert has more, so only a sample of its
+values is read, evenly spread over the tensor.
 """
 
 DENSE = ("gate", "shared_expert", "shared_gate", "latent", "callbacks")

@@ -35,7 +35,7 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 HOOKS = "a hook or a parameter of the experts or the shared expert"
-"""Words for error reports to other ranks: what a rank is doing before `decide` and after `run`."""
+"""Words in error reports to other ranks: what may have failed before `decide` and after `run`."""
 
 
 def run(decision: Decision) -> Tensor:
@@ -293,7 +293,7 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
 
 
 def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns (T,), the factor of the shared expert's output for each of T tokens: sigmoid(shared_gate(x)).
+    """Returns (T,), for each of T tokens the factor of the shared expert: sigmoid(shared_gate(x)).
 
     The dtype is float32, or float64 for float64 rows. All factors are 1 if the layer has no gate for the
     shared expert.

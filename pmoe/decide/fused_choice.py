@@ -63,7 +63,7 @@ def stacked(modules: LayerModules) -> StackedExperts:
 
 
 def fused_pair(modules: LayerModules) -> Restore | None:
-    """Returns the restore pair that calls by fused kernels use: the first allowed pair without offloading.
+    """Returns the restore pair that fused kernels use: the first allowed pair without offloading.
 
     A restore pair says how backward gets two activations back: the rows that the experts received, and the
     hidden activation. Fused kernels cannot offload to the host. The result is None if the options allow only

@@ -116,11 +116,12 @@ class FusedCounts(ExactCounts):
 
     @property
     def _in_chunks(self) -> LayerModules:
-        """The modules and options for which n and the restore pair are chosen if the call runs in chunks.
+        """The modules and options with which n and the restore pair are chosen for a call in chunks.
 
-        n is the number of chunks. Usually a task of the plan computes the shared expert. But if fused kernels
-        may compute some calls of the layer, the layer calls its shared expert outside of the plan in every
-        call, and the result of this method has no shared expert. This is the same on every rank.
+        n is the number of chunks. The modules are those of the layer, but without the shared expert if fused
+        kernels may compute any calls of the layer. Such a layer calls its shared expert outside of the plan
+        in every call. In other layers a task of the plan computes the shared expert. The answer is the same
+        on every rank.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels
@@ -131,9 +132,9 @@ class FusedCounts(ExactCounts):
 
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
-        restore: None if the pipeline engine computes both passes. The options then decide the restore pair.
-            If fused kernels compute the forward pass, and the engine only the backward pass: the restore pair
-            of the fused kernels (`fused_pair`), which the engine must then use.
+        restore: the restore pair that the engine must use, or None. If fused kernels compute the forward
+            pass, and the engine only the backward pass, it is the restore pair of the fused kernels
+            (`fused_pair`). If the engine computes both passes, it is None: the options decide the pair.
         """
         return choose(self._in_chunks, counts, inputs, self.orders, restore)
 

@@ -12,9 +12,9 @@ hold the call. All ranks must have the same number of tokens. The ranks compare 
 (wrong input or routing on one rank), in these calls:
 
     on the CPU    in every call
-    on CUDA       in the first call with each combination of number of tokens, dtype, and whether gradients
-                  are needed (`PaddedCallKey`), and when activation checkpointing routes the same tokens a
-                  second time
+    on CUDA       in the first call with each `PaddedCallKey` (number of tokens, dtype, and whether gradients
+                  are needed), and in a call in which activation checkpointing routes the same tokens a second
+                  time
 """
 
 from __future__ import annotations
@@ -226,8 +226,9 @@ class PaddedCounts:
         - the padded rows, which can be sorted into chunks;
         - (E,) for each of E experts, the number of its rows that are not padding.
 
-        This method is called only if the persistent kernel will not be launched. If that kernel was to
-        compute the routing (`defer_routing`), the routing has no values yet, and this method computes them.
+        This method is called only if the call runs in chunks, and not by the persistent kernel. Perhaps the
+        constructor has left the routing to that kernel (`defer_routing`). The routing then has no values yet,
+        and this method computes them.
 
         modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
             experts that the wrapper really calls.

@@ -35,7 +35,10 @@ _agreed: dict[tuple[object, ...], Programs | str] = {}
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why programs can run no call of a layer; None if they may run some. The same on all ranks."""
+    """Returns why programs can run no call of a layer; None if they may run some calls.
+
+    All ranks get the same answer.
+    """
     if not modules.rotates:
         return f"chunks have buffers of their own (memory_reuse={modules.options.restore})"
     return modules.refusal("program")
@@ -58,7 +61,7 @@ def _warn(why: str) -> None:
 
 
 def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> str | None:
-    """Returns why programs cannot run a call; None if they may. The same on all ranks.
+    """Returns why programs cannot run a call; None if they may. All ranks get the same answer.
 
     modules: the modules and options of the layer.
     counts: the row counts of the call.
@@ -79,8 +82,8 @@ def agreed_programs(
 ) -> Programs | None:
     """Returns the programs that run a call; None if the engine runs it, after a warning of the reason.
 
-    All ranks get programs, or none does. Collective the first time for each dtype and sizes, because kernels
-    or libraries may be missing on some ranks.
+    All ranks get programs, or none does. The first call for each dtype and each combination of sizes is a
+    collective, because kernels or libraries may be missing on some ranks.
 
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.

@@ -1,7 +1,7 @@
 """Row counts of a layer whose calls may run as compiled programs: all ranks exchange the counts.
 
-After the exchange the ranks agree on the programs (`pmoe.decide.program_choice`). Calls that programs do not
-take run by the engine, in the same chunks.
+After the exchange the ranks agree on the programs (`pmoe.decide.program_choice`). If no programs can run a
+call, the engine runs it, in the same chunks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ProgramSolverCounts(SolverCounts):
 def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
     """Adds the programs that run a call, if all ranks have them. Collective.
 
-    agreed: the row counts and the choice of chunks. Few rows need neither chunks nor programs.
+    agreed: the row counts and the choice of chunks. A call with few rows has no chunks, and gets no programs.
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.
     """

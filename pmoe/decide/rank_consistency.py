@@ -66,7 +66,7 @@ def check_same_options(modules: LayerModules) -> None:
 
 
 def note_settings(modules: LayerModules) -> None:
-    """Lets later changes of settings of the layer's modules make its next call compare options again."""
+    """Makes the layer compare options again in its next call after a setting of its modules is changed."""
     for module in (modules.gate, modules.experts, modules.shared_expert):
         if module is not None:
             note_comparison(module, modules.cache)
@@ -83,13 +83,14 @@ def compare_options(modules: LayerModules) -> bool:
         options                       must be the same; else ValueError with the option, values and ranks
         kind of GPU                   must be the same; else ValueError with the kind of each rank's GPU
         values of replicated parts    must be the same; else a warning
-        experts                       may differ or be equal, with one exception: ValueError if they differed
-                                      when they were built, and are equal now although only some ranks'
-                                      experts have changed. One rank's experts have then overwritten the
-                                      others
+        experts                       may differ or be equal; ValueError if the experts of one rank have
+                                      overwritten the experts of the other ranks
 
-    If experts of any rank were loaded from a state dict, experts are compared by `check_loaded` instead. This
-    check is stricter: ValueError if any two ranks hold equal experts, unless the user permits it by
+    The experts of one rank have overwritten the others if three conditions hold: the experts differed when
+    they were built, they are equal now, and they have changed on some ranks but not on all.
+
+    If experts of any rank were loaded from a state dict, `check_loaded` compares the experts instead. It is
+    stricter: ValueError if any two ranks hold equal experts, unless the user permits it by
     ``experts.may_be_equal``.
 
     All ranks raise the same errors and issue the same warnings.
@@ -215,7 +216,7 @@ NEW_LAYER = (
     "must call the layers of a group in the same order and equally often, and call a copy of a layer, or a "
     "layer that was loaded, on all ranks or on none"
 )
-"""Text for a rank that waits because it calls a new layer; it follows "rank 3" in an error."""
+"""The end of an error's sentence that begins with "rank 3": the rank waits, because it calls a new layer."""
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
@@ -224,7 +225,7 @@ def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     Another rank may begin the same call without having set these options. That rank then raises an error with
     this text.
 
-    words_before: the options as texts, by name, when the ranks last compared them.
+    words_before: {name of an option: the option as text when the ranks last compared options}.
     now: the layer's modules and options now.
 
     Example: "has set pipeline (4) of MoELayer 1 since its last call, and other ranks have not: ..."

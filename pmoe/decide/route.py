@@ -64,10 +64,10 @@ def needs_gradients(call: Call, *tensors: Tensor) -> bool:
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
-    """Returns the checked input after the callbacks' ``before_moe_start``: (..., M), or (N, M) with a mask.
+    """Returns the checked input after the callbacks' ``before_moe_start``.
 
-    M is d_model. If the call has a mask, N is the number of tokens (True in the mask). Callbacks and the gate
-    never get rows of padding.
+    The shape is (..., M) with M = d_model. If the call has a mask, the shape is (N, M): the result has only
+    the N tokens for which the mask is True. So callbacks and the gate never get rows of padding.
 
     Raises TypeError or FaultError for a wrong input. If a callback fails, raises FaultError with several
     ranks, and the callback's own error with a single rank.
@@ -191,7 +191,7 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 
 
 def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting | None:
-    """Returns the routing, computed by the kernels of `pmoe.kernels.route`; None if they cannot compute it.
+    """Returns the routing from the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
     The kernels replace the gate's forward. They do three more things:
 
@@ -401,11 +401,13 @@ def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
 
     The first case that applies decides:
 
-    - Autocast is on: autocast's dtype.
-    - FSDP2 shards the experts with mixed precision: the dtype to which FSDP2 casts the experts.
-    - FSDP's mixed precision has cast x and the gate to 16 bits. FSDP does not manage the experts, so they are
-      in float32: the dtype of x.
-    - Otherwise: None.
+        case                                                      result
+        autocast is on                                            autocast's dtype
+        FSDP2 shards the experts with mixed precision             the dtype to which FSDP2 casts them
+        x and the gate have the same 16-bit dtype, and the        the dtype of x
+        experts are in float32, because FSDP's mixed precision
+        has cast x and the gate and does not manage the experts
+        none of these                                             None
 
     modules: the modules and options of the layer.
     x: (..., M), the input; M is d_model.

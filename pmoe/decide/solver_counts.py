@@ -1,14 +1,15 @@
 """Row counts of a layer with ``pipeline="solve"``, whose number of chunks depends on the row counts.
 
 Rows are counted in bins, equal parts of the batch. A chunk consists of whole bins, so n chunks need a number
-of bins that is a multiple of n. For all n from 1 to 16 this would be 720720 bins, which are too many. So the
-number of bins is a multiple only of the numbers of chunks of the last call. If the solver then takes other
-numbers of chunks, rows are counted again and the counts are exchanged again:
+of bins that is a multiple of n. The smallest multiple of all n from 1 to 16 is 720720, which is too many
+bins. So the number of bins is only a multiple of the last call's numbers of chunks. If the solver then takes
+other numbers of chunks, rows are counted again and the counts are exchanged again. Example:
 
-    last call                                  3 chunks in forward, 4 in backward
-    this call                                  counts in 12 bins or a multiple of 12, exchanged
-    if the solver takes 3 and 4 chunks again   the counts are used
-    if the solver takes 5 and 5 chunks         counts in 5 bins or a multiple of 5, exchanged a second time
+    The last call had 3 chunks in forward and 4 in backward.
+    This call counts rows in 12 bins, or in a multiple of 12 bins, and exchanges the counts.
+    - If the solver takes 3 and 4 chunks again, these counts are used.
+    - If the solver takes 5 and 5 chunks, the call counts rows in 5 bins, or in a multiple of 5 bins, and
+      exchanges the counts a second time.
 
 All ranks take the same steps, because the solver's answer follows from numbers that all ranks have.
 """

@@ -24,10 +24,10 @@ from pmoe.experts.operands import local_part, value_names
 from pmoe.planner.copies import GOLDEN
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""The integer type as which an element's bits are summed, by the bytes of the element.
+"""{bytes of an element: integer type as which its bits are summed}.
 
-Sums are int64 and wrap around. An element of 8 bytes is summed as two integers: as one int64, a changed sign
-would add 2**63 modulo 2**64, so two changed signs would add up to 0.
+Sums are int64 and wrap around. An element of 8 bytes is summed as two integers of 4 bytes. As one int64, a
+changed sign would add 2**63 to the sum, so two changed signs would add up to 2**64, which is 0.
 """
 
 ExpertsState = tuple[object, ...]

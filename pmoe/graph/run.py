@@ -1,4 +1,4 @@
-"""Runs a compiled graph: measures it in the first training steps, then runs it in the best predicted order.
+"""Runs a compiled graph: measures it in the first steps, then runs it in the best predicted order.
 
 All graphs of the same layers and direction, for any input shapes, form one program. A range is a run of
 consecutive operator calls that is cut into parts of the batch. In the first steps of a program, ranks first

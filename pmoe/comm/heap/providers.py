@@ -207,7 +207,7 @@ class _HeapBuilder(CollectiveSteps):
         warn_where_there_is_no_room(spare_blocks(size) if size > 1 else 0)
 
     def facts(self) -> tuple[dict[str, object], str]:
-        """Returns the values that must be equal on all ranks, by name, and the name of this rank's node.
+        """Returns {name: value that must be equal on all ranks}, and the name of this rank's node.
 
         The values are the heap's sizes, its dtype, its number of bytes, and the code of the loaded kernels.
         Two ranks are on one node if their node names are equal.
@@ -310,10 +310,10 @@ def _quietly(work: Callable[..., object], *args: object) -> None:
 
 
 DEFAULT_WAIT_SECONDS = 600.0
-"""How many seconds a kernel waits for a peer, at most, if the group has no timeout."""
+"""Largest number of seconds for which a kernel waits for a peer, if the group has no timeout."""
 
 MAX_WAIT_SECONDS = 86400.0
-"""How many seconds a kernel waits for a peer, at most, even if the group's timeout is longer."""
+"""Largest number of seconds for which a kernel waits for a peer, if the group's timeout is longer."""
 
 
 def wait_seconds(ranks: Ranks) -> float:
@@ -410,8 +410,8 @@ def warn_where_there_is_no_room(spare: int) -> None:
     A fused kernel occupies its multiprocessors until its peers have sent their rows. If NCCL's collectives
     get too few multiprocessors during this time, ranks may wait for each other in a circle.
 
-    spare: number of multiprocessors that fused kernels leave free. 0 checks nothing: the user has said that
-        no collective runs beside a layer.
+    spare: number of multiprocessors that fused kernels leave free. With 0 nothing is checked: by this value
+        the user says that no collective runs beside a fused layer.
     """
     if spare and not all(_fits(group, spare) for group in _groups()):
         warn_once(
@@ -440,9 +440,9 @@ def _fits(group: dist.ProcessGroup, spare: int) -> bool:
 
 
 def _asked(group: dist.ProcessGroup, variable: str, field: str) -> int:
-    """Returns the number that a user has set for one of NCCL's options of a group; negative if none is set.
+    """Returns the value that a user has set for an NCCL option of a group; negative if none is set.
 
-    If none is set, NCCL itself chooses the number.
+    If none is set, NCCL itself chooses the value.
 
     group: the process group.
     variable: the environment variable of the option. It overrides the group's own option, as it does in NCCL.

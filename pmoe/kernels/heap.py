@@ -227,7 +227,7 @@ class HeapShape:
         """Returns whether a heap of this shape can be used for calls that ask for the shape ``other``.
 
         The result is True if ``rows`` and ``home_rows`` of this shape are at least those of ``other``, and
-        all other fields but ``is_staged`` are equal. A provider sets ``is_staged``, and callers never ask for it.
+        all other fields but ``is_staged`` are equal. Providers set ``is_staged``; callers do not ask for it.
         """
         asked = replace(other, rows=self.rows, home_rows=self.home_rows, is_staged=self.is_staged)
         same = asked == self

@@ -566,7 +566,6 @@ int main(int argc, char** argv) {
   const std::string planted = argc > 3 ? argv[3] : "";
   if (planted == "flag_before_its_bytes") broken = peers::puts::Broken::kFlagFirst;
   if (planted == "puts_in_any_order") broken = peers::puts::Broken::kUnordered;
-  if (planted == "staging_used_again_too_early") broken = peers::puts::Broken::kNeverQuiet;
 #endif
   const auto go_apart = [&](Case c) {
     c.hopper = arch == "sm_90a";

@@ -150,7 +150,9 @@ def test_ranks_of_several_nodes_get_by_puts_what_ranks_of_one_node_get(
     assert run_program(kernel_with_puts, arch, "apart") == "0 failures\n"
 
 
-@pytest.mark.parametrize("broken", BROKEN_PUTS)
+# All ranks of the emulator are in one launch, which ends when all results have arrived. So only threads show
+# that staging is used again too early.
+@pytest.mark.parametrize("broken", BROKEN_PUTS[:2])
 def test_kernels_get_wrong_results_if_puts_break_a_promise(kernel_with_puts: Path, broken: str) -> None:
     with pytest.raises(AssertionError, match=r"\d failures"):
         run_program(kernel_with_puts, "sm_80", "apart", broken)

@@ -95,10 +95,12 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     """Returns this rank's symmetric heap in NVSHMEM's memory, and opens the other ranks' heaps. Collective.
 
     Kernels read and write the other ranks' heaps by loads and stores. So all ranks must be on one node, or on
-    nodes that NVLink connects. Only FlashDMoE's kernels may have ranks beyond, if they were compiled with
-    NVSHMEM's puts (`pmoe.kernels.heap.has_puts`): then the heap has room for outgoing rows on all ranks, and
-    the address of a rank beyond is 0. Two ranks are mapped to each other, or neither is. A process can use NVSHMEM with one group of ranks only. So far this function
+    nodes that NVLink connects. A process can use NVSHMEM with one group of ranks only. So far this function
     has been run with a single process only.
+
+    FlashDMoE's kernels may also send by NVSHMEM's puts, if they were compiled so
+    (`pmoe.kernels.heap.has_puts`). Then ranks may lie beyond loads and stores: such a rank has address 0, and
+    all ranks' heaps have room for outgoing rows. Two ranks are mapped to each other, or neither is.
 
     ranks: the ranks of the layer.
     shape: the sizes of the heap, the same on all ranks.

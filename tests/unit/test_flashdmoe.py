@@ -143,6 +143,7 @@ def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel
     assert run_program(kernel, arch, "backward") == "0 failures\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch", ARCHS)
 def test_ranks_of_several_nodes_get_by_puts_what_ranks_of_one_node_get(
     kernel_with_puts: Path, arch: str
@@ -152,6 +153,7 @@ def test_ranks_of_several_nodes_get_by_puts_what_ranks_of_one_node_get(
 
 # All ranks of the emulator are in one launch, which ends when all results have arrived. So only threads show
 # that staging is used again too early.
+@pytest.mark.nightly
 @pytest.mark.parametrize("broken", BROKEN_PUTS[:2])
 def test_kernels_get_wrong_results_if_puts_break_a_promise(kernel_with_puts: Path, broken: str) -> None:
     with pytest.raises(AssertionError, match=r"\d failures"):

@@ -69,8 +69,13 @@ class FileMemory:
         return self.where
 
 
-def simple_places(ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int) -> Mapping[str, int]:
-    """Not that of the kernels, but with regions of these names that do not overlap."""
+def simple_places(
+    ranks: int, experts: int, rows: int, home_rows: int, row_bytes: int, *cell: int
+) -> Mapping[str, int]:
+    """Not that of the kernels, but with regions of these names that do not overlap.
+
+    cell: what only the heaps of persistent kernels have; not used.
+    """
     sizes = {
         "counters": 1024,
         "weights": 4 * rows,

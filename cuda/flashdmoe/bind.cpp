@@ -164,6 +164,7 @@ py::dict layout_dict(int ranks, int experts, int rows, int home_rows, int64_t ro
 
 void bind_flashdmoe(py::module_& m) {
   using py::arg;
+  m.attr("flashdmoe_puts") = has_puts();
   m.def("flashdmoe", &run, py::kw_only(), arg("device"), arg("stream"), arg("hopper"),
         arg("is_backward") = false, arg("element"), arg("activation"), arg("blocks"), arg("ranks"),
         "Launches a pass of a layer. ranks: one dict for each rank, with fields as in cuda/flashdmoe/pass.h, "

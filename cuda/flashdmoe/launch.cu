@@ -125,6 +125,8 @@ const Path& path_of(const Which& which) {
   return which.hopper ? hopper : ampere;
 }
 
+bool has_puts() { return peers::kHasPuts; }
+
 void launch(const Which& which, const Launch& launch, int blocks, void* stream) {
   const Path& path = path_of(which);
   const Grid grid = {launch.ranks * blocks, path.threads, path.shared_bytes};

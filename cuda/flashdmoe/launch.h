@@ -50,6 +50,9 @@ const Path& path_of(const Which&);
 // refuses the launch.
 void launch(const Which&, const Launch&, int blocks, void* stream);
 
+// Returns whether the kernels can send to ranks whose heaps are not mapped (peers/puts.cuh).
+bool has_puts();
+
 // Calls visit(which) for every kernel, for example to list them. `which` is a Which: the values of the
 // kernel's template arguments.
 template <class Visit>

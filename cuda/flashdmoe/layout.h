@@ -9,7 +9,8 @@
 // A cell (p, r, b, e) holds the rows that one rank sends to one expert: C rows, a whole number of tiles. If
 // fewer rows arrive, the other rows of the last tile keep old values and are never sent (in-place padding,
 // section 5.4). If every rank can write to a rank's heap directly, no rows are staged, and its L has B = 1
-// and half the size.
+// and half the size. If some rank cannot, L has B = 2 on all ranks, and so have the regions before L: the
+// outgoing part of each is `outgoing()` bytes behind the incoming part. packets.cuh uses both.
 //
 // Without a capacity, all cells of a round share one pool of C rows, L(r, b, c). The receiving rank chooses
 // an offset in the pool for each cell, at the beginning of a tile. The results come back into a pool of the
@@ -51,7 +52,8 @@ namespace pmoe::flashdmoe {
 using peers::align_region;
 using peers::kFlagBytes;
 
-constexpr int kRounds = 2;  // R of a pass that sends nothing again
+constexpr int kRounds = 2;         // R of a pass that sends nothing again
+constexpr int kTileFlagBytes = 8;  // of a tile's flag: a put writes 8 bytes (peers/puts.cuh)
 
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
@@ -117,19 +119,23 @@ struct Layout {
   // tile: index of the tile in its cell (the rows of one rank for one expert), or in the pool if all cells
   //     share one.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
-    return offsets(0) + align_region(int64_t{cells()} * 4) + (first_row(source, e) / tile_rows + tile) * 4;
+    return offsets(0) + align_region(int64_t{cells()} * 4) +
+           (first_row(source, e) / tile_rows + tile) * kTileFlagBytes;
   }
   PMOE_HD int64_t returned(int peer, int e, int tile) const {
-    return arrival(0, 0, 0) + align_region(int64_t{all_tiles()} * 4) +
-           (first_row(peer, e) / tile_rows + tile) * 4;
+    return arrival(0, 0, 0) + align_region(int64_t{all_tiles()} * kTileFlagBytes) +
+           (first_row(peer, e) / tile_rows + tile) * kTileFlagBytes;
   }
   PMOE_HD int64_t weights(int source, int e) const {
-    return returned(0, 0, 0) + align_region(int64_t{all_tiles()} * 4) + first_row(source, e) * 4;
+    return returned(0, 0, 0) + align_region(int64_t{all_tiles()} * kTileFlagBytes) + first_row(source, e) * 4;
   }
   PMOE_HD int64_t dots(int peer, int e) const {
     return weights(0, 0) + align_region(int64_t{all_rows()} * 4) + first_row(peer, e) * 4;
   }
-  PMOE_HD int64_t begin() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
+  // Returns how many bytes behind a region of incoming data the region with the same data, outgoing, begins.
+  // The heap has outgoing regions only if B = 2.
+  PMOE_HD int64_t outgoing() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
+  PMOE_HD int64_t begin() const { return buffers * outgoing(); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
   // Returns the index of the row at position i among all rows of the tensor L, which are stored one behind
   // another from begin() on.

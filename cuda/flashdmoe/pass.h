@@ -4,6 +4,7 @@
 
 #include "flashdmoe/layout.h"
 #include "flashdmoe/task.h"
+#include "peers/puts.h"
 #include "peers/watch.h"
 
 namespace pmoe::flashdmoe {
@@ -89,7 +90,7 @@ struct RoutingTasks {
 // The arguments of one rank in a launch: its heap, routing, rows and tasks.
 struct Pass {
   Layout layout;          // of every rank's heap
-  uint8_t* const* heaps;  // (P,) heaps, as this rank addresses them
+  uint8_t* const* heaps;  // (P,) heaps, as this rank addresses them; null if it cannot (is_mapped)
   int rank = 0;
   Watch watch;
 
@@ -145,6 +146,9 @@ struct Pass {
   int processors = 1;
 
   PMOE_HD uint8_t* own() const { return heaps[rank]; }
+  // Returns whether this rank's loads and stores reach a peer's heap. If they do not, L has B = 2, and data
+  // for the peer travels by puts (packets.cuh). Two ranks are mapped to each other, or neither is.
+  PMOE_HD bool is_mapped(int peer) const { return !peers::kHasPuts || heaps[peer] != nullptr; }
   PMOE_HD uint8_t* at(int peer, const Coordinates& i) const { return heaps[peer] + layout.at(i); }
   PMOE_HD int groups() const { return ceil_div(tokens, kCombineTokens); }
   PMOE_HD const int32_t* announced_rows(int source_rank) const {

@@ -8,8 +8,7 @@
 //
 // With a capacity every cell has memory of its own, and these functions return 0.
 #pragma once
-#include "flashdmoe/pass.h"
-#include "peers/protocol.h"
+#include "flashdmoe/packets.cuh"
 
 namespace pmoe::flashdmoe {
 
@@ -41,17 +40,26 @@ __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
   return read(reinterpret_cast<const int32_t*>(pass.own() + pass.layout.homes(source)) + e);
 }
 
-// Writes into another rank's heap how many rows this rank sends to each of that rank's experts and, with a
-// pool, at which offsets this rank wants their results. The caller then raises the flag `announced`.
-__device__ __forceinline__ void write_counts(const Pass& pass, int peer) {
+// Tells another rank how many rows this rank sends to each of that rank's experts and, with a pool, at which
+// offsets this rank wants their results. Raises the flag `announced`.
+//
+// delay: number of the caller for delays in tests (peers::test_delay).
+__device__ __forceinline__ void announce(const Pass& pass, int peer, uint32_t delay) {
   const Layout& layout = pass.layout;
-  auto* const counts = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.counts(pass.rank));
-  auto* const homes = reinterpret_cast<int32_t*>(pass.heaps[peer] + layout.homes(pass.rank));
+  const Ends counts_ends = {layout.counts(pass.rank), layout.counts(peer)};
+  const Ends homes_ends = {layout.homes(pass.rank), layout.homes(peer)};
+  auto* const counts = reinterpret_cast<int32_t*>(region_for(pass, peer, counts_ends));
+  auto* const homes = reinterpret_cast<int32_t*>(region_for(pass, peer, homes_ends));
   for (int e = 0; e < layout.experts; ++e) {
     const int expert = layout.cell(peer, e);
     write(counts + e, read(pass.counts + expert));
     if (layout.is_pool) write(homes + e, own_home(pass, expert));
   }
+  peers::test_delay(pass.watch, delay);
+  const int64_t flag = layout.announced(pass.rank), bytes = int64_t{layout.experts} * 4;
+  if (pass.is_mapped(peer)) return peers::signal(pass.watch, pass.heaps[peer] + flag);
+  if (layout.is_pool) put_region(pass, peer, homes_ends, bytes);
+  put_region_with_flag(pass, peer, counts_ends, bytes, flag);
 }
 
 // Chooses where the rows of a source begin in this rank's pool, and writes these offsets to the source, which
@@ -72,11 +80,14 @@ __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
       next += static_cast<uint32_t>(layout.tiles(read(counts + e)));
     }
   }
-  auto* const offsets_at_source = reinterpret_cast<int32_t*>(pass.heaps[source] + layout.offsets(pass.rank));
-  for (int e = 0; e < layout.experts; ++e) write(offsets_at_source + e, read(own + e));
+  const Ends ends = {layout.offsets(pass.rank), layout.offsets(source)};
+  auto* const offsets_for_source = reinterpret_cast<int32_t*>(region_for(pass, source, ends));
+  for (int e = 0; e < layout.experts; ++e) write(offsets_for_source + e, read(own + e));
   peers::test_delay(pass.watch, 7500 + static_cast<uint32_t>(source));
   peers::signal(pass.watch, pass.own() + layout.known(source));
-  peers::signal(pass.watch, pass.heaps[source] + layout.placed(pass.rank));
+  const int64_t flag = layout.placed(pass.rank);
+  if (pass.is_mapped(source)) return peers::signal(pass.watch, pass.heaps[source] + flag);
+  put_region_with_flag(pass, source, ends, int64_t{layout.experts} * 4, flag);
 }
 
 }  // namespace pmoe::flashdmoe

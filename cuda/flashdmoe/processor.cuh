@@ -37,10 +37,29 @@ __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
 }
 
 // Sends one row of the layer's input, in backward. The same task sends the row's gradient.
-__device__ __forceinline__ void send_again(const Pass& pass, const Task& task, int row, int token, int lane,
+__device__ __forceinline__ void send_again(const Pass& pass, const Packet& row, int token, int lane,
                                            int lanes) {
-  uint8_t* const to = pass.at(task.peer, {pass.rank, Round::kAgain, Staging::kIncoming, task.expert, row});
+  uint8_t* const to = rows_for(pass, row, Round::kAgain);
   peers::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
+}
+
+// Returns where the routing weights of a tile of rows lie that a dispatch task sends.
+//
+// peer_row, own_row: index of the tile's first row in the peer's cell or pool, and in this rank's.
+__device__ __forceinline__ Ends weights_ends(const Layout& layout, int rank, const Task& task, int peer_row,
+                                             int own_row) {
+  return {layout.weights(rank, task.expert) + int64_t{peer_row} * 4,
+          layout.weights(task.peer, task.expert) + int64_t{own_row} * 4};
+}
+
+// Returns where the gradients of the routing weights lie that this rank returns for a cell.
+//
+// home_offset: index of the cell's first row in the source's cell or pool.
+// cell_offset: its index in this rank's.
+__device__ __forceinline__ Ends dots_ends(const Layout& layout, int rank, const Task& task, int home_offset,
+                                          int cell_offset) {
+  return {layout.dots(rank, task.expert) + int64_t{home_offset} * 4,
+          layout.dots(task.peer, task.expert) + int64_t{cell_offset} * 4};
 }
 
 // Sends a tile of rows to the rank of their expert. Each warp copies one row at a time.
@@ -52,17 +71,18 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
   const Layout& layout = pass.layout;
   const int expert = layout.cell(task.peer, task.expert), first = task.tile * layout.tile_rows;
   const int rows = pass.rows_of(read(pass.counts + expert), task.tile);
-  const int32_t* const all = pass.slot + layout.first_row(0, expert) + own_home(pass, expert) + first;
+  const int own_row = own_home(pass, expert) + first;
+  const int32_t* const all = pass.slot + layout.first_row(0, expert) + own_row;
   const int peer_row = offset_at(pass, task.peer, task.expert) + first;
-  uint8_t* const to =
-      pass.at(task.peer, {pass.rank, Round::kDispatch, Staging::kIncoming, task.expert, peer_row});
+  uint8_t* const to = rows_for(pass, {task.peer, task.expert, peer_row, own_row}, Round::kDispatch);
   for (int i = warp; i < rows; i += warps) {
     const int slot = read(all + i), token = pass.by_choices.divide(slot);
     peers::copy_row(to + i * layout.row_bytes, pass.source + token * pass.source_stride, layout.row_bytes,
                     {lane, lanes, 0, 1});
-    if (pass.again != nullptr) send_again(pass, task, peer_row + i, token, lane, lanes);
+    if (pass.again != nullptr)
+      send_again(pass, {task.peer, task.expert, peer_row + i, own_row + i}, token, lane, lanes);
     if (pass.is_backward && lane == 0)
-      write(of_row(pass.heaps[task.peer] + layout.weights(pass.rank, task.expert), peer_row + i),
+      write(of_row(region_for(pass, task.peer, weights_ends(layout, pass.rank, task, peer_row, own_row)), i),
             read(pass.weight + slot));
   }
 }
@@ -86,7 +106,8 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   const int cell_offset = offset_of(pass, task.peer, task.expert),
             home_offset = home_at(pass, task.peer, task.expert);
   const int64_t apart = layout.all_rows(), own = layout.first_row(task.peer, task.expert) + cell_offset;
-  uint8_t* const to = pass.heaps[task.peer] + layout.dots(pass.rank, task.expert) + int64_t{home_offset} * 4;
+  uint8_t* const to =
+      region_for(pass, task.peer, dots_ends(layout, pass.rank, task, home_offset, cell_offset));
   for (int row = first + warp; row < first + rows; row += warps) {
     float dot = 0.0f;
     if (bias != nullptr) {
@@ -152,6 +173,35 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   return true;
 }
 
+// Sends by puts what a dispatch task has written for a peer that is not mapped.
+//
+// peer_row, flag: index of the tile's first row, and byte offset of its flag, in the peer's heap.
+__device__ __forceinline__ void put_tile(const Pass& pass, const Task& task, int peer_row, int64_t flag) {
+  const Layout& layout = pass.layout;
+  const int expert = layout.cell(task.peer, task.expert);
+  const int rows = pass.rows_of(read(pass.counts + expert), task.tile);
+  const int own_row = own_home(pass, expert) + task.tile * layout.tile_rows;
+  const Packet packet = {task.peer, task.expert, peer_row, own_row};
+  if (pass.again != nullptr) put_rows(pass, packet, rows, Round::kAgain);
+  if (pass.is_backward)
+    put_region(pass, task.peer, weights_ends(layout, pass.rank, task, peer_row, own_row), int64_t{rows} * 4);
+  put_rows_with_flag(pass, packet, rows, Round::kDispatch, flag);
+}
+
+// Sends by puts the results of a tile to the rank of its rows, which is not mapped.
+//
+// flag: byte offset of the tile's flag in that rank's heap.
+__device__ __forceinline__ void put_results(const Pass& pass, const Task& task, int64_t flag) {
+  const Layout& layout = pass.layout;
+  const int rows = pass.rows_of(read(pass.announced_rows(task.peer) + task.expert), task.tile);
+  const int first = task.tile * layout.tile_rows;
+  const int home_row = home_at(pass, task.peer, task.expert) + first;
+  const int own_row = offset_of(pass, task.peer, task.expert) + first;
+  if (pass.is_backward)
+    put_region(pass, task.peer, dots_ends(layout, pass.rank, task, home_row, own_row), int64_t{rows} * 4);
+  put_rows_with_flag(pass, {task.peer, task.expert, home_row, own_row}, rows, Round::kCombine, flag);
+}
+
 // Ends a task: raises the flag of its result, or pushes the tasks for which the result was missing. All
 // threads of the block have finished the task; one of them calls this.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
@@ -163,7 +213,11 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   }
   if (task.type == TaskType::kDispatch) {
     const int peer_tile = offset_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
-    peers::signal(pass.watch, pass.heaps[task.peer] + layout.arrival(pass.rank, task.expert, peer_tile));
+    const int64_t flag = layout.arrival(pass.rank, task.expert, peer_tile);
+    if (pass.is_mapped(task.peer))
+      peers::signal(pass.watch, pass.heaps[task.peer] + flag);
+    else
+      put_tile(pass, task, peer_tile * layout.tile_rows, flag);
   }
   const Stages& stages = pass.stages;
   const int stage = stages.index(task.type), next = stage + 1;
@@ -172,8 +226,9 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const bool ends = is_last(pass.finished_counter(task, stage, cell_offset), stages.columns[stage]);
   if (next == stages.count) {
     const int home_tile = home_at(pass, task.peer, task.expert) / layout.tile_rows + task.tile;
-    if (ends)
-      peers::signal(pass.watch, pass.heaps[task.peer] + layout.returned(pass.rank, task.expert, home_tile));
+    const int64_t flag = layout.returned(pass.rank, task.expert, home_tile);
+    if (ends && pass.is_mapped(task.peer)) peers::signal(pass.watch, pass.heaps[task.peer] + flag);
+    if (ends && !pass.is_mapped(task.peer)) put_results(pass, task, flag);
     return;
   }
   const bool begins = pass.watch.not_waited >> static_cast<int>(Wait::kDone) & 1 ? task.column == 0 : ends;

@@ -56,14 +56,16 @@ __device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, 
 }
 
 // arrived() returns the address in this rank's heap at which the rows of a task's source and expert have
-// arrived. home() returns the address in the source's heap at which their results are written.
+// arrived. home() returns the address at which their results are written for the source: in its heap, or in
+// this rank's outgoing part.
 __device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
   const int cell_offset = offset_of(pass, task.peer, task.expert);
   return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, cell_offset});
 }
 __device__ __forceinline__ uint8_t* home(const Pass& pass, const Task& task) {
   const int home_offset = home_at(pass, task.peer, task.expert);
-  return pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, home_offset});
+  const int cell_offset = offset_of(pass, task.peer, task.expert);
+  return rows_for(pass, {task.peer, task.expert, home_offset, cell_offset}, Round::kCombine);
 }
 
 // Returns the number of columns of the hidden activation T_M: d_hidden, twice as many for SwiGLU.

@@ -6,6 +6,7 @@
 #pragma once
 #include "flashdmoe/pass.h"
 #include "peers/protocol.h"
+#include "peers/puts.cuh"
 
 namespace pmoe::flashdmoe {
 
@@ -41,6 +42,8 @@ class Scheduler {
     }
     sync_warp();
     if (lane_ != 0) return;
+    // The next launch writes to the outgoing part of the heap.
+    if (peers::kHasPuts && has_ended && pass_.layout.buffers == 2) peers::puts::quiet(pass_.own());
     // The next launch begins with zeros. After a failure nothing is reset, because the heap is not used
     // again.
     if (has_ended)

@@ -64,7 +64,7 @@ class Subscriber {
     const Watch& watch = pass_.watch;
     peers::test_delay(watch, 7000 + number_);
     for (int peer = number_; peer < pass_.layout.ranks; peer += count_)
-      peers::signal(watch, pass_.heaps[peer] + pass_.layout.granted(pass_.rank));
+      raise_flag(pass_, peer, pass_.layout.granted(pass_.rank));
     const int across = pass_.routing.products[1];
     for (int tile = number_; tile < pass_.routing.products[0]; tile += count_) {
       push({TaskType::kScores, pass_.rank, 0, tile, 0}, across);
@@ -94,11 +94,14 @@ class Subscriber {
   // Returns whether a flag has been raised in this launch.
   //
   // flag: byte offset of the flag in this rank's heap.
+  // peer: the rank that raises it.
   // wait: code of this wait. If a test has set its bit in Watch::not_waited, the result is always true.
-  __device__ __forceinline__ bool is_raised(int64_t flag, Wait wait) const {
+  __device__ __forceinline__ bool is_raised(int64_t flag, int peer, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
-    return peers::reached(load_acquire_system(word), pass_.watch.epoch);
+    if (!peers::reached(load_acquire_system(word), pass_.watch.epoch)) return false;
+    if (!pass_.is_mapped(peer)) puts::see(word, pass_.watch.epoch);
+    return true;
   }
 
   __device__ __forceinline__ void push(const Task& task, int columns = 1, int down = 1) {
@@ -142,13 +145,11 @@ class Subscriber {
   __device__ __forceinline__ bool announce_counts(int peer, uint64_t bit, Missing& missing) {
     if (announced_ & bit) return true;
     if (!is_routed_) return false;
-    if (!is_raised(pass_.layout.granted(peer), Wait::kGrant)) {
+    if (!is_raised(pass_.layout.granted(peer), peer, Wait::kGrant)) {
       missing.note(Wait::kGrant, peer, 0, 0);
       return false;
     }
-    write_counts(pass_, peer);
-    peers::test_delay(pass_.watch, 7100 + number_);
-    peers::signal(pass_.watch, pass_.heaps[peer] + pass_.layout.announced(pass_.rank));
+    announce(pass_, peer, static_cast<uint32_t>(7100 + number_));
     announced_ |= bit;
     has_progress_ = true;
     return true;
@@ -161,7 +162,7 @@ class Subscriber {
   __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
     if (sent_ & bit) return true;
     if (!(announced_ & bit)) return false;
-    if (pass_.layout.is_pool && !is_raised(pass_.layout.placed(peer), Wait::kPlaced)) {
+    if (pass_.layout.is_pool && !is_raised(pass_.layout.placed(peer), peer, Wait::kPlaced)) {
       missing.note(Wait::kPlaced, peer, 0, 0);
       return false;
     }
@@ -182,7 +183,7 @@ class Subscriber {
   // bit: the bit of the source in granted_.
   __device__ __forceinline__ bool grant(int source, uint64_t bit, Missing& missing) {
     if (granted_ & bit || !pass_.layout.is_pool) return true;
-    if (!is_raised(pass_.layout.announced(source), Wait::kAnnounced)) {
+    if (!is_raised(pass_.layout.announced(source), source, Wait::kAnnounced)) {
       missing.note(Wait::kAnnounced, source, 0, 0);
       return false;
     }
@@ -195,8 +196,9 @@ class Subscriber {
   // Returns whether a source has announced its row counts and, with a pool, this rank has chosen where its
   // rows begin.
   __device__ __forceinline__ bool is_known(int source) const {
-    if (!pass_.layout.is_pool) return is_raised(pass_.layout.announced(source), Wait::kAnnounced);
-    return pass_.watch.not_waited & kKnownBit || is_raised(pass_.layout.known(source), Wait::kAnnounced);
+    if (!pass_.layout.is_pool) return is_raised(pass_.layout.announced(source), source, Wait::kAnnounced);
+    return pass_.watch.not_waited & kKnownBit ||
+           is_raised(pass_.layout.known(source), pass_.rank, Wait::kAnnounced);
   }
 
   // Pushes the tasks of the first product for the tiles of a cell that have arrived. A cell holds the rows of
@@ -222,7 +224,8 @@ class Subscriber {
     }
     int arrived = next_tile;
     const int limit = smaller(next_tile + kTilesTogether, tiles + 1);
-    while (arrived < limit && is_raised(layout.arrival(source, e, first + arrived - 1), Wait::kArrival))
+    while (arrived < limit &&
+           is_raised(layout.arrival(source, e, first + arrived - 1), source, Wait::kArrival))
       ++arrived;
     // Tasks that are pushed together read the same weights while they are in the L2 cache. So fewer tiles
     // than kTilesTogether wait until more have arrived, unless a processor is idle.
@@ -253,7 +256,7 @@ class Subscriber {
         if (row < 0) continue;
         const int expert = read(pass_.expert + slot_), peer = pass_.by_experts.divide(expert);
         const int e = expert - peer * layout.experts, tile = row / layout.tile_rows;
-        if (is_raised(layout.returned(peer, e, tile), Wait::kReturn)) continue;
+        if (is_raised(layout.returned(peer, e, tile), peer, Wait::kReturn)) continue;
         missing.note(Wait::kReturn, peer, e, tile);
         return false;
       }

@@ -290,7 +290,7 @@ def launch_pass(
         tokens, top_k = tensors["expert"].shape
         shape = heap.shape
         sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
-        sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool}
+        sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool, "is_staged": shape.is_staged}
         sizes |= {"workspace": heap.base + shape.places["workspace"]}
         numbers = {
             name: value if isinstance(value, int | float) else address(value)

@@ -100,6 +100,15 @@ def loaded_extension() -> Any:
     return module
 
 
+def has_puts() -> bool:
+    """Returns whether FlashDMoE's loaded kernels can send to ranks whose memory cannot be mapped.
+
+    They can if they were compiled with NVSHMEM's device functions (cuda/peers/puts.cuh). ``setup.py`` never
+    compiles them so.
+    """
+    return bool(getattr(extension.load(), "flashdmoe_puts", False))
+
+
 def synchronize(device: torch.device) -> None:
     """Blocks the host until all work on a CUDA device has finished. It does nothing for other devices."""
     if device.type == "cuda":
@@ -169,6 +178,8 @@ class HeapShape:
         needs room for this input beside the dispatched gradients.
     is_pool: FlashDMoE only: if False, there is a separate buffer of ``rows`` rows for each pair of a sending
         rank and an expert. If True, one buffer of ``rows`` rows has all rows that a rank receives.
+    is_staged: FlashDMoE only: whether the heap also has room for outgoing rows, which NVSHMEM copies to ranks
+        whose memory cannot be mapped. Providers of heaps set it (`pmoe.comm.heap.providers.nvshmem_heap`).
 
     Raises ValueError if the bytes of a row are not a multiple of 16. Whether the kernels support the numbers
     of ranks and experts is checked later, by `pmoe.kernels.comet.launcher.Launcher`.
@@ -183,6 +194,7 @@ class HeapShape:
     d_hidden: int = 0
     sends_again: bool = False
     is_pool: bool = False
+    is_staged: bool = False
 
     def __post_init__(self) -> None:
         if self.row_bytes % ROW_ALIGNMENT_BYTES:
@@ -203,7 +215,7 @@ class HeapShape:
         "bytes" is the size of the whole heap. Raises RuntimeError without the extension, which computes the
         layout.
         """
-        cell = (self.d_hidden, self.sends_again, self.is_pool) if self.d_hidden else ()
+        cell = (self.d_hidden, self.sends_again, self.is_pool, self.is_staged) if self.d_hidden else ()
         return _places(self.num_ranks, self.experts, self.rows, self.home_rows, self.row_bytes, *cell)
 
     @property
@@ -215,9 +227,10 @@ class HeapShape:
         """Returns whether a heap of this shape can be used for calls that ask for the shape ``other``.
 
         The result is True if ``rows`` and ``home_rows`` of this shape are at least those of ``other``, and
-        all other fields are equal.
+        all other fields but ``is_staged`` are equal. Providers set ``is_staged``; callers do not ask for it.
         """
-        same = replace(other, rows=self.rows, home_rows=self.home_rows) == self
+        asked = replace(other, rows=self.rows, home_rows=self.home_rows, is_staged=self.is_staged)
+        same = asked == self
         return same and other.rows <= self.rows and other.home_rows <= self.home_rows
 
 
@@ -230,8 +243,8 @@ def _places(
     The extension computes the offsets once for each shape.
 
     ranks, experts, rows, home_rows, row_bytes: the sizes of both kinds of heaps, as in `HeapShape`.
-    cell: the fields on which only the heap of FlashDMoE's kernels depends: d_hidden, sends_again and is_pool.
-        Empty for COMET's kernels.
+    cell: the fields on which only the heap of FlashDMoE's kernels depends: d_hidden, sends_again, is_pool and
+        is_staged. Empty for COMET's kernels.
     """
     module = loaded_extension()
     layout = module.flashdmoe_layout if cell else module.comet_layout
@@ -315,7 +328,8 @@ class Heap:
     rank: this rank.
     device: the device of the memory.
     base: address of this rank's heap.
-    peer_addresses: address of each rank's heap, as this process sees it.
+    peer_addresses: address of each rank's heap, as this process sees it; 0 for a rank whose memory cannot be
+        mapped. Only FlashDMoE's kernels take heaps with such ranks.
     peers: (W,) int64, the same addresses for all W ranks, on the device.
     bound_seconds: the most seconds that a kernel may wait for another rank.
     release: function that frees the memory; None after `close`.

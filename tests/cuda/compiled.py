@@ -34,14 +34,18 @@ def product_of(*folders: str) -> list[str]:
     ]
 
 
-def compile_program(source: str, *flags: str, product: Iterable[str] = ()) -> Path:
+def compile_program(
+    source: str, *flags: str, product: Iterable[str] = (), without_flags: Iterable[str] = ()
+) -> Path:
     """The program, kept by what it is made from. Raises AssertionError with the compiler's output.
 
     product: the files of cuda/ that it is linked with, over runtime/ in place of CUDA. Later flags win over
     FLAGS.
+    without_flags: more such files, compiled without ``flags``: other programs share them.
     """
+    compiled = [(each, [*OBJECT, *flags]) for each in product] + [(each, OBJECT) for each in without_flags]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda each: _made(CUDA / each, *OBJECT, *flags), product))
+        objects = list(pool.map(lambda each: _made(CUDA / each[0], *each[1]), compiled))
     return _made(HERE / source, *flags, objects=objects)
 
 

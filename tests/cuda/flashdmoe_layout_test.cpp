@@ -79,10 +79,13 @@ void test_places(const Layout& layout) {
   for (int p = 0; p < ranks; ++p)
     for (int e = 0; e < experts; ++e) {
       for (int tile = 0; tile < layout.tiles(layout.capacity); ++tile)
-        flag(layout.arrival(p, e, tile)), flag(layout.returned(p, e, tile));
+        for (int half : {0, 4})  // a put writes 8 bytes
+          flag(layout.arrival(p, e, tile) + half), flag(layout.returned(p, e, tile) + half);
       for (int row = 0; row < layout.capacity; ++row)
         flag(layout.weights(p, e) + 4 * row), flag(layout.dots(p, e) + 4 * row);
     }
+  expect(*flags.rbegin() < layout.outgoing(), "incoming and outgoing regions overlap");
+  expect(layout.outgoing() * layout.buffers <= layout.begin(), "an outgoing region is in L");
   expect(layout.bytes() >= layout.begin() + layout.size(), "the heap is too small");
 }
 
@@ -107,7 +110,7 @@ int main() {
       test_places(layout);
       test_theorem(layout);
     }
-  test_places({3, 2, 20, 4, 1, 32, kRounds, true});
+  for (int buffers : {1, 2}) test_places({3, 2, 20, 4, buffers, 32, kRounds, true});
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

@@ -1,6 +1,8 @@
 // FlashDMoE's actors as threads: subscribers, scheduler and processors of several ranks, round after round
-// (every second one is a backward pass), with experts whose sums are exact in any order. Under
-// ThreadSanitizer, and recording every write.
+// (every second one is a backward pass), with experts whose sums are exact in any order. Ranks map each
+// other's heaps, or send by puts to those of other nodes (late_puts.h). Under ThreadSanitizer, and recording
+// every write.
+#define PMOE_LATE_PUTS
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -37,6 +39,7 @@ struct Mistake {
   Wait not_waited;
   bool is_relaxed, reuses_flags;
   uint32_t bits = 0;  // of not_waited
+  puts::Broken broken = puts::Broken::kNothing;
 };
 constexpr Mistake kMistakes[] = {
     {"none", Wait::kNone, false, false},
@@ -53,6 +56,9 @@ constexpr Mistake kMistakes[] = {
     {"sums_of_some_rows", Wait::kNone, false, false, kCompleteBit},
     {"no_wait_for_offsets", Wait::kPlaced, false, false},
     {"offsets_before_they_are_chosen", Wait::kNone, false, false, kKnownBit},
+    {"flag_before_its_bytes", Wait::kNone, false, false, 0, puts::Broken::kFlagFirst},
+    {"puts_in_any_order", Wait::kNone, false, false, 0, puts::Broken::kUnordered},
+    {"staging_used_again_too_early", Wait::kNone, false, false, 0, puts::Broken::kNeverQuiet},
 };
 
 // ---- a rank in a round
@@ -71,6 +77,7 @@ struct World {
   Heaps heaps;
   std::vector<std::unique_ptr<Workspace>> work;  // by rank
   std::vector<std::vector<Actor>> rounds;        // by round and rank
+  std::unique_ptr<puts::Network> network;
 
   int ranks() const { return heaps.layout.ranks; }
 };
@@ -100,14 +107,22 @@ void go_back(Actor& m, std::mt19937& random) {
   pass.weight_gradient = m.of_weight.data();
 }
 
+thread_local int acting = -1;      // the rank whose thread this is
+thread_local size_t in_round = 0;  // among World::rounds
+
 // Every second one's cells share a pool, which holds all rows of all ranks.
-World make(int ranks, int experts, uint32_t seed, double bound_seconds,
-           const Mistake& mistake = kMistakes[0]) {
+//
+// node_ranks: ranks that map each other's heaps; 0: all do.
+World make(int ranks, int experts, uint32_t seed, double bound_seconds, const Mistake& mistake = kMistakes[0],
+           int node_ranks = 0) {
   const bool is_pool = seed / 2 % 2 == 1;
   const int rows = is_pool ? ranks * (2 * 80 + experts * kTileRows) : 2 * kTileRows;
-  const Layout layout = {ranks,      experts, rows,   kTileRows, 1 + static_cast<int>(seed % 2),
-                         kModel * 2, 3,       is_pool};
-  World w = {Heaps(layout), {}, {}};
+  const int buffers = node_ranks > 0 ? 2 : 1 + static_cast<int>(seed % 2);
+  const Layout layout = {ranks, experts, rows, kTileRows, buffers, kModel * 2, 3, is_pool};
+  World w = {Heaps(layout, node_ranks), {}, {}, nullptr};
+  w.network = std::make_unique<puts::Network>(w.heaps.at, layout.bytes(), seed, mistake.broken);
+  w.network->on_delivery = [](int source, uint32_t epoch) { acting = source, in_round = epoch - 1; };
+  puts::network = w.network.get();
   std::mt19937 random(seed);
   for (int rank = 0; rank < ranks; ++rank)
     w.work.push_back(std::make_unique<Workspace>(largest(layout), kProcessors));
@@ -253,7 +268,7 @@ void multiply(Actor& m, const Task& task) {
     const uint8_t* const from =
         pass.at(pass.rank, {task.peer, Round::kDispatch, Staging::kIncoming, task.expert, cell_offset + row});
     uint8_t* const to =
-        pass.at(task.peer, {pass.rank, Round::kCombine, Staging::kIncoming, task.expert, home_offset + row});
+        rows_for(pass, {task.peer, task.expert, home_offset + row, cell_offset + row}, Round::kCombine);
     float x[kModel];
     if (task.type == TaskType::kGemm0) {
       read_row(from, x);
@@ -276,9 +291,6 @@ void multiply(Actor& m, const Task& task) {
   if (task.type == TaskType::kInputGradient && task.column == 0)
     send_dots<bf16>(pass, task, m.dots.data(), kAcross, nullptr, kModel, 0, 1, 0, 1);
 }
-
-thread_local int acting = -1;      // the rank whose thread this is
-thread_local size_t in_round = 0;  // among World::rounds
 
 // One launch: all its threads, until they have ended. room: processors that run at one time.
 void launch(Actor& m, int room = kProcessors) {
@@ -375,19 +387,43 @@ void for_ranks(int ranks, const Body& body) {
   for (std::thread& driver : drivers) driver.join();
 }
 
+// Delivers puts as long as it lives.
+class Deliveries {
+ public:
+  explicit Deliveries(World& w) {
+    thread_ = std::thread([&w, this] {
+      while (!is_over_.load(std::memory_order_relaxed)) {
+        w.network->step();
+        pmoe::pause();
+      }
+    });
+  }
+  ~Deliveries() {
+    is_over_.store(true, std::memory_order_relaxed);
+    thread_.join();
+  }
+
+ private:
+  std::atomic<bool> is_over_{false};
+  std::thread thread_;
+};
+
 // Ranks meet nowhere but in their heaps.
 void play(World& w, int room) {
+  const Deliveries deliveries(w);
   for_ranks(w.ranks(), [&](size_t rank) {
     for (auto& round : w.rounds) launch(round[rank], room);
   });
 }
 
-void test_rounds(int ranks, const Mistake& mistake, int room = kProcessors) {
+void test_rounds(int ranks, const Mistake& mistake, int room = kProcessors, int node_ranks = 0) {
   signals_are_relaxed = mistake.is_relaxed;
   const bool is_right = mistake.name == kMistakes[0].name;
   for (uint32_t seed = 1; seed <= 20; ++seed) {
-    World w = make(ranks, 1 + static_cast<int>(seed % 3), seed, is_right ? 60 : 2, mistake);
+    World w = make(ranks, 1 + static_cast<int>(seed % 3), seed, is_right ? 60 : 2, mistake, node_ranks);
     play(w, room);
+    expect((w.network->delivered() > 0) == (node_ranks > 0 && node_ranks < ranks), "puts of a node, or none");
+    expect(w.network->is_empty() || !is_right, "a put that arrives after the launch");
     for (size_t rank = 0; rank < w.work.size(); ++rank) {
       const std::string where = "seed " + std::to_string(seed) + ", rank " + std::to_string(rank);
       for (size_t round = 0; round < w.rounds.size(); ++round) {
@@ -424,7 +460,9 @@ bool is_granted(int source, int owner, bool is_home, int c) {
 // The flag of a tile in a pool, or the number of a row: written by those that write the row.
 bool may_write_word(int target, int64_t offset) {
   const Layout& layout = recorded->heaps.layout;
-  const auto own = [&](int64_t begin, int rows) { return static_cast<int>((offset - begin) / 4 * rows); };
+  const auto own = [&](int64_t begin, int rows) {
+    return static_cast<int>((offset - begin) / (rows > 1 ? kTileFlagBytes : 4) * rows);
+  };
   if (offset >= layout.dots(0, 0)) return is_granted(target, acting, true, own(layout.dots(0, 0), 1));
   if (offset >= layout.weights(0, 0)) return is_granted(acting, target, false, own(layout.weights(0, 0), 1));
   if (offset >= layout.returned(0, 0, 0))
@@ -436,7 +474,8 @@ bool may_write_word(int target, int64_t offset) {
 bool may_write(int target, int64_t offset) {
   const Layout& layout = recorded->heaps.layout;
   if (!layout.is_pool) return is_valid(acting, target, layout.of_byte(offset));
-  if (offset < layout.begin()) return may_write_word(target, offset);
+  if (offset < layout.outgoing()) return may_write_word(target, offset);
+  if (offset < layout.begin()) return acting == target;
   const auto row = (offset - layout.begin()) / layout.row_bytes, slab = row / layout.capacity;
   const bool is_home = slab / layout.buffers == static_cast<int>(Round::kCombine);
   const auto c = static_cast<int>(row % layout.capacity);
@@ -483,8 +522,8 @@ void check_grants(const std::vector<Actor>& all, const std::string& where) {
   }
 }
 
-void test_writes(int ranks, bool is_pool) {
-  World w = make(ranks, 2, is_pool ? 7 : 5, 60);
+void test_writes(int ranks, bool is_pool, int node_ranks = 0) {
+  World w = make(ranks, 2, is_pool ? 7 : 5, 60, kMistakes[0], node_ranks);
   recorded = &w, authors.clear(), words_written = 0;
   for (int rank = 0; rank < ranks; ++rank)
     authors.emplace_back(static_cast<size_t>(w.heaps.layout.bytes() / 4));
@@ -514,9 +553,10 @@ struct Absence {
   Wait wait, other;
 };
 
-void test_absence(int ranks, const Absence& absence, bool is_pool) {
+void test_absence(int ranks, const Absence& absence, bool is_pool, int node_ranks = 0) {
   constexpr double kBound = 1.0;
-  World w = make(ranks, 2, is_pool ? 2 : 4, kBound);
+  World w = make(ranks, 2, is_pool ? 2 : 4, kBound, kMistakes[0], node_ranks);
+  const Deliveries deliveries(w);
   const Layout& layout = w.heaps.layout;
   for_ranks(ranks, [&](size_t rank) { launch(w.rounds[0][rank]); });
   const peers::Watch& watch = w.rounds[1][0].pass.watch;
@@ -577,18 +617,25 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   const int ranks = argc > 2 ? std::atoi(argv[2]) : 2;
   const std::string planted = argc > 3 ? argv[3] : "none";
-  if (what == "rounds") {
+  const bool is_apart = what == "apart";
+  if (what == "rounds" || is_apart) {
     bool is_known = false;
     for (const Mistake& mistake : kMistakes)
-      if (planted == mistake.name) is_known = true, test_rounds(ranks, mistake);
+      if (planted == mistake.name) {
+        is_known = true;
+        if (!is_apart) test_rounds(ranks, mistake);
+        for (int node_ranks = 1; is_apart && node_ranks <= smaller(2, ranks - 1); ++node_ranks)
+          test_rounds(ranks, mistake, kProcessors, node_ranks);
+      }
     expect(is_known, "no such mistake: " + planted);
   } else if (what == "room") {
     test_rounds(ranks, kMistakes[0], 1);
   } else if (what == "writes") {
-    test_writes(ranks, false), test_writes(ranks, true);
+    for (int node_ranks : {0, 1}) test_writes(ranks, false, node_ranks), test_writes(ranks, true, node_ranks);
   } else if (what == "absent") {
     for (const Absence& absence : kAbsences)
-      test_absence(ranks, absence, false), test_absence(ranks, absence, true);
+      test_absence(ranks, absence, false), test_absence(ranks, absence, true),
+          test_absence(ranks, absence, false, 1);
     test_nobody_works(), test_too_many_rows();
   } else {
     expect(false, "nothing to run");

@@ -1,5 +1,6 @@
 // FlashDMoE's kernels in the emulator: a pass of the layer in one launch, every thread of every rank, beside
-// a plain loop. By the product's own launch, which encodes maps for the emulator (runtime/).
+// a plain loop. By the product's own launch, which encodes maps for the emulator (runtime/). With
+// PMOE_LATE_PUTS, ranks on different nodes send by puts (late_puts.h), and get what ranks of one node get.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -9,8 +10,22 @@
 #include "flashdmoe/launch.h"
 #include "flashdmoe_world.h"
 #include "grouped_gemm/parts.h"
+#include "peers/puts.cuh"
 
 using namespace world;
+
+#if defined(PMOE_LATE_PUTS)  // this program is linked without the kernels of fp16, which it never launches
+
+namespace pmoe::flashdmoe {
+
+PassKernel ampere_fp16(Activation) { return nullptr; }
+PassKernel backward_fp16(Activation) { return nullptr; }
+ForwardKernel hopper_fp16(Activation) { return nullptr; }
+BackwardKernel hopper_backward_fp16(Activation) { return nullptr; }
+
+}  // namespace pmoe::flashdmoe
+
+#endif
 
 namespace {
 
@@ -37,6 +52,7 @@ struct Case {
   bool hopper = false;
   int pool = 0;  // rows that all cells of a rank share; 0: each has its own
   Scores scores = Scores::kNone;
+  int node_ranks = 0;  // ranks that map each other's heaps; 0: all do
 };
 
 constexpr int kTileRows = 128;
@@ -60,6 +76,8 @@ struct Rank {
   Values gradient, of_w1, of_b1, of_w2, of_b2;
   std::vector<float> dots, of_weight;
 };
+
+std::vector<std::vector<Rank>> played;  // what each pass of the last play() has made
 
 // What one expert makes of one row, and of its gradient.
 struct Row {
@@ -366,6 +384,39 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
 
 using Workspaces = std::vector<std::unique_ptr<Workspace>>;
 
+#if defined(PMOE_LATE_PUTS)
+
+peers::puts::Broken broken = peers::puts::Broken::kNothing;
+
+// Delivers puts as long as it lives, between the passes of the emulator.
+class Deliveries {
+ public:
+  Deliveries(const Heaps& heaps, unsigned seed) : network_(heaps.at, heaps.layout.bytes(), seed, broken) {
+    peers::puts::network = &network_;
+    emu::between_passes = [this] { network_.step(), network_.step(); };
+  }
+  ~Deliveries() { emu::between_passes = nullptr; }
+
+  void check(const std::string& where) const {
+    expect(network_.is_empty(), where + ": a put that arrives after the launch");
+    expect(network_.unseen() == 0, where + ": a put's flag after which see() was not called");
+  }
+  bool has_delivered() const { return network_.delivered() > 0; }
+
+ private:
+  peers::puts::Network network_;
+};
+
+#else
+
+struct Deliveries {  // there are no puts
+  Deliveries(const Heaps&, unsigned) {}
+  void check(const std::string&) const {}
+  bool has_delivered() const { return false; }
+};
+
+#endif
+
 // One launch of all ranks; of those below `absent`, where there is such. Whether it has ended.
 bool launch_pass(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Workspaces& work,
                  uint32_t epoch, Direction direction, unsigned seed, int absent, const std::string& where) {
@@ -434,9 +485,11 @@ bool train(const Case& c, const Heaps& heaps, std::vector<Rank>& all, const Work
 
 void play(const Case& c, unsigned seed, int absent = -1) {
   const int rows = c.pool > 0 ? c.pool : c.tiles * kTileRows;
-  const Layout layout = {c.ranks,   c.experts, rows, kTileRows, 1, c.model * 2, c.sends_again ? 3 : kRounds,
-                         c.pool > 0};
-  Heaps heaps(layout);
+  const int buffers = c.node_ranks > 0 ? 2 : 1, sent_rounds = c.sends_again ? 3 : kRounds;
+  const Layout layout = {c.ranks, c.experts, rows, kTileRows, buffers, c.model * 2, sent_rounds, c.pool > 0};
+  Heaps heaps(layout, c.node_ranks);
+  const Deliveries deliveries(heaps, seed);
+  played.clear();
   std::mt19937 random(seed);
   Workspaces work;
   for (int tokens : c.tokens) {
@@ -465,11 +518,37 @@ void play(const Case& c, unsigned seed, int absent = -1) {
       return;
     }
     check(c, all, where);
+    deliveries.check(where);
+    played.push_back(all);
     if (c.trains && !train(c, heaps, all, work, epoch, seed, where)) return;
     const bool is_scored = c.scores != Scores::kNone;
+    if (c.trains) played.push_back(all);
     if (is_scored && !c.trains && !choose_again(c, heaps, all, work, epoch, seed, where)) return;
+    deliveries.check(where);
     epoch += c.trains ? 3 : is_scored ? 2 : 1;
   }
+  if (c.node_ranks > 0) expect(deliveries.has_delivered(), std::string(c.name) + ": no puts");
+}
+
+// Ranks of several nodes get what the same ranks get on one node, to the bit.
+void play_apart(Case c, unsigned seed) {
+  const int node_ranks = c.node_ranks;
+  c.node_ranks = 0;
+  play(c, seed);
+  const std::vector<std::vector<Rank>> mapped = played;
+  c.node_ranks = node_ranks;
+  play(c, seed);
+  expect(played.size() == mapped.size(), std::string(c.name) + ": passes");
+  for (size_t i = 0; i < smaller(played.size(), mapped.size()); ++i)
+    for (size_t rank = 0; rank < mapped[i].size(); ++rank) {
+      const Rank &a = mapped[i][rank], &b = played[i][rank];
+      expect(are_same(a.y, b.y), std::string(c.name) + ": another y by puts");
+      if (i % 2 == 0) continue;
+      expect(are_same(a.dx, b.dx) && are_same(a.of_w1, b.of_w1) && are_same(a.of_w2, b.of_w2) &&
+                 are_same(a.of_b1, b.of_b1) && are_same(a.of_b2, b.of_b2) &&
+                 std::memcmp(a.of_weight.data(), b.of_weight.data(), a.of_weight.size() * 4) == 0,
+             std::string(c.name) + ": another gradient by puts");
+    }
 }
 
 }  // namespace
@@ -483,7 +562,34 @@ int main(int argc, char** argv) {
     ::play(c, seed++, absent);
   };
   const auto go = [&](const Case& c) { play(c); };
-  if (asked == "backward") {
+#if defined(PMOE_LATE_PUTS)
+  const std::string planted = argc > 3 ? argv[3] : "";
+  if (planted == "flag_before_its_bytes") broken = peers::puts::Broken::kFlagFirst;
+  if (planted == "puts_in_any_order") broken = peers::puts::Broken::kUnordered;
+#endif
+  const auto go_apart = [&](Case c) {
+    c.hopper = arch == "sm_90a";
+    play_apart(c, seed++);
+  };
+  if (asked == "apart") {
+    Case two = {"two nodes", 2, 2, 2, {40, 25}};
+    two.node_ranks = 1, two.trains = true, two.rounds = 1, go_apart(two);
+    Case skewed = {"two nodes, rows are dropped, one rank without tokens", 2, 1, 1, {0, 140}};
+    skewed.favoured = 0, skewed.rounds = 1, skewed.activation = Activation::kRelu, skewed.trains = true;
+    skewed.node_ranks = 1, skewed.recomputes = true, go_apart(skewed);
+    Case pool = {"a node of two and one of one, cells of a pool", 3, 1, 2, {30, 0, 135}};
+    pool.pool = 5 * kTileRows, pool.trains = pool.sends_again = true, pool.rounds = 1;
+    pool.node_ranks = 2, go_apart(pool);
+    Case chosen = {"three nodes choose", 3, 1, 2, {70, 0, 20}};
+    chosen.scores = Scores::kSome, chosen.rounds = 1, chosen.pool = 4 * kTileRows;
+    chosen.node_ranks = 1, go_apart(chosen);
+  } else if (asked == "apart thoroughly") {
+    Case four = {"two nodes of two ranks", 4, 2, 3, {30, 50, 1, 20}};
+    four.node_ranks = 2, four.trains = true, go_apart(four);
+    four.name = "four nodes, cells of a pool", four.node_ranks = 1, four.pool = 12 * kTileRows;
+    four.sends_again = true, go_apart(four);
+    four.name = "four nodes choose", four.trains = false, four.scores = Scores::kProduct, go_apart(four);
+  } else if (asked == "backward") {
     Case two = {"two ranks", 2, 2, 2, {40, 25}};
     two.trains = true, go(two);
     Case pool = {"cells of a pool", 2, 2, 2, {70, 75}};

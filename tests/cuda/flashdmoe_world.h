@@ -188,13 +188,20 @@ struct Heaps {
   Layout layout;
   std::vector<std::unique_ptr<Kilobyte[]>> memory;
   std::vector<uint8_t*> at;
+  std::vector<std::vector<uint8_t*>> mapped;  // as each rank addresses them: null on another node
 
-  explicit Heaps(const Layout& told) : layout(told) {
+  // node_ranks: ranks of a node, which map each other's heaps; 0: all ranks are on one.
+  explicit Heaps(const Layout& told, int node_ranks = 0) : layout(told) {
     for (int rank = 0; rank < layout.ranks; ++rank) {
       memory.push_back(std::make_unique<Kilobyte[]>(static_cast<size_t>(layout.bytes() / 1024 + 1)));
       at.push_back(memory.back()[0].byte);
       // What nobody has written is no number.
       std::fill_n(at.back() + layout.begin(), layout.size(), uint8_t{0xFF});
+    }
+    for (int rank = 0; rank < layout.ranks; ++rank) {
+      mapped.push_back(at);
+      for (int peer = 0; node_ranks > 0 && peer < layout.ranks; ++peer)
+        if (peer / node_ranks != rank / node_ranks) mapped.back()[static_cast<size_t>(peer)] = nullptr;
     }
   }
 };
@@ -235,7 +242,8 @@ struct Workspace {
 inline Pass pass_of(const Heaps& heaps, int rank, Routing& g, Workspace& w, uint32_t epoch, uint64_t bound,
                     bool routes) {
   Pass pass;
-  pass.layout = heaps.layout, pass.heaps = heaps.at.data(), pass.rank = rank;
+  pass.layout = heaps.layout, pass.rank = rank;
+  pass.heaps = heaps.mapped[static_cast<size_t>(rank)].data();
   auto* const failed =
       reinterpret_cast<uint32_t*>(heaps.at[static_cast<size_t>(rank)] + heaps.layout.failed());
   pass.watch = {failed, &w.report, rank, epoch, bound, 0, 0};

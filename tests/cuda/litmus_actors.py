@@ -101,7 +101,8 @@ def room_is_granted() -> Litmus:
             or (seen("placed", "s1") == "g0" and seen("sent offset", "s1") is None)
         ),
         RAISED | {
-            ("flashdmoe/subscriber.h", "announce_counts"): ["is_raised", "write_counts", "signal"],
+            ("flashdmoe/subscriber.h", "announce_counts"): ["is_raised", "announce"],
+            ("flashdmoe/places.cuh", "announce"): ["write", "write", "signal"],
             ("flashdmoe/subscriber.h", "grant"): ["is_raised", "grant_room"],
             ("flashdmoe/subscriber.h", "push_arrived_tiles"): ["is_known", "read", "offset_of"],
             ("flashdmoe/subscriber.h", "send"): ["is_raised", "push"],

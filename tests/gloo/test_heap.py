@@ -475,9 +475,74 @@ def test_a_rank_beyond_loads_and_stores_is_refused_on_all_and_memory_goes() -> N
     for told, log in ranks(2).run(over_nvshmem, {"reach": False}):
         assert told == (
             "pmoe: no symmetric heap: rank 0: could not open the heap of rank 1: loads and stores do "
-            "not reach it (there is no NVLink), and the kernels write by stores"
+            "not reach it (there is no NVLink), and the kernels write by stores: pmoe._cuda was built "
+            "without NVSHMEM's puts, or these kernels do not use them"
         )
         assert log[-1] == "free"
+
+
+PERSISTENT = HeapShape(3, 3, 128, 20, 16, torch.bfloat16, 8)
+TWO_NODES = [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
+
+
+def heap_of_nodes(rank: int, world: int, given: dict[str, Any]) -> tuple[list[bool], bool, list[str]] | str:
+    """Which peers a rank's heap maps, whether it is staged, and what NVSHMEM was asked; or the error."""
+    fake = FakeNvshmem(rank, world, True)
+    mapped = given["mapped"]
+    fake.nvshmem_pointer = lambda device, base, peer: base + 4096 if mapped[rank][peer] else 0
+    with pytest.MonkeyPatch.context() as patch:
+        use_layout(patch)
+        patch.setattr(heap_module, "loaded_extension", lambda: fake)
+        patch.setattr(heap_module, "has_puts", lambda: given.get("puts", [True] * world)[rank])
+        patch.setattr(nvshmem, "_members", None)
+        patch.setattr(heap_module.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank)))
+        patch.setattr(extension, "nvshmem_library", lambda: "the library")
+        try:
+            heap = nvshmem_heap(Ranks(), given.get("shape", PERSISTENT), CPU)
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        finally:
+            dist.barrier()
+        assert heap.shape.holds(PERSISTENT)
+        heap.close()
+    return [address != 0 for address in heap.peer_addresses], heap.shape.is_staged, fake.log
+
+
+def test_peers_that_cannot_be_mapped_get_no_address_and_all_ranks_stage_rows() -> None:
+    assert [found[:2] for found in ranks(3).run(heap_of_nodes, {"mapped": TWO_NODES})] == [
+        ([True, True, False], True),
+        ([True, True, False], True),
+        ([False, False, True], True),
+    ]
+
+
+def test_a_pair_of_ranks_is_mapped_in_both_directions_or_in_none() -> None:
+    one_way = [[1, 0, 1], [1, 1, 1], [1, 1, 1]]
+    assert [found[:2] for found in ranks(3).run(heap_of_nodes, {"mapped": one_way})] == [
+        ([True, False, True], True),
+        ([False, True, True], True),
+        ([True, True, True], True),
+    ]
+
+
+def test_nothing_is_staged_if_all_ranks_map_all() -> None:
+    for mapped, is_staged, log in ranks(3).run(heap_of_nodes, {"mapped": [[1, 1, 1]] * 3}):
+        assert mapped == [True] * 3 and not is_staged
+        assert log[-4:] == ["allocate", "free", "allocate", "free"]  # the probe, and the heap
+
+
+def test_comet_s_heaps_and_kernels_without_puts_refuse_peers_that_cannot_be_mapped() -> None:
+    comet = HeapShape(3, 3, 50, 20, 16, torch.bfloat16)
+    without: dict[str, Any] = {"mapped": TWO_NODES, "puts": [False] * 3}
+    for given in (without, {"mapped": TWO_NODES, "shape": comet}):
+        for message in ranks(3).run(heap_of_nodes, given):
+            assert "rank 2: could not open the heap of rank 0" in message
+            assert "pmoe._cuda was built without NVSHMEM's puts" in message
+
+
+def test_ranks_whose_kernels_differ_in_puts_are_refused() -> None:
+    for message in ranks(3).run(heap_of_nodes, {"mapped": TWO_NODES, "puts": [True, True, False]}):
+        assert "rank 1: puts True; rank 2: puts False" in message
 
 
 def test_nvshmem_serves_one_group_a_process() -> None:

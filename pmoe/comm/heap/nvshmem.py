@@ -1,6 +1,7 @@
-"""Memory of symmetric heaps from NVSHMEM, for ranks that can read and write each other's memory.
+"""Memory of symmetric heaps from NVSHMEM.
 
-So far this code has been run with a single process only.
+Ranks can read and write each other's memory, or FlashDMoE's kernels send by NVSHMEM's puts to those ranks
+whose memory they cannot map. So far this code has been run with a single process only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ _members: list[int] | None = None
 
 NVSHMEM can be started only once in a process.
 """
+
+
+PROBE_BYTES = 1024
+"""Bytes of the memory with which ranks find out whose memory they can map."""
 
 
 class NvshmemMemory(DeviceMemory):
@@ -82,6 +87,21 @@ class NvshmemMemory(DeviceMemory):
             )
         _members = self.members
 
+    def mapped(self, device: torch.device) -> list[bool]:
+        """Returns, for each rank of the group, whether loads and stores of this device reach its memory.
+
+        Collective: NVSHMEM answers for allocated memory only, so some is allocated and freed.
+        """
+        module = heap_module.loaded_extension()
+        probe = module.nvshmem_allocate(device.index, PROBE_BYTES)
+        try:
+            return [
+                rank == self.ranks.rank or module.nvshmem_pointer(device.index, probe, rank) != 0
+                for rank in range(self.ranks.size)
+            ]
+        finally:
+            module.nvshmem_free(device.index, probe)
+
     def allocate(self, device: torch.device, num_bytes: int) -> int:
         self.base = heap_module.loaded_extension().nvshmem_allocate(device.index, num_bytes)
         return self.base
@@ -103,7 +123,8 @@ class NvshmemMemory(DeviceMemory):
         peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:
             raise RuntimeError(
-                "loads and stores do not reach it (there is no NVLink), and the kernels write by stores"
+                "loads and stores do not reach it (there is no NVLink), and the kernels write by stores: "
+                "pmoe._cuda was built without NVSHMEM's puts, or these kernels do not use them"
             )
         return peer
 

@@ -98,6 +98,10 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     nodes that NVLink connects. A process can use NVSHMEM with one group of ranks only. So far this function
     has been run with a single process only.
 
+    FlashDMoE's kernels may also send by NVSHMEM's puts, if they were compiled so
+    (`pmoe.kernels.heap.has_puts`). Then ranks may lie beyond loads and stores: such a rank has address 0, and
+    all ranks' heaps have room for outgoing rows. Two ranks are mapped to each other, or neither is.
+
     ranks: the ranks of the layer.
     shape: the sizes of the heap, the same on all ranks.
     device: this rank's device.
@@ -113,6 +117,8 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     builder.agree(one_node=False)
     ids = builder.attempt(memory.give_id)
     builder.attempt(lambda: memory.start(builder.device, ids[0]))
+    if shape.d_hidden and heap_module.has_puts():
+        builder.stage_for(builder.attempt(lambda: memory.mapped(builder.device)))
     return builder.build()
 
 
@@ -164,6 +170,7 @@ class _HeapBuilder(CollectiveSteps):
 
     base: address of this rank's memory; None before it is allocated.
     opened: for each peer, by rank, the address at which this process can read and write the peer's memory.
+    beyond: ranks whose memory is not mapped, because kernels send to them by puts.
     heap: the heap; None before all peers' memory is open.
     bound_seconds: how long a kernel may wait for a peer.
     """
@@ -176,6 +183,7 @@ class _HeapBuilder(CollectiveSteps):
         self.memory = memory
         self.base: int | None = None
         self.opened: dict[int, int] = {}
+        self.beyond: set[int] = set()
         self.heap: Heap | None = None
 
     def agree(self, *, one_node: bool) -> None:
@@ -220,7 +228,21 @@ class _HeapBuilder(CollectiveSteps):
         # errors of this method to the other ranks.
         spare_blocks(self.ranks.size)
         sizes = asdict(self.shape) | {"dtype": str(self.shape.dtype).removeprefix("torch.")}
-        return sizes | {"bytes": self.shape.bytes, "kernels": kernels}, host
+        return sizes | {"bytes": self.shape.bytes, "kernels": kernels, "puts": heap_module.has_puts()}, host
+
+    def stage_for(self, mapped: Sequence[Sequence[bool]]) -> None:
+        """Leaves out ranks whose memory cannot be mapped, and gives the heap room for outgoing rows.
+
+        Nothing changes if all ranks can map each other's memory. All ranks make the same heap.
+
+        mapped: mapped[rank][peer] is whether the rank can map the peer's memory.
+        """
+        own = self.ranks.rank
+        self.beyond = {
+            peer for peer in range(self.ranks.size) if not (mapped[own][peer] and mapped[peer][own])
+        }
+        if not all(all(row) for row in mapped):
+            self.shape = replace(self.shape, is_staged=True)
 
     def build(self) -> Heap:
         """Allocates this rank's memory, opens the memory of all peers, and returns the heap. Collective."""
@@ -248,6 +270,9 @@ class _HeapBuilder(CollectiveSteps):
         for rank, handle in enumerate(handles):
             if rank == self.ranks.rank:
                 addresses.append(self.base)
+                continue
+            if rank in self.beyond:
+                addresses.append(0)
                 continue
             try:
                 self.opened[rank] = self.memory.open(self.device, handle)

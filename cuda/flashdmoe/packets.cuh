@@ -1,0 +1,101 @@
+// How data gets from this rank to a peer (section 5.3, Figure 5.3).
+//
+//   the peer is mapped        the rank writes into the peer's heap, and raises a flag there
+//   the peer is not mapped    the rank writes the same data into the outgoing part of its own heap (b = 0).
+//                             Then puts copy it into the incoming part of the peer's heap (b = 1), and raise
+//                             the flag behind it
+//
+// The peer sees no difference. Functions whose names end in `_for` return where to write. Functions whose
+// names begin with `put` are only called for a peer that is not mapped, after everything has been written.
+//
+// When may a rank write to its outgoing part again? With cells: when the peer has granted the next round. A
+// rank begins a round only after everything of the round before has come to it. In a pool, a place may belong
+// to another peer in the next round, and nobody waits for the grant of the peer that had it. So a launch ends
+// only when all of its puts have arrived (scheduler.h).
+#pragma once
+#include "flashdmoe/pass.h"
+#include "peers/protocol.h"
+#include "peers/puts.cuh"
+
+namespace pmoe::flashdmoe {
+
+namespace puts = peers::puts;
+
+// A place in a region of which each rank has a part: its byte offset in the peer's heap and in this rank's.
+//
+// at_peer: in the peer's part for data of this rank.
+// own: in this rank's part for data of the peer. The outgoing part of the heap is `Layout::outgoing()`
+// behind.
+struct Ends {
+  int64_t at_peer, own;
+};
+
+// Some rows of this rank for one of a peer's experts, or of the peer's for one of this rank's experts.
+//
+// at_peer: index of the first row in the peer's cell or pool.
+// staged: index of the first row in this rank's outgoing cell or pool.
+struct Packet {
+  int peer, expert, at_peer, staged;
+};
+
+// Returns where this rank writes data of a region that a peer shall get.
+__device__ __forceinline__ uint8_t* region_for(const Pass& pass, int peer, const Ends& ends) {
+  if (pass.is_mapped(peer)) return pass.heaps[peer] + ends.at_peer;
+  return pass.own() + ends.own + pass.layout.outgoing();
+}
+
+// Returns where this rank writes the rows of a packet.
+__device__ __forceinline__ uint8_t* rows_for(const Pass& pass, const Packet& packet, Round round) {
+  if (pass.is_mapped(packet.peer))
+    return pass.at(packet.peer, {pass.rank, round, Staging::kIncoming, packet.expert, packet.at_peer});
+  return pass.at(pass.rank, {packet.peer, round, Staging::kOutgoing, packet.expert, packet.staged});
+}
+
+// Copies a region's outgoing data to a peer. It arrives before the flag of the next put.
+__device__ __forceinline__ void put_region(const Pass& pass, int peer, const Ends& ends, int64_t bytes) {
+  if (peers::has_failed(pass.watch)) return;
+  puts::put(peer, pass.own() + ends.at_peer, pass.own() + ends.own + pass.layout.outgoing(), bytes);
+}
+
+// Copies a region's outgoing data to a peer, and raises a flag there.
+//
+// flag: byte offset of the flag in the peer's heap.
+__device__ __forceinline__ void put_region_with_flag(const Pass& pass, int peer, const Ends& ends,
+                                                     int64_t bytes, int64_t flag) {
+  if (peers::has_failed(pass.watch)) return;
+  uint8_t* const own = pass.own();
+  puts::put_with_flag(peer, own + ends.at_peer, own + ends.own + pass.layout.outgoing(), bytes, own + flag,
+                      pass.watch.epoch);
+}
+
+// Copies the outgoing rows of a packet to its peer. They arrive before the flag of the next put.
+__device__ __forceinline__ void put_rows(const Pass& pass, const Packet& packet, int rows, Round round) {
+  if (peers::has_failed(pass.watch)) return;
+  const Layout& layout = pass.layout;
+  puts::put(packet.peer,
+            pass.own() + layout.at({pass.rank, round, Staging::kIncoming, packet.expert, packet.at_peer}),
+            rows_for(pass, packet, round), rows * layout.row_bytes);
+}
+
+// Copies the outgoing rows of a packet to its peer, and raises a flag there.
+//
+// flag: byte offset of the flag in the peer's heap.
+__device__ __forceinline__ void put_rows_with_flag(const Pass& pass, const Packet& packet, int rows,
+                                                   Round round, int64_t flag) {
+  if (peers::has_failed(pass.watch)) return;
+  const Layout& layout = pass.layout;
+  puts::put_with_flag(
+      packet.peer,
+      pass.own() + layout.at({pass.rank, round, Staging::kIncoming, packet.expert, packet.at_peer}),
+      rows_for(pass, packet, round), rows * layout.row_bytes, pass.own() + flag, pass.watch.epoch);
+}
+
+// Raises a flag of a peer that announces no data.
+//
+// flag: byte offset of the flag in the peer's heap.
+__device__ __forceinline__ void raise_flag(const Pass& pass, int peer, int64_t flag) {
+  if (pass.is_mapped(peer)) return peers::signal(pass.watch, pass.heaps[peer] + flag);
+  if (!peers::has_failed(pass.watch)) puts::put_flag(peer, pass.own() + flag, pass.watch.epoch);
+}
+
+}  // namespace pmoe::flashdmoe

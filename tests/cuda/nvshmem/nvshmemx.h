@@ -1,0 +1,2 @@
+// NVSHMEM's extensions: nvshmem.h beside this file declares the one that is needed.
+#pragma once

@@ -56,6 +56,7 @@ def has_few_rows(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> b
         and x.device.type == w1.device.type == index.device.type == weights.device.type == "cpu"
         and x.dim() == index.dim() == 2
         and index.shape == weights.shape
+        and weights.is_floating_point()
         and x.shape == (index.shape[0], w1.shape[1 if stacks.transposed else 2])
         and not torch.is_autocast_enabled("cpu")
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
+from pmoe.layer import run_experts
 from tests.kit import one_thread
 from tests.reference import relative_error
 
@@ -120,6 +121,32 @@ def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num
     (layer,) = pmoe.stats(model).layers
     assert (layer.name, layer.path) == ("experts", "few rows")
     assert sum(layer.tokens_per_expert) == num_tokens * K
+
+
+def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overwritten() -> None:
+    owner = Owner("swiglu", bias=False, transposed=False).eval()
+    x, index, weights = (each.detach() for each in routed())
+    index = index.clamp(max=E - 1)
+    with torch.no_grad():
+        for _ in range(2):
+            pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+    wanted = index.reshape(-1).bincount(minlength=E)
+    index.zero_()
+    (layer,) = run_experts.layers(owner).values()
+    assert layer.tokens_per_expert.equal(wanted)
+
+
+def test_weights_of_integers_are_refused_on_both_ways() -> None:
+    owner = Owner("swiglu", bias=False, transposed=False).eval()
+    x, index, weights = (each.detach() for each in routed())
+    index = index.clamp(max=E - 1)
+    with torch.no_grad():
+        for _ in range(2):
+            pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+            with pytest.raises(
+                TypeError, match=r"weight of dtype torch.int64; it must be of a floating-poin"
+            ):
+                pmoe.run_experts(owner, x, index, torch.ones_like(index), **owner.arguments())
 
 
 def test_a_module_knows_nothing_of_its_layer_and_a_copy_has_one_of_its_own() -> None:

@@ -128,6 +128,15 @@ def test_transforms_of_parameters_are_refused_by_name() -> None:
         torch.func.grad(lambda given: call(layer, given, (tokens(),)).sum())(parameters)
 
 
+@pytest.mark.parametrize("num_tokens", [6, 300])
+def test_a_trace_is_refused(num_tokens: int) -> None:
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"x \(inside torch.jit.trace\) must be outside"),
+    ):
+        torch.jit.trace(build(), (tokens(num_tokens),), check_trace=False)
+
+
 def test_a_forward_mode_derivative_is_refused() -> None:
     layer = build()
     with (

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import pmoe
@@ -134,6 +136,25 @@ def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overw
     index.zero_()
     (layer,) = run_experts.layers(owner).values()
     assert layer.tokens_per_expert.equal(wanted)
+
+
+def test_tracing_the_short_way_is_refused() -> None:
+    """A trace would keep the experts of the traced batch."""
+    owner = Owner("swiglu", bias=False, transposed=False).eval().requires_grad_(False)
+    x, index, weights = (each.detach() for each in routed())
+    index = index.clamp(max=E - 1)
+
+    def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+
+    with torch.no_grad():
+        run(x, index, weights)
+        with pytest.raises(ValueError, match="inside torch.jit.trace"):
+            torch.jit.trace(run, (x, index, weights), check_trace=False)
+        with pytest.raises(RuntimeError, match="make_fx and torch.export cannot trace it"):
+            make_fx(run)(x, index, weights)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert run(mode.from_tensor(x), index, weights).shape == x.shape
 
 
 def test_weights_of_integers_are_refused_on_both_ways() -> None:

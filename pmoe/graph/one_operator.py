@@ -149,9 +149,10 @@ def run_and_keep(
 
 
 def _check_own(module: nn.Module, own_parameters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if the graph's parameters are not those of the module, which would be used instead.
+    """Raises RuntimeError if the graph's parameters are not those of the module.
 
-    ``torch.func.functional_call`` in compiled code replaces parameters only while the code is traced.
+    The module computes with its own. ``torch.func.functional_call`` in compiled code replaces parameters only
+    while the code is traced.
 
     own_parameters: the module's parameters.
     parameters: the graph's parameters.

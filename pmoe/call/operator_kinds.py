@@ -18,8 +18,8 @@ class OperatorKind:
     """The two functions of an operator that runs modules of one kind.
 
     run: function (module, inputs) that runs the module. Returns its results.
-    shapes: function (module, inputs) that returns empty tensors like these results. The inputs have shapes
-        and no values. The first result has the dtype of the first input, or that of autocast.
+    shapes: function (module, inputs) that returns empty tensors like these results, also in dtype. The inputs
+        have shapes and no values. Autocast is on if it is on in `run`.
     """
 
     run: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]

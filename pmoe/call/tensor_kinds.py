@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_tracing_state as tracing
+from torch._C._functorch import peek_interpreter_stack as transform
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,10 +35,22 @@ def is_dtensor(x: object) -> bool:
 def refused_kind(x: Tensor, d_model: int) -> str | None:
     """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
-    x: of any shape. Only its class, its layout and the placements of a DTensor are checked; dtype, shape and
-        device are not.
+    x: of any shape. Only its class, its layout and the placements of a DTensor are checked, and whether
+        ``torch.jit.trace`` or a transform of ``torch.func`` runs; dtype, shape and device are not.
     d_model: number of columns of the layer's input, for the text.
     """
+    if tracing() is not None:
+        return (
+            "x (inside torch.jit.trace) must be outside of it: a layer decides each call on the host, so a "
+            "trace would keep the routing of this batch. Trace the modules around the layer"
+        )
+    running: Any = transform()
+    if running is not None:
+        return (
+            f"x (inside the transform {running.key().name.lower()} of torch.func) must be outside of it: a "
+            "layer decides each call on the host, so vmap, grad, vjp and jvp cannot transform it: call the "
+            "layer with all tokens as one batch, and differentiate it by torch.autograd.grad"
+        )
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:
         if x.lengths() is not None:  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from pmoe.call.call import Call
 from pmoe.call.module_calls import described, is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
-from pmoe.call.tensor_kinds import refused_kind
+from pmoe.call.tensor_kinds import refused_kind, tracing, transform
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
 from pmoe.gates.base import Routing
@@ -364,7 +364,7 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
-    if not is_plain and (why := refused_kind(x, d_model)) is not None:
+    if (not is_plain or transform() or tracing()) and (why := refused_kind(x, d_model)) is not None:
         raise FaultError(Fault.SHAPE, why)
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(

@@ -106,6 +106,12 @@ class _Experts(torch.autograd.Function):
         return _Experts._gradients(ctx, grad_TM, ctx.backward_from)
 
     @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Tensor:
+        raise RuntimeError(
+            "a MoELayer has no forward-mode derivative: differentiate it by backward or torch.autograd.grad"
+        )
+
+    @staticmethod
     def _gradients(ctx: Any, grad_TM: Tensor, backward_from: BackwardFunction) -> tuple[Tensor | None, ...]:
         with backward_pass(ctx.ranks, ctx.call):
             tensors = list(ctx.saved_tensors)

@@ -56,8 +56,13 @@ def has_few_rows(x: Tensor, index: Tensor, weights: Tensor, stacks: Stacks) -> b
         and x.device.type == w1.device.type == index.device.type == weights.device.type == "cpu"
         and x.dim() == index.dim() == 2
         and index.shape == weights.shape
+        and weights.is_floating_point()
         and x.shape == (index.shape[0], w1.shape[1 if stacks.transposed else 2])
         and not torch.is_autocast_enabled("cpu")
+        # The layer refuses to be traced, and computes only shapes for tensors without values.
+        and type(x) is Tensor
+        and torch._C._get_tracing_state() is None
+        and torch._C._len_torch_dispatch_stack() == 0
     )
 
 

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from pmoe.call.decision import LastCall, LastRowCounts, RunReport
 from pmoe.call.operator_kinds import KINDS, OperatorKind
+from pmoe.decide.route import cast_dtype
 from pmoe.experts.operands import local_part
 from pmoe.graph.operators import LAYERS, number_of
 
@@ -67,20 +68,17 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     """
     grad = torch.is_grad_enabled()
     # `local_part` would cut the graph of autograd here.
-    parameters = [
-        each.to_local() if isinstance(each, DTensor) else each
-        for each in module.parameters()
-        if grad and each.requires_grad
-    ]
+    parameters = [each.to_local() if isinstance(each, DTensor) else each for each in module.parameters()]
+    is_trained = [grad and each.requires_grad for each in parameters]
     given = [each for each in inputs if each is not None]
     is_given = [each is not None for each in inputs]
     needs_grad = [grad and each.requires_grad for each in given]
     device = given[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     results: list[Tensor] = run_and_keep(
-        kind, _number(module), given, is_given, parameters, needs_grad, autocast
+        kind, _number(module), given, is_given, parameters, is_trained, needs_grad, autocast
     )
-    num_copies = len(given) if any(needs_grad) or parameters else 0
+    num_copies = len(given) if any(needs_grad) or any(is_trained) else 0
     return results[: len(results) - num_copies - 1]
 
 
@@ -100,6 +98,7 @@ def run_and_keep(
     inputs: Sequence[Tensor],
     is_given: Sequence[bool],
     parameters: Sequence[Tensor],
+    is_trained: Sequence[bool],
     needs_grad: Sequence[bool],
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
@@ -109,8 +108,9 @@ def run_and_keep(
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
-    parameters: the parameters that need gradients; empty if gradients are disabled. As arguments, they show
-        the graph on which parameters the results depend. The module itself reads its own attributes.
+    parameters: the module's parameters. As arguments, they show the graph on which parameters the results
+        depend. The module itself reads its own attributes, which must be the same tensors.
+    is_trained: for each of ``parameters``, whether it needs a gradient.
     needs_grad: for each of ``inputs``, whether it needs a gradient.
     autocast: the dtype of autocast; None if autocast is off.
 
@@ -118,9 +118,13 @@ def run_and_keep(
     backward runs, and compute it again for its own use. If no input and no parameter needs a gradient, there
     are no copies. The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was
     kept.
+
+    Raises RuntimeError if ``parameters`` are not the module's own, as under ``torch.func.functional_call``.
     """
     module = LAYERS[number]
-    wants_grad = any(needs_grad) or bool(parameters)
+    own_parameters = list(module.parameters())
+    _check_own(module, own_parameters, parameters)
+    wants_grad = any(needs_grad) or any(is_trained)
     copies = [each.detach().clone() for each in inputs] if wants_grad else []
     own = [
         each.detach().requires_grad_(needed)
@@ -135,7 +139,7 @@ def run_and_keep(
         results = KINDS[kind].run(module, _all_inputs(own, is_given))
     ticket = torch.zeros((), dtype=torch.int64, device="cpu")
     if any(result.requires_grad for result in results):
-        trained = [each for each in module.parameters() if each.requires_grad] if parameters else []
+        trained = [each for each, trains in zip(own_parameters, is_trained, strict=True) if trains]
         ticket.fill_(next(_NUMBERS))
         KEPT[int(ticket)] = KeptGraph(results, [each for each in (*own, *trained) if each.requires_grad])
         weakref.finalize(ticket, KEPT.pop, int(ticket), None)
@@ -144,15 +148,42 @@ def run_and_keep(
     return [*(result.detach().clone() for result in results), *copies, ticket]
 
 
+def _check_own(module: nn.Module, own_parameters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Raises RuntimeError if the graph's parameters are not those of the module.
+
+    The module computes with its own. ``torch.func.functional_call`` in compiled code replaces parameters only
+    while the code is traced.
+
+    own_parameters: the module's parameters.
+    parameters: the graph's parameters.
+    """
+    same = len(own_parameters) == len(parameters) and all(
+        local_part(own).data_ptr() == each.data_ptr()
+        for own, each in zip(own_parameters, parameters, strict=True)
+    )
+    if not same:
+        raise RuntimeError(
+            f"parameters of {type(module).__name__} in a compiled graph must be the module's own, because "
+            "the graph runs the module itself: call torch.func.functional_call outside of torch.compile, "
+            "with the compiled module"
+        )
+
+
 @run_and_keep.register_fake
 def _(
-    kind: str, number: int, inputs: Any, is_given: Any, parameters: Any, needs_grad: Any, autocast: Any
+    kind: str,
+    number: int,
+    inputs: Any,
+    is_given: Any,
+    parameters: Any,
+    is_trained: Any,
+    needs_grad: Any,
+    autocast: Any,
 ) -> list[Tensor]:
-    first, *others = KINDS[kind].shapes(LAYERS[number], _all_inputs(inputs, is_given))
-    if autocast is not None:
-        first = first.to(autocast)
-    copies = [torch.empty_like(each) for each in inputs] if any(needs_grad) or parameters else []
-    return [first, *others, *copies, torch.empty((), dtype=torch.int64, device="cpu")]
+    with torch.autocast(inputs[0].device.type, dtype=autocast, enabled=autocast is not None):
+        results = KINDS[kind].shapes(LAYERS[number], _all_inputs(inputs, is_given))
+    copies = [torch.empty_like(each) for each in inputs] if any(needs_grad) or any(is_trained) else []
+    return [*results, *copies, torch.empty((), dtype=torch.int64, device="cpu")]
 
 
 def _all_inputs(inputs: Sequence[Tensor], is_given: Sequence[bool]) -> list[Tensor | None]:
@@ -180,7 +211,8 @@ def run_backward(
     gradients: the gradients of the module's results.
     ticket: the last result of `run_and_keep`.
     inputs: the copies of the inputs that `run_and_keep` returned.
-    parameters, needs_grad: the arguments of `run_and_keep` with these names.
+    parameters: the parameters that need gradients, in the order of `run_and_keep`.
+    needs_grad: the argument of `run_and_keep` with this name.
 
     Raises RuntimeError if this backward pass has run before.
     """
@@ -213,10 +245,11 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     `run_and_keep` has stored this graph in `KEPT` under a number. The ticket is a tensor with this number.
     Autograd keeps the values of the saved tensors until backward.
     """
-    _, _, tensors, _, parameters, ctx.needs_grad, _ = inputs
+    _, _, tensors, _, parameters, ctx.is_trained, ctx.needs_grad, _ = inputs
+    trained = [each for each, trains in zip(parameters, ctx.is_trained, strict=True) if trains]
     ctx.num_inputs = len(tensors)
     ctx.num_results = len(output) - len(tensors) - 1
-    ctx.save_for_backward(output[-1], *output[ctx.num_results : -1], *parameters)
+    ctx.save_for_backward(output[-1], *output[ctx.num_results : -1], *trained)
 
 
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
@@ -225,7 +258,8 @@ def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
     inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
     found = iter(run_backward(gradients[: ctx.num_results], ticket, inputs, parameters, ctx.needs_grad))
     of_inputs = [next(found) if needed else None for needed in ctx.needs_grad]
-    return None, None, of_inputs, None, list(found), None, None
+    of_parameters = [next(found) if trains else None for trains in ctx.is_trained]
+    return None, None, of_inputs, None, of_parameters, None, None, None
 
 
 run_and_keep.register_autograd(_backward, setup_context=_save)
@@ -365,10 +399,12 @@ def _shapes_of_layer(layer: MoELayer, inputs: Sequence[Tensor | None]) -> list[T
     """Returns empty tensors with the shapes and dtypes of a layer's output and its auxiliary loss."""
     x = inputs[0]
     assert x is not None
+    modules = layer.layer_modules
     with unset_fake_temporarily():
-        dtype = layer.layer_modules.no_loss().dtype
-    l_aux = x.new_empty((), dtype=dtype)
-    return [torch.empty_like(x, memory_format=torch.contiguous_format), l_aux]
+        loss_dtype = modules.no_loss().dtype
+    dtype = cast_dtype(modules, x) or x.dtype
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return [y, x.new_empty((), dtype=loss_dtype)]
 
 
 KINDS["layer"] = OperatorKind(_run_layer, _shapes_of_layer)

@@ -54,7 +54,8 @@ def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
     The caller stores the record in the layer. The layer's statistics then show the call as if the layer had
     run it. The call had no gradients.
 
-    index_TK: (T, K) integers, the K experts of each of T tokens; E means no expert.
+    index_TK: (T, K) integers, the K experts of each of T tokens; E means no expert. It is copied, because the
+        caller may overwrite it.
     num_experts: E.
     x_TM: (T, M), the tokens, M = d_model.
     """
@@ -65,7 +66,7 @@ def last_call(index_TK: Tensor, num_experts: int, x_TM: Tensor) -> LastCall:
         dtype=x_TM.dtype,
         device=x_TM.device,
     )
-    return LastCall(l_aux=_no_loss(x_TM.dtype), counts=FewRowCounts(index_TK, num_experts), ran=ran)
+    return LastCall(l_aux=_no_loss(x_TM.dtype), counts=FewRowCounts(index_TK.clone(), num_experts), ran=ran)
 
 
 def _no_loss(dtype: torch.dtype) -> Tensor:

@@ -118,6 +118,20 @@ def test_replaced_and_converted_weights_are_used() -> None:
     assert relative(logits_of(model, ids).float(), logits_of(plain, ids).float()) < 0.05
 
 
+def test_a_replaced_activation_is_used() -> None:
+    experts = make_model("Mixtral", "pmoe").eval().model.layers[0].mlp.experts
+    x, index, weights = torch.randn(2, 32), torch.tensor([[0, 1], [7, 3]]), torch.rand(2, 2)
+    for function in (torch.nn.SiLU(), torch.nn.GELU()):
+        experts.act_fn = function
+        usual = experts(x, index, weights).detach()
+        with torch.no_grad():
+            assert relative(experts(x, index, weights), usual) < 1e-6
+    experts.act_fn = torch.nn.SiLU()  # the short way comes first
+    with torch.no_grad():
+        short = experts(x, index, weights)
+    assert relative(short, experts(x, index, weights)) < 1e-6
+
+
 def test_a_wrong_routing_is_named_as_ever() -> None:
     model = make_model("Mixtral", "pmoe").eval()
     logits_of(model, batch(1))

@@ -101,6 +101,51 @@ def test_a_second_derivative_is_refused(nonlinear: bool) -> None:
         torch.autograd.grad((y.square() if nonlinear else y).sum(), x, create_graph=True)
 
 
+@pytest.mark.parametrize("name", ["vmap", "grad", "vjp", "jvp", "jacrev"])
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_transforms_of_torch_func_are_refused_by_name(name: str, has_grad: bool) -> None:
+    layer = build()
+    x = tokens()
+    ways: dict[str, Callable[[], object]] = {
+        "vmap": lambda: torch.func.vmap(layer)(x[None]),
+        "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        "vjp": lambda: torch.func.vjp(layer, x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "jacrev": lambda: torch.func.jacrev(layer)(x),
+    }
+    with (
+        torch.set_grad_enabled(has_grad),
+        pytest.raises(ValueError, match=r"x \(inside the transform \w+ of torch.func\) must be outside"),
+    ):
+        ways[name]()
+
+
+def test_transforms_of_parameters_are_refused_by_name() -> None:
+    layer = build()
+    call = torch.func.functional_call
+    parameters = dict(layer.named_parameters())
+    with pytest.raises(ValueError, match=r"x \(inside the transform grad of torch.func\)"):
+        torch.func.grad(lambda given: call(layer, given, (tokens(),)).sum())(parameters)
+
+
+@pytest.mark.parametrize("num_tokens", [6, 300])
+def test_a_trace_is_refused(num_tokens: int) -> None:
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"x \(inside torch.jit.trace\) must be outside"),
+    ):
+        torch.jit.trace(build(), (tokens(num_tokens),), check_trace=False)
+
+
+def test_a_forward_mode_derivative_is_refused() -> None:
+    layer = build()
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match="a MoELayer has no forward-mode derivative: differentiate it by"),
+    ):
+        layer(torch.autograd.forward_ad.make_dual(tokens(), tokens()))
+
+
 def test_parameters_changed_between_forward_and_backward_are_noticed() -> None:
     for expert in ("ffn", mlp):
         layer = build(expert=expert)

@@ -130,6 +130,37 @@ def test_autocast_holds_inside_of_the_operator() -> None:
     assert ran is not None and ran.dtype == torch.bfloat16
 
 
+def test_under_autocast_the_graph_knows_the_type_of_the_output() -> None:
+    layer = pmoe.MoELayer(8, 16, num_experts=4, top_k=2, dtype=torch.float64)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        return 2 * y if y.dtype == torch.float64 else 3 * y  # decided where the graph is traced
+
+    x = torch.randn(5, 8, dtype=torch.float64)
+    assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x))
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_parameters_that_are_replaced_in_compiled_code_are_refused(has_grad: bool) -> None:
+    layer = pmoe.MoELayer(8, 16, num_experts=4, top_k=2, dtype=torch.float64)
+    others = {name: 2 * parameter.detach() for name, parameter in layer.named_parameters()}
+    x = torch.randn(5, 8, dtype=torch.float64)
+    call = torch.func.functional_call
+    with torch.set_grad_enabled(has_grad):
+        compiled = torch.compile(lambda x: call(layer, others, (x,)), backend="aot_eager")
+        with pytest.raises(RuntimeError, match="parameters of MoELayer in a compiled graph must be the mod"):
+            compiled(x)
+        outside = call(torch.compile(layer, backend="aot_eager", fullgraph=True), _renamed(others), (x,))
+        assert torch.equal(outside, call(layer, others, (x,)))
+
+
+def _renamed(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the parameters under the names that they have in a compiled module."""
+    return {f"_orig_mod.{name}": parameter for name, parameter in parameters.items()}
+
+
 def test_frozen_parameters_and_a_mask() -> None:
     layer = pmoe.MoELayer(16, 32, num_experts=4, top_k=2).requires_grad_(False)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import pmoe
+from pmoe.layer import run_experts
 from tests.kit import one_thread
 from tests.reference import relative_error
 
@@ -120,6 +123,51 @@ def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num
     (layer,) = pmoe.stats(model).layers
     assert (layer.name, layer.path) == ("experts", "few rows")
     assert sum(layer.tokens_per_expert) == num_tokens * K
+
+
+def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overwritten() -> None:
+    owner = Owner("swiglu", bias=False, transposed=False).eval()
+    x, index, weights = (each.detach() for each in routed())
+    index = index.clamp(max=E - 1)
+    with torch.no_grad():
+        for _ in range(2):
+            pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+    wanted = index.reshape(-1).bincount(minlength=E)
+    index.zero_()
+    (layer,) = run_experts.layers(owner).values()
+    assert layer.tokens_per_expert.equal(wanted)
+
+
+def test_tracing_the_short_way_is_refused() -> None:
+    """A trace would keep the experts of the traced batch."""
+    owner = Owner("swiglu", bias=False, transposed=False).eval().requires_grad_(False)
+    x, index, weights = (each.detach() for each in routed())
+    index = index.clamp(max=E - 1)
+
+    def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+
+    with torch.no_grad():
+        run(x, index, weights)
+        with pytest.raises(ValueError, match="inside torch.jit.trace"):
+            torch.jit.trace(run, (x, index, weights), check_trace=False)
+        with pytest.raises(RuntimeError, match="make_fx and torch.export cannot trace it"):
+            make_fx(run)(x, index, weights)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert run(mode.from_tensor(x), index, weights).shape == x.shape
+
+
+def test_weights_of_integers_are_refused_on_both_ways() -> None:
+    owner = Owner("swiglu", bias=False, transposed=False).eval()
+    x, index, weights = (each.detach() for each in routed())
+    index = index.clamp(max=E - 1)
+    with torch.no_grad():
+        for _ in range(2):
+            pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+            with pytest.raises(
+                TypeError, match=r"weight of dtype torch.int64; it must be of a floating-poin"
+            ):
+                pmoe.run_experts(owner, x, index, torch.ones_like(index), **owner.arguments())
 
 
 def test_a_module_knows_nothing_of_its_layer_and_a_copy_has_one_of_its_own() -> None:

@@ -95,6 +95,20 @@ def test_a_compiled_model_is_one_graph(name: str) -> None:
 # ---- whose the weights are
 
 
+def test_in_a_graph_under_autocast_the_output_of_experts_has_the_type_of_their_input() -> None:
+    experts = make_model("Mixtral", "pmoe").model.layers[0].mlp.experts
+    x, weights = torch.randn(5, 32), torch.rand(5, 2)
+    index = torch.tensor([[0, 1], [7, 3], [2, 5], [6, 4], [1, 0]])
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = experts(x, index, weights)
+        return 2 * y if y.dtype == torch.float32 else 3 * y  # decided where the graph is traced
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x))
+
+
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
 def test_weights_are_used_where_they_lie(name: str) -> None:
     model, seen = make_model(name, "pmoe"), set()

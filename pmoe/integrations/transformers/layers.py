@@ -135,27 +135,32 @@ class _Known:
         weak reference to the tensor).
     transposed: whether a weight has the dimensions (experts, in, out), not (experts, out, in).
     activation: the name of an activation of pmoe; None if the module's own function is called.
+    function: a weak reference to the module's function of that name; None if ``activation`` is None.
     """
 
     tensors: dict[str, tuple[str, weakref.ref[Tensor]]]
     transposed: bool
     activation: str | None
+    function: weakref.ref[Any] | None
 
     @staticmethod
-    def of(module: nn.Module, stacks: Stacks) -> _Known:
+    def of(module: Any, stacks: Stacks) -> _Known:
         """Returns the layout of a module with the tensors ``stacks``. It has only weak references to them."""
         names = {id(tensor): name for name, tensor in module._parameters.items() if tensor is not None}
         own = {key: (names.get(id(tensor), ""), weakref.ref(tensor)) for key, tensor in stacks.named.items()}
         name = stacks.activation if isinstance(stacks.activation, str) else None
-        return _Known(own, stacks.transposed, name)
+        function = None if name is None else weakref.ref(module.act_fn)
+        return _Known(own, stacks.transposed, name, function)
 
     def stacks(self, module: Any) -> Stacks | None:
-        """Returns the module's present tensors; None if one of them was replaced since the check."""
+        """Returns the module's present tensors; None if a tensor or its activation was replaced since."""
         parameters = module._parameters
         found = {key: parameters.get(name) for key, (name, _) in self.tensors.items()}
         if any(tensor is None or tensor is not self.tensors[key][1]() for key, tensor in found.items()):
             return None
         activation: Any = self.activation
+        if self.function is not None and module.act_fn is not self.function():
+            return None
         if activation is None:
             activation = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
         norm = module._modules.get("post_expert_norm")

@@ -188,6 +188,21 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def hold_own_parts(model: nn.Module) -> None:
+    """Makes modules that FSDP2 wraps hold this rank's parts of parameters, in place of gathered parameters.
+
+    Optimizers have the parts. But FSDP2 leaves gathered parameters in a module after a forward pass without a
+    backward pass, such as an evaluation: in the outermost module, and with ``reshard_after_forward=False`` in
+    others. A gathered parameter has no gradient, is not the optimizer's, and loses its changes when FSDP2
+    frees it. So functions that read, change or return a model's parameters call this function first.
+
+    model: the model. Nothing is communicated. The next forward or backward pass gathers the parameters again.
+    """
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
+
+
 def is_gathered(experts: Any) -> bool:
     """Returns whether this rank has whole experts now: they are not sharded, or FSDP2 has gathered them.
 

@@ -29,7 +29,7 @@ from pmoe.comm.mesh_agreement import agree_on_mesh
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts
-from pmoe.experts.dtensor_layout import replace_parameter
+from pmoe.experts.dtensor_layout import hold_own_parts, replace_parameter
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import check_own_parameters, local_part
 from pmoe.layer import MoELayer
@@ -194,6 +194,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     shard these parameters, because each rank holds different experts.
     """
     check_module(model=model)
+    hold_own_parts(model)
     _mark_experts(model)
     return {parameter for parameter in model.parameters() if is_expert(parameter)}
 
@@ -233,6 +234,7 @@ def parameter_groups(
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
     if isinstance(parameters, nn.Module):
+        hold_own_parts(parameters)
         parameters = parameters.parameters()
     entries: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
     groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
@@ -271,6 +273,7 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
     else:
         options["lr"] = lr
     check_not_negative(**{name: value for name, value in options.items() if value is not None})
+    hold_own_parts(model)
     return grouped_by_kind(model, lr, weight_decay)  # type: ignore[arg-type]
 
 

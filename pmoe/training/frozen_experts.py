@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pmoe.arguments import check_module, is_int, list_of
 from pmoe.experts.base import WHOLE, Experts
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.marks import is_stacked
 from pmoe.experts.operands import FrozenRows, frozen_rows, local_part
 from pmoe.experts.stacked import StackedExperts
@@ -80,6 +81,7 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
         raise ValueError(
             f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts are frozen"
         )
+    hold_own_parts(model)
     for name, layer in layers:
         if mask is not None and tuple(mask.shape) != (layer.num_experts,):
             raise ValueError(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int
-from pmoe.experts.operands import read_value, value_names
+from pmoe.experts.operands import FrozenRows, frozen_rows, local_part, read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -238,6 +238,11 @@ class Experts(ModuleWithSettings, abc.ABC):
     which a parameter is split if each expert's hidden columns are split over ranks; None for a parameter that
     stays whole.
     """
+    frozen_experts: Mapping[str, Tensor] = {}
+    """The experts that `pmoe.freeze_experts` has frozen: by name of a parameter, their numbers in it.
+
+    The numbers, on the CPU, are along dimension 0 of this rank's part of the parameter.
+    """
     setting = ""
     """Words for a setting of the experts that may change between calls, such as the adapter in use."""
     factor: float = 1.0
@@ -265,7 +270,7 @@ class Experts(ModuleWithSettings, abc.ABC):
         because they are the same on every rank and belong to the dense part of the model.
 
         Copying, unpickling, to_empty and load_state_dict(assign=True) make new Parameter objects, which have
-        no marks. The experts call this method after each of these.
+        no marks, and no hooks that keep frozen experts. The experts call this method after each of these.
 
         Raises ValueError if `pmoe.parallelize` made a parameter a DTensor and it is a plain tensor now.
         """
@@ -279,6 +284,28 @@ class Experts(ModuleWithSettings, abc.ABC):
                     "experts out: load the state dict of a parallelized model with "
                     "torch.distributed.checkpoint"
                 )
+        if self.frozen_experts:
+            self.freeze_rows()
+
+    def freeze_rows(self) -> None:
+        """Gives parameters the hooks that set gradients of `frozen_experts` to zero, if they lack them.
+
+        If FSDP2 has gathered the experts' parameters, nothing is done: the hooks are for this rank's parts.
+        """
+        if self.is_sharded:
+            from pmoe.experts.dtensor_layout import is_gathered
+
+            if is_gathered(self):
+                return
+        for name, parameter in self.named_parameters():
+            if name in self.frozen_experts and frozen_rows(parameter) is None:
+                device = local_part(parameter).device
+                index = self.frozen_experts[name].to(device)
+                # torch takes hooks of trained parameters only. This one may be trained later.
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True)
+                parameter.register_post_accumulate_grad_hook(FrozenRows(index))
+                parameter.requires_grad_(is_trained)
 
     @property
     def is_sharded(self) -> bool:
@@ -478,6 +505,7 @@ class Experts(ModuleWithSettings, abc.ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self).pop("frozen_experts", None)  # the copy of a model has no frozen experts
         self.mark_parameters()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:

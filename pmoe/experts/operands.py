@@ -48,6 +48,16 @@ def frozen_rows(parameter: Tensor) -> Tensor | None:
     return next((hook.index for hook in hooks if isinstance(hook, FrozenRows)), None)
 
 
+def train_frozen_rows(parameter: Tensor) -> None:
+    """Removes the hook that keeps a parameter's frozen experts, if it has one.
+
+    parameter: of any shape.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, FrozenRows)]:
+        del hooks[key]
+
+
 def value_names(module: nn.Module) -> list[str]:
     """Returns the dotted attribute names of the weights and biases that a module computes with.
 

@@ -129,7 +129,7 @@ def parallelize(
         names = layer.layer_modules.experts.call_names
         means = [MeanOverRanks(mesh.size(), ranks.of_layer(name), layer.ranks, names) for ranks in of_copies]
         if sharding is not None:
-            layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means)
+            layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means, experts)
             shard(layer.layer_modules.experts, mesh, others, sharding)
         elif reduce:
             layer.layer_modules.experts.reduce = means[0]
@@ -176,7 +176,14 @@ def _checked_layers(
     ]
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
+    owners = dict[Experts, str]()
     for name, layer in layers:
+        owner = owners.setdefault(layer.layer_modules.experts, name)
+        if owner != name and not _is_over(layer, grid):
+            raise ValueError(
+                f"{name}: experts (those of {owner}) must belong to one layer, or be built for the ranks of the "
+                'mesh before several layers share them: pmoe.MoELayer(..., mesh=mesh["ep"])'
+            )
         try:
             _check_layer(layer, inner, grid)
             if sharding is not None:

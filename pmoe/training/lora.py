@@ -16,7 +16,7 @@ The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch

@@ -18,8 +18,9 @@ Two dimensions of a mesh may have ranks that hold copies of the same experts, su
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,15 +50,34 @@ class DividedByOwnRanks:
     """Divides experts' gradients by the number of ranks over which one copy of the experts is spread.
 
     Afterwards FSDP2 averages the gradients over the copies. The result is the mean over all ranks of the
-    mesh.
+    mesh. If ``set_gradient_divide_factor`` of FSDP2 was called for the experts, FSDP2 divides the sum over
+    the copies by this factor in place of the number of copies. The result must then be the sum over all ranks
+    divided by the factor, as it is for the dense part, so nothing is divided here.
 
     num_ranks: the divisor.
     over_copies: one object for each mesh dimension whose ranks hold copies of the same experts. Its
         ``compare`` checks that the copies along this dimension train the same parameters.
+    experts: the experts, which FSDP2 shards.
     """
 
     num_ranks: int
     over_copies: Sequence[MeanOverRanks]
+    experts: Experts = field(repr=False, compare=False)
+
+    def own_parts(self, gathered: Sequence[Tensor]) -> list[Tensor]:
+        """Returns this rank's parts of parameters that FSDP2 has gathered.
+
+        gathered: the parameters, of any shape. A tensor that FSDP2 has not gathered is returned unchanged.
+        """
+        parts = {
+            id(each.unsharded_param): each.sharded_param for one in self._groups for each in one.fsdp_params
+        }
+        return [parts.get(id(parameter), parameter) for parameter in gathered]
+
+    @property
+    def _groups(self) -> Sequence[Any]:
+        """FSDP2's records of parameters that it gathers together."""
+        return self.experts._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, union-attr, no-any-return]
 
     def with_names(self, names: tuple[str, ...]) -> DividedByOwnRanks:
         """Returns a copy of this object with other names of parameters, which errors show.
@@ -73,15 +93,41 @@ class DividedByOwnRanks:
         wanted: requires_grad of each parameter of the experts on this rank.
         device: device of these parameters.
 
-        Raises ValueError on every rank if requires_grad differs between copies.
+        Raises ValueError on every rank if requires_grad differs between copies, and in the first half of a
+        backward pass that a pipeline schedule divides.
         """
+        _check_undivided()
         for mean in self.over_copies:
             mean.compare(wanted, device)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Divides gradients, of any shape, in place by the number of ranks. Nothing is communicated."""
-        if gradients and self.num_ranks > 1:
+        has_factor = any(group.gradient_divide_factor is not None for group in self._groups)
+        if gradients and self.num_ranks > 1 and not has_factor:
             torch._foreach_div_(list(gradients), self.num_ranks)
+
+
+def _check_undivided() -> None:
+    """Raises ValueError if a pipeline schedule of torch now asks for the gradients of a stage's inputs alone.
+
+    In its next call the schedule would ask for the gradients of the stage's parameters. It takes these from
+    the stage, which then has this rank's parts of the experts. But autograd's graph has the gathered weights.
+    So the schedule would leave the experts without gradients, and raise no error.
+    """
+    backward = sys.modules.get("torch.distributed.pipelining._backward")
+    if backward is None:
+        return
+    first_half = backward.stage_backward_input.__code__
+    # Autograd runs this function in a thread of its own if the tensors are on a GPU.
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code is first_half:
+                raise ValueError(
+                    "shard_experts (True) must be False with a schedule that divides backward passes (zero "
+                    "bubble): torch would give sharded experts no gradients. Take Schedule1F1B, or "
+                    "ScheduleInterleaved1F1B"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
 
 
 def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int
-from pmoe.experts.operands import FrozenRows, frozen_rows, local_part, read_value, value_names
+from pmoe.experts.operands import freeze_rows, read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -270,7 +270,7 @@ class Experts(ModuleWithSettings, abc.ABC):
         because they are the same on every rank and belong to the dense part of the model.
 
         Copying, unpickling, to_empty and load_state_dict(assign=True) make new Parameter objects, which have
-        no marks, and no hooks that keep frozen experts. The experts call this method after each of these.
+        no marks. The experts call this method after each of these.
 
         Raises ValueError if `pmoe.parallelize` made a parameter a DTensor and it is a plain tensor now.
         """
@@ -284,13 +284,12 @@ class Experts(ModuleWithSettings, abc.ABC):
                     "experts out: load the state dict of a parallelized model with "
                     "torch.distributed.checkpoint"
                 )
-        if self.frozen_experts:
-            self.freeze_rows()
 
     def freeze_rows(self) -> None:
-        """Gives parameters the hooks that set gradients of `frozen_experts` to zero, if they lack them.
+        """Gives parameters the hooks that set the gradients of `frozen_experts` to zero.
 
-        If FSDP2 has gathered the experts' parameters, nothing is done: the hooks are for this rank's parts.
+        The experts call it after parameters were replaced. If FSDP2 has gathered the experts' parameters,
+        nothing is done: the hooks are for this rank's parts.
         """
         if self.is_sharded:
             from pmoe.experts.dtensor_layout import is_gathered
@@ -298,14 +297,8 @@ class Experts(ModuleWithSettings, abc.ABC):
             if is_gathered(self):
                 return
         for name, parameter in self.named_parameters():
-            if name in self.frozen_experts and frozen_rows(parameter) is None:
-                device = local_part(parameter).device
-                index = self.frozen_experts[name].to(device)
-                # torch takes hooks of trained parameters only. This one may be trained later.
-                is_trained = parameter.requires_grad
-                parameter.requires_grad_(True)
-                parameter.register_post_accumulate_grad_hook(FrozenRows(index))
-                parameter.requires_grad_(is_trained)
+            if name in self.frozen_experts:
+                freeze_rows(parameter, self.frozen_experts[name])
 
     @property
     def is_sharded(self) -> bool:
@@ -511,6 +504,7 @@ class Experts(ModuleWithSettings, abc.ABC):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.mark_parameters()
+        self.freeze_rows()
         return self
 
     def columns(self, device_type: str) -> HiddenColumns:
@@ -633,6 +627,7 @@ class Experts(ModuleWithSettings, abc.ABC):
 
 def _mark_loaded(experts: Experts, _: object) -> None:
     experts.mark_parameters()
+    experts.freeze_rows()
 
 
 def mark_all(model: nn.Module) -> None:

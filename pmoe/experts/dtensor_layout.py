@@ -191,6 +191,22 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     )
 
 
+def is_of_other_place(value: Any, parameter: Tensor) -> bool:
+    """Returns whether a value to be loaded is a DTensor from a file of a rank at another place of the mesh.
+
+    torch keeps that rank's place in the file, and takes it for this rank's place. So it would load that
+    rank's part of the value.
+
+    value: a value of a state dict.
+    parameter: the parameter into which the value will be loaded.
+    """
+    meshes = (getattr(value, "device_mesh", None), getattr(parameter, "device_mesh", None))
+    if None in meshes:
+        return False
+    saved, own = (mesh.get_coordinate() for mesh in meshes)
+    return bool(saved != own)
+
+
 def hold_own_parts(model: nn.Module) -> None:
     """Makes modules that FSDP2 wraps hold this rank's parts of parameters, in place of gathered parameters.
 

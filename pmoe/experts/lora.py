@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from pmoe.experts.base import WHOLE, ExpertRows, Experts, Hidden, Shard
 from pmoe.experts.columns import own_columns
-from pmoe.experts.dtensor_layout import replace_parameter
+from pmoe.experts.dtensor_layout import is_of_other_place, replace_parameter
 from pmoe.experts.expert_autograd import saves_plainly
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
@@ -271,21 +271,17 @@ def _check_place(
     Raises ValueError if the file has the adapters of another rank.
     """
     saved = local_metadata.get(PLACE)
-    meshes = {
-        name: getattr(state.get(f"{prefix}{name}"), "device_mesh", None) for name in adapter._parameters
-    }
-    # A DTensor that was made in this process has the mesh object of the parameter, and this rank's values.
-    is_from_file = any(
-        mesh is not None and mesh is not getattr(adapter.get_parameter(name), "device_mesh", None)
-        for name, mesh in meshes.items()
+    is_other_place = any(
+        is_of_other_place(state.get(f"{prefix}{name}"), parameter)
+        for name, parameter in adapter.named_parameters()
     )
-    if saved is None or not is_from_file:
+    if saved is None or not is_other_place:
         return
     own = _place(adapter)
-    for kind, (number, count) in saved.items():
-        if count > 1 and own[kind] != [number, count]:
+    for kind, part in saved.items():
+        if part != own[kind]:
             raise ValueError(
-                f"{prefix.rstrip('.') or 'adapter'}: a state dict with part {number} of {count} of the "
+                f"{prefix.rstrip('.') or 'adapter'}: a state dict with part {part[0]} of {part[1]} of the "
                 f"adapters ({kind}) must not be loaded where part {own[kind][0]} of {own[kind][1]} belongs: "
                 f"{OWN_FILES}"
             )

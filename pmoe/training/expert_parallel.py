@@ -181,8 +181,8 @@ def _checked_layers(
         owner = owners.setdefault(layer.layer_modules.experts, name)
         if owner != name and not _is_over(layer, grid):
             raise ValueError(
-                f"{name}: experts (those of {owner}) must belong to one layer, or be built for the ranks of the "
-                'mesh before several layers share them: pmoe.MoELayer(..., mesh=mesh["ep"])'
+                f"{name}: experts (those of {owner}) must belong to one layer, or be built for the ranks of "
+                'the mesh before several layers share them: pmoe.MoELayer(..., mesh=mesh["ep"])'
             )
         try:
             _check_layer(layer, inner, grid)

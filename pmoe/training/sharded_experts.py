@@ -69,15 +69,9 @@ class DividedByOwnRanks:
 
         gathered: the parameters, of any shape. A tensor that FSDP2 has not gathered is returned unchanged.
         """
-        parts = {
-            id(each.unsharded_param): each.sharded_param for one in self._groups for each in one.fsdp_params
-        }
+        records = [record for group in _groups_of(self.experts) for record in group.fsdp_params]
+        parts = {id(record.unsharded_param): record.sharded_param for record in records}
         return [parts.get(id(parameter), parameter) for parameter in gathered]
-
-    @property
-    def _groups(self) -> Sequence[Any]:
-        """FSDP2's records of parameters that it gathers together."""
-        return self.experts._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator, union-attr, no-any-return]
 
     def with_names(self, names: tuple[str, ...]) -> DividedByOwnRanks:
         """Returns a copy of this object with other names of parameters, which errors show.
@@ -102,9 +96,40 @@ class DividedByOwnRanks:
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Divides gradients, of any shape, in place by the number of ranks. Nothing is communicated."""
-        has_factor = any(group.gradient_divide_factor is not None for group in self._groups)
+        has_factor = any(group.gradient_divide_factor is not None for group in _groups_of(self.experts))
         if gradients and self.num_ranks > 1 and not has_factor:
             torch._foreach_div_(list(gradients), self.num_ranks)
+
+
+@dataclass
+class GatheredAgain:
+    """Makes FSDP2 gather experts again if they were changed since. It is a forward pre-hook of the experts.
+
+    With ``reshard_after_forward=False`` gathered parameters stay after a forward pass without a backward
+    pass, such as an evaluation. FSDP2 alone would compute the next pass with them, even if an optimizer's
+    step has changed the ranks' parts in between.
+
+    versions: the version of each part when the experts were called last.
+    """
+
+    versions: tuple[int, ...] = ()
+
+    def __call__(self, experts: Any, args: object) -> None:
+        """Frees the gathered parameters of experts if this rank's parts were changed since the last call."""
+        records = [record for group in _groups_of(experts) for record in group.fsdp_params]
+        versions = tuple(record.sharded_param._version for record in records)
+        if versions != self.versions:
+            experts.reshard()
+            self.versions = versions
+
+
+def _groups_of(experts: Any) -> Sequence[Any]:
+    """Returns FSDP2's records of the experts' parameters: a record for each group that it gathers together.
+
+    experts: this rank's experts, which FSDP2 shards.
+    """
+    groups: Sequence[Any] = experts._get_fsdp_state()._fsdp_param_groups
+    return groups
 
 
 def _check_undivided() -> None:
@@ -219,6 +244,8 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
     )
     experts.copy_parts = copy_parts
     experts.keeps_gathered = not options["reshard_after_forward"]
+    if experts.keeps_gathered:
+        experts.register_forward_pre_hook(GatheredAgain(), prepend=True)  # before FSDP2's, which gathers
     if "mp_policy" in options:
         experts.gathered_dtype = options["mp_policy"].param_dtype
     experts.mark_parameters()

@@ -384,7 +384,15 @@ def evaluated(
     loss_of(wrapped, batch(0, world).chunk(world)[rank]).backward()
     evaluate()
     norm = pmoe.clip_grad_norm_(wrapped, 0.5).item()
+    evaluate()
     optimizer.step()
+    loss = torch.zeros(())
+    if (
+        wrap == "ddp"
+    ):  # fully_shard would compute with parameters of the outermost module from before the step
+        with torch.no_grad():
+            loss = loss_of(wrapped, batch(2, world).chunk(world)[rank])
+    after = loss.item()
     evaluate()
     own = {id(each) for group in pmoe.parameter_groups(model) for each in group["params"]}
     same = own == {id(each) for group in optimizer.param_groups for each in group["params"]}
@@ -394,7 +402,7 @@ def evaluated(
     pmoe.load_checkpoint(folder, wrapped, optimizer)
     loss = loss_of(wrapped, batch(1, world).chunk(world)[rank])
     loss.backward()
-    return [norm, same, loss.item(), pmoe.clip_grad_norm_(wrapped, 0.5).item()]
+    return [norm, same, after, loss.item(), pmoe.clip_grad_norm_(wrapped, 0.5).item()]
 
 
 @pytest.mark.parametrize(

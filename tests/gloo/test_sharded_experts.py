@@ -444,7 +444,7 @@ def after_other_calls(rank: int, world: int) -> dict[str, Any]:
             sums = [torch.allclose(factor * value, world * means[name]) for name, value in gradients.items()]
             found[f"factor {factor:g}"] = all(sums)
     model = parallelized(SQUARE, True, torch.float64)
-    optimizer = torch.optim.SGD(pmoe.parameter_groups(model), lr=0.1)
+    optimizer = torch.optim.SGD(pmoe.expert_parameters(model), lr=0.1)
     loss_of(model, batch(0, world).chunk(world)[rank]).backward()
     loss = loss_of(model, batch(0, world).chunk(world)[rank])
     optimizer.step()

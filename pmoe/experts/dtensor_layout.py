@@ -200,11 +200,11 @@ def is_of_other_place(value: Any, parameter: Tensor) -> bool:
     value: a value of a state dict.
     parameter: the parameter into which the value will be loaded.
     """
-    meshes = (getattr(value, "device_mesh", None), getattr(parameter, "device_mesh", None))
-    if None in meshes:
+    saved_mesh = getattr(value, "device_mesh", None)
+    own_mesh = getattr(parameter, "device_mesh", None)
+    if saved_mesh is None or own_mesh is None:
         return False
-    saved, own = (mesh.get_coordinate() for mesh in meshes)
-    return bool(saved != own)
+    return bool(saved_mesh.get_coordinate() != own_mesh.get_coordinate())
 
 
 def hold_own_parts(model: nn.Module) -> None:

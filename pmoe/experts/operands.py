@@ -63,7 +63,7 @@ def freeze_rows(parameter: Tensor, experts: Tensor) -> None:
     parameter.requires_grad_(is_trained)
     # `model.to` may exchange a parameter's tensor. The hooks are then still listed, but torch calls them only
     # after they are assigned again.
-    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 def train_frozen_rows(parameter: Tensor) -> None:

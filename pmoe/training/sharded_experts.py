@@ -102,12 +102,14 @@ class DividedByOwnRanks:
 
 
 @dataclass
-class GatheredAgain:
-    """Makes FSDP2 gather experts again if they were changed since. It is a forward pre-hook of the experts.
+class BeforeGather:
+    """Frees what FSDP2 must not use in a forward pass. It is a forward pre-hook of sharded experts.
 
-    With ``reshard_after_forward=False`` gathered parameters stay after a forward pass without a backward
-    pass, such as an evaluation. FSDP2 alone would compute the next pass with them, even if an optimizer's
-    step has changed the ranks' parts in between.
+    FSDP2 alone would use, without an error:
+
+    - gathered parameters from before an optimizer's step. With ``reshard_after_forward=False`` they stay
+      after a forward pass without a backward pass, such as an evaluation.
+    - whole gradients of a backward pass that ended with an error. It would add them to those of the next one.
 
     versions: the version of each part when the experts were called last.
     """
@@ -115,12 +117,42 @@ class GatheredAgain:
     versions: tuple[int, ...] = ()
 
     def __call__(self, experts: Any, args: object) -> None:
-        """Frees the gathered parameters of experts if this rank's parts were changed since the last call."""
+        """Frees gathered parameters that were changed since, and gradients of a pass that has failed.
+
+        experts: this rank's experts.
+        args: the arguments of the call; not used.
+
+        Raises RuntimeError if a backward pass of a model in fully_shard has failed, and `reset_iter_state`
+        was not called.
+        """
+        state = experts._get_fsdp_state()
+        # FSDP2 resets this at the end of a pass. In backward, activation checkpointing runs the experts too.
+        if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+            if not state._is_root:
+                raise RuntimeError(
+                    "shard_experts: the backward pass before has ended with an error, and FSDP2 would mix its "
+                    "gradients with the next ones. Call model.reset_iter_state() of the outermost module in "
+                    "fully_shard, and model.zero_grad()"
+                )
+            experts.reset_iter_state()
+            _forget_gradients(experts)
         records = [record for group in _groups_of(experts) for record in group.fsdp_params]
         versions = tuple(record.sharded_param._version for record in records)
         if versions != self.versions:
             experts.reshard()
             self.versions = versions
+
+
+def _forget_gradients(experts: Any) -> None:
+    """Frees whole gradients that FSDP2 has not reduced, because a backward pass has failed.
+
+    experts: this rank's experts.
+    """
+    for group in _groups_of(experts):
+        for record in group.fsdp_params:
+            record.unsharded_accumulated_grad = None
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.grad = None
 
 
 def _groups_of(experts: Any) -> Sequence[Any]:
@@ -244,8 +276,7 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
     )
     experts.copy_parts = copy_parts
     experts.keeps_gathered = not options["reshard_after_forward"]
-    if experts.keeps_gathered:
-        experts.register_forward_pre_hook(GatheredAgain(), prepend=True)  # before FSDP2's, which gathers
+    experts.register_forward_pre_hook(BeforeGather(), prepend=True)  # before FSDP2's hook, which gathers
     if "mp_policy" in options:
         experts.gathered_dtype = options["mp_policy"].param_dtype
     experts.mark_parameters()

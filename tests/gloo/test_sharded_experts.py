@@ -426,6 +426,10 @@ def test_an_evaluation_before_clipping_and_saving_changes_nothing(
     assert results[0] == results[1] and all(same for _, same, *_ in results[0])
 
 
+def _fail(*_: Any) -> None:
+    raise KeyError("a hook of the user")
+
+
 def after_other_calls(rank: int, world: int) -> dict[str, Any]:
     """Returns gradients with a factor of FSDP2, and errors of a step and of a schedule between two passes."""
     model = parallelized(SQUARE, True, torch.float64)
@@ -449,6 +453,20 @@ def after_other_calls(rank: int, world: int) -> dict[str, Any]:
     loss = loss_of(model, batch(0, world).chunk(world)[rank])
     optimizer.step()
     found["step"] = error_of(loss.backward)
+    for wrap in ("ddp", "fsdp"):
+        model = parallelized(SQUARE, True, torch.float64)
+        wrapped = shared(wrap, model) if wrap == "fsdp" else model
+        failing = model.blocks[1].moe.register_full_backward_hook(_fail)
+        found[f"failed {wrap}"] = [error_of(loss_of(wrapped, batch(1, 1)).backward)]
+        failing.remove()
+        model.zero_grad()
+        found[f"failed {wrap}"].append(
+            error_of(lambda: loss_of(wrapped, batch(0, world).chunk(world)[rank]).backward())
+        )
+        if wrap == "ddp":
+            experts = [(name, each) for name, each in model.named_parameters() if is_expert(each)]
+            same = [torch.allclose(whole(each.grad), means[name]) for name, each in experts]
+            found["after a failure"] = all(same)
     layer = parallelized(SQUARE, True).blocks[0].moe
     x = torch.randn(3, 8, requires_grad=True)
     y = layer(x)
@@ -463,6 +481,9 @@ def test_factors_steps_and_schedules_of_torch_leave_no_wrong_gradients() -> None
     for found in ranks(4).run(after_other_calls, timeout=SLOW_IMPORT):
         assert found["factor 1"] and found["factor 8"]
         assert re.search(r"RuntimeError: .* of shape \(4, 12, 8\) was changed between", found["step"])
+        assert found["failed ddp"][1] == "" and found["after a failure"]
+        assert re.search(r"RuntimeError: .* Call model.reset_iter_state\(\)", found["failed fsdp"][1])
+        assert all("KeyError" in found[f"failed {wrap}"][0] for wrap in ("ddp", "fsdp"))
         assert re.search(r"ValueError: shard_experts \(True\) must be False .* zero", found["schedule"])
 
 

@@ -130,9 +130,9 @@ class BeforeGather:
         if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
             if not state._is_root:
                 raise RuntimeError(
-                    "shard_experts: the backward pass before has ended with an error, and FSDP2 would mix its "
-                    "gradients with the next ones. Call model.reset_iter_state() of the outermost module in "
-                    "fully_shard, and model.zero_grad()"
+                    "shard_experts: the backward pass before has ended with an error, and FSDP2 would mix "
+                    "its gradients with the next ones. Call model.reset_iter_state() of the outermost module "
+                    "in fully_shard, and model.zero_grad()"
                 )
             experts.reset_iter_state()
             _forget_gradients(experts)

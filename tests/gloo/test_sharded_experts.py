@@ -426,6 +426,10 @@ def test_an_evaluation_before_clipping_and_saving_changes_nothing(
     assert results[0] == results[1] and all(same for _, same, *_ in results[0])
 
 
+def one_pass(model: nn.Module, rank: int, world: int) -> None:
+    loss_of(model, batch(0, world).chunk(world)[rank]).backward()
+
+
 def _fail(*_: Any) -> None:
     raise KeyError("a hook of the user")
 
@@ -460,9 +464,7 @@ def after_other_calls(rank: int, world: int) -> dict[str, Any]:
         found[f"failed {wrap}"] = [error_of(loss_of(wrapped, batch(1, 1)).backward)]
         failing.remove()
         model.zero_grad()
-        found[f"failed {wrap}"].append(
-            error_of(lambda: loss_of(wrapped, batch(0, world).chunk(world)[rank]).backward())
-        )
+        found[f"failed {wrap}"].append(error_of(partial(one_pass, wrapped, rank, world)))
         if wrap == "ddp":
             experts = [(name, each) for name, each in model.named_parameters() if is_expert(each)]
             same = [torch.allclose(whole(each.grad), means[name]) for name, each in experts]

@@ -70,7 +70,7 @@ class DividedByOwnRanks:
         gathered: the parameters, of any shape. A tensor that FSDP2 has not gathered is returned unchanged.
         """
         records = [record for group in _groups_of(self.experts) for record in group.fsdp_params]
-        parts = {id(record.unsharded_param): record.sharded_param for record in records}
+        parts = {id(getattr(one, "_unsharded_param", None)): one.sharded_param for one in records}
         return [parts.get(id(parameter), parameter) for parameter in gathered]
 
     def with_names(self, names: tuple[str, ...]) -> DividedByOwnRanks:

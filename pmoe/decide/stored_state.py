@@ -20,7 +20,7 @@ before that call goes on (`pmoe.decide.exact_counts.LoadedExchange`).
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +30,8 @@ from pmoe.comm.agreement import gathered
 from pmoe.comm.failures import publish_outside_pass
 from pmoe.comm.grid import Grid
 from pmoe.decide.dense_values import fingerprint
-from pmoe.experts.base import Experts
+from pmoe.experts.base import WHOLE, Experts
+from pmoe.experts.dtensor_layout import is_of_other_place
 from pmoe.experts.operands import local_part
 
 KEY = "pmoe.experts"
@@ -54,6 +55,8 @@ class ExpertPlace:
     num_experts        number of experts of all ranks
     shard              index of this rank's part, if each expert's hidden columns are split over ranks; else 0
     num_shards         number of parts into which an expert is split; 1 if experts are not split
+    copy_part          index of this rank's part, if FSDP2 shards the copies of experts over ranks; else 0
+    num_copy_parts     number of these parts; 1 if FSDP2 does not shard experts
     rank               this rank in the group whose ranks together hold all experts
     num_ranks          size of that group
     """
@@ -65,6 +68,8 @@ class ExpertPlace:
     num_shards: int
     rank: int
     num_ranks: int
+    copy_part: int = 0
+    num_copy_parts: int = 1
 
     @staticmethod
     def of(grid: Grid, num_experts: int) -> ExpertPlace:
@@ -84,19 +89,42 @@ class ExpertPlace:
             num_ranks=grid.all.size,
         )
 
+    def with_part_of(self, experts: Experts) -> ExpertPlace:
+        """Returns a copy of this record that also has this rank's part of experts that FSDP2 shards.
+
+        experts: this rank's experts.
+        """
+        part = next((own for _, own in experts.copy_parts.values()), WHOLE)
+        return replace(self, copy_part=part.index, num_copy_parts=part.count)
+
+    def differs_from(self, saved: ExpertPlace) -> bool:
+        """Returns whether a state dict holds other values of experts than this rank does.
+
+        A state dict of experts that FSDP2 does not shard has all parts of them, also this rank's.
+
+        saved: the record in the metadata of the state dict.
+        """
+        if saved.num_copy_parts > 1:
+            own_part = (self.copy_part, self.num_copy_parts)
+            if own_part != (saved.copy_part, saved.num_copy_parts):
+                return True
+        return self.holds != saved.holds
+
     @property
     def holds(self) -> tuple[int, ...]:
         """Returns the fields that say which values of the experts a rank holds.
 
         A saved record fits this rank only if these fields are the same as in this rank's own record. The rank
         and the number of ranks are not among these fields, because a rank of a group with a different size
-        may hold the same experts.
+        may hold the same experts. The part of experts that FSDP2 shards is compared by `differs_from`.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
     def __str__(self) -> str:
         last = self.first_expert + self.num_local_experts - 1
         part = f", part {self.shard} of {self.num_shards} of each" if self.num_shards > 1 else ""
+        if self.num_copy_parts > 1:
+            part += f", part {self.copy_part} of {self.num_copy_parts} of a copy (shard_experts)"
         return f"experts {self.first_expert} to {last} of {self.num_experts}{part}"
 
 
@@ -131,7 +159,7 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     Raises ValueError if the caller will write a single file with the state dict of one rank, because the
     experts of the other ranks would be missing in it.
     """
-    place: ExpertPlace = experts.place
+    place: ExpertPlace = experts.place.with_part_of(experts)
     if place.num_ranks > 1:
         _refuse_one_file(experts, place, prefix.rstrip("."))
     local_metadata[KEY] = {**asdict(place), "are_equal": experts.are_equal}
@@ -251,7 +279,7 @@ def _check_whose(
     - Otherwise the layer's next call compares the experts of all ranks. If two ranks hold equal experts, they
       have loaded the file of a single rank, and that call raises.
     """
-    place: ExpertPlace = experts.place
+    place: ExpertPlace = experts.place.with_part_of(experts)
     parameters = {
         name: parameter for name, parameter in experts.named_parameters() if f"{prefix}{name}" in state
     }
@@ -262,7 +290,10 @@ def _check_whose(
         return  # The metadata does not matter: torch may have cut these values out of a whole model's state.
     metadata = dict(local_metadata.get(KEY) or {})
     were_equal = bool(metadata.pop("are_equal", False))
-    if metadata and ExpertPlace(**metadata).holds != place.holds:
+    is_other_part = place.num_copy_parts > 1 and any(
+        is_of_other_place(loaded[name], parameter) for name, parameter in parameters.items()
+    )
+    if metadata and (is_other_part or place.differs_from(ExpertPlace(**metadata))):
         if place.num_ranks == 1 and any(
             loaded[name].shape != parameter.shape for name, parameter in parameters.items()
         ):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int
-from pmoe.experts.operands import read_value, value_names
+from pmoe.experts.operands import freeze_rows, read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -238,6 +238,11 @@ class Experts(ModuleWithSettings, abc.ABC):
     which a parameter is split if each expert's hidden columns are split over ranks; None for a parameter that
     stays whole.
     """
+    frozen_experts: Mapping[str, Tensor] = {}
+    """The experts that `pmoe.freeze_experts` has frozen: by name of a parameter, their numbers in it.
+
+    The numbers, on the CPU, are along dimension 0 of this rank's part of the parameter.
+    """
     setting = ""
     """Words for a setting of the experts that may change between calls, such as the adapter in use."""
     factor: float = 1.0
@@ -279,6 +284,21 @@ class Experts(ModuleWithSettings, abc.ABC):
                     "experts out: load the state dict of a parallelized model with "
                     "torch.distributed.checkpoint"
                 )
+
+    def freeze_rows(self) -> None:
+        """Gives parameters the hooks that set the gradients of `frozen_experts` to zero.
+
+        The experts call it after parameters were replaced. If FSDP2 has gathered the experts' parameters,
+        nothing is done: the hooks are for this rank's parts.
+        """
+        if self.is_sharded:
+            from pmoe.experts.dtensor_layout import is_gathered
+
+            if is_gathered(self):
+                return
+        for name, parameter in self.named_parameters():
+            if name in self.frozen_experts:
+                freeze_rows(parameter, self.frozen_experts[name])
 
     @property
     def is_sharded(self) -> bool:
@@ -478,11 +498,13 @@ class Experts(ModuleWithSettings, abc.ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self).pop("frozen_experts", None)  # the copy of a model has no frozen experts
         self.mark_parameters()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.mark_parameters()
+        self.freeze_rows()
         return self
 
     def columns(self, device_type: str) -> HiddenColumns:
@@ -605,6 +627,7 @@ class Experts(ModuleWithSettings, abc.ABC):
 
 def _mark_loaded(experts: Experts, _: object) -> None:
     experts.mark_parameters()
+    experts.freeze_rows()
 
 
 def mark_all(model: nn.Module) -> None:

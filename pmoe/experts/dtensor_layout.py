@@ -135,6 +135,9 @@ class Local(torch.autograd.Function):
         ctx.parameters = parameters
         if saves_plainly():
             laid_out = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
+            # A step changes this rank's parts, from which FSDP2 gathers the parameters again in backward.
+            own_parts = getattr(reduce, "own_parts", None)
+            laid_out = laid_out if own_parts is None else own_parts(laid_out)
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
         # detach(): autograd changes the tensors that forward returns, which must not be the parameters. The
         # new tensors share the version counters of the local parts.
@@ -186,6 +189,37 @@ def _laid_out(gradient: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         gradient, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def is_of_other_place(value: Any, parameter: Tensor) -> bool:
+    """Returns whether a value to be loaded is a DTensor from a file of a rank at another place of the mesh.
+
+    torch keeps that rank's place in the file, and takes it for this rank's place. So it would load that
+    rank's part of the value.
+
+    value: a value of a state dict.
+    parameter: the parameter into which the value will be loaded.
+    """
+    saved_mesh = getattr(value, "device_mesh", None)
+    own_mesh = getattr(parameter, "device_mesh", None)
+    if saved_mesh is None or own_mesh is None:
+        return False
+    return bool(saved_mesh.get_coordinate() != own_mesh.get_coordinate())
+
+
+def hold_own_parts(model: nn.Module) -> None:
+    """Makes modules that FSDP2 wraps hold this rank's parts of parameters, in place of gathered parameters.
+
+    Optimizers have the parts. But FSDP2 leaves gathered parameters in a module after a forward pass without a
+    backward pass, such as an evaluation: in the outermost module, and with ``reshard_after_forward=False`` in
+    others. A gathered parameter has no gradient, is not the optimizer's, and loses its changes when FSDP2
+    frees it. So functions that read, change or return a model's parameters call this function first.
+
+    model: the model. Nothing is communicated. The next forward or backward pass gathers the parameters again.
+    """
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            module.reshard()  # type: ignore[operator]
 
 
 def is_gathered(experts: Any) -> bool:

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from pmoe.experts.base import WHOLE, ExpertRows, Experts, Hidden, Shard
 from pmoe.experts.columns import own_columns
-from pmoe.experts.dtensor_layout import replace_parameter
+from pmoe.experts.dtensor_layout import is_of_other_place, replace_parameter
 from pmoe.experts.expert_autograd import saves_plainly
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
@@ -59,6 +59,9 @@ ADAPTERS = "adapters."
 HIDDEN_OF_MATRICES: dict[str, int | None] = {"w1_A": None, "w1_B": -2, "w2_A": -1, "w2_B": None}
 """Maps an adapter's matrices to the dimension that counts hidden columns, from the end; None if none does."""
 
+
+PLACE = "pmoe.adapter"
+"""The key of the record in the metadata of a state dict that says which part of all adapters it has."""
 
 OWN_FILES = (
     "save and load with pmoe.save_checkpoint and pmoe.load_checkpoint(folder, pmoe.lora_adapters(model)), "
@@ -117,6 +120,8 @@ class Adapter(nn.Module):
         self.alpha = alpha
         self.shared = shared
         self.targets = tuple(shapes)
+        self.register_state_dict_post_hook(_record_place)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_check_place)  # type: ignore[no-untyped-call]
         for name, (experts, out_features, in_features) in shapes.items():
             lead = () if shared else (experts,)
             for letter, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
@@ -188,8 +193,8 @@ class Adapter(nn.Module):
         They are ``alpha``, ``rank``, ``shared``, ``experts`` and ``part``. ``experts`` is [number of this
         rank's first expert, number behind its last expert]; None if all experts share one adapter. ``part``
         is [number of this rank's part of the hidden columns, number of parts]; None if the rank has all
-        columns. ``experts`` and ``part`` are None if the matrices are DTensors, which contain this
-        information.
+        columns. ``experts`` and ``part`` are None if the matrices are DTensors: a distributed checkpoint then
+        has those of all ranks. If it is no distributed checkpoint, `_check_place` checks whose they are.
         """
         down, _ = self.of(self.targets[0])
         is_whole = self.shared or not self.is_plain
@@ -228,6 +233,60 @@ class Adapter(nn.Module):
     def extra_repr(self) -> str:
         kind = "shared by all experts" if self.shared else "for each expert"
         return f"rank={self.rank}, alpha={self.alpha}, {kind}, targets={', '.join(self.targets)}"
+
+
+def _place(adapter: Adapter) -> dict[str, list[int]]:
+    """Returns which part of all adapters of a layer a rank holds, as [number of the part, number of parts].
+
+    The keys: "experts" for the experts that are spread over ranks, "columns" for their hidden columns, and
+    "copy" for the parts of which FSDP2 leaves one on each rank.
+    """
+    copy = next((own for _, own in adapter.copy_parts.values()), WHOLE)
+    num_ranks = 1 if adapter.shared else adapter.num_ranks
+    local = 1 if adapter.shared else adapter.get_parameter(f"{adapter.targets[0]}_A").shape[0]
+    if not adapter.is_plain:
+        local = max(local // num_ranks, 1)  # a DTensor has the shape of all ranks' experts
+    return {
+        "experts": [0 if adapter.shared else adapter.first_expert // local, num_ranks],
+        "columns": [adapter.shard.index, adapter.shard.count],
+        "copy": [copy.index, copy.count],
+    }
+
+
+def _record_place(adapter: Adapter, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Records in the metadata of a state dict whose adapters it holds. This is a hook of ``state_dict()``."""
+    local_metadata[PLACE] = _place(adapter)
+
+
+def _check_place(
+    adapter: Adapter, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    """Checks whose adapters are loaded if they are DTensors from a file. A hook of ``load_state_dict()``.
+
+    torch copies the local values of a DTensor, whatever rank has written the file.
+
+    adapter: the module that loads.
+    state: the state dict of the whole model.
+    prefix: the name of the module in the model, with a dot at the end.
+    local_metadata: the metadata of the module; empty if the state dict has none.
+
+    Raises ValueError if the file has the adapters of another rank.
+    """
+    saved = local_metadata.get(PLACE)
+    is_other_place = any(
+        is_of_other_place(state.get(f"{prefix}{name}"), parameter)
+        for name, parameter in adapter.named_parameters()
+    )
+    if saved is None or not is_other_place:
+        return
+    own = _place(adapter)
+    for kind, part in saved.items():
+        if part != own[kind]:
+            raise ValueError(
+                f"{prefix.rstrip('.') or 'adapter'}: a state dict with part {part[0]} of {part[1]} of the "
+                f"adapters ({kind}) must not be loaded where part {own[kind][0]} of {own[kind][1]} belongs: "
+                f"{OWN_FILES}"
+            )
 
 
 def adapter_of_calls(layer: nn.Module) -> str:

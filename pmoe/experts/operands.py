@@ -48,6 +48,34 @@ def frozen_rows(parameter: Tensor) -> Tensor | None:
     return next((hook.index for hook in hooks if isinstance(hook, FrozenRows)), None)
 
 
+def freeze_rows(parameter: Tensor, experts: Tensor) -> None:
+    """Gives a parameter the hook that sets the gradients of frozen experts to zero.
+
+    parameter: this rank's part of a parameter, (E_local, ...) or a part of it.
+    experts: the numbers of the frozen experts along its dimension 0, a vector.
+    """
+    train_frozen_rows(parameter)
+    hook = FrozenRows(experts.to(local_part(parameter).device))
+    # torch takes hooks of trained parameters only. This one may be trained later.
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    # `model.to` may exchange a parameter's tensor. The hooks are then still listed, but torch calls them only
+    # after they are assigned again.
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+def train_frozen_rows(parameter: Tensor) -> None:
+    """Removes the hook that keeps a parameter's frozen experts, if it has one.
+
+    parameter: of any shape.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, FrozenRows)]:
+        del hooks[key]
+
+
 def value_names(module: nn.Module) -> list[str]:
     """Returns the dotted attribute names of the weights and biases that a module computes with.
 

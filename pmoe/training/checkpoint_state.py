@@ -27,6 +27,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.lora import Adapter
 from pmoe.experts.modules import ModuleExperts
 from pmoe.experts.operands import local_part
@@ -65,6 +66,7 @@ class Names:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        hold_own_parts(model)
         self._first_experts = dict[str, int]()
         for name, layer in model.named_modules():
             if isinstance(layer, Adapter):

@@ -22,6 +22,7 @@ from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, l
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import mark_all
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
 from pmoe.layer import MoELayer
@@ -132,6 +133,7 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str,
     Parameters of a list are named by their position: "parameter 0".
     """
     if isinstance(parameters, nn.Module):
+        hold_own_parts(parameters)
         mark_all(parameters)
         return list(parameters.named_parameters())
     listed = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)

@@ -29,7 +29,7 @@ from pmoe.comm.mesh_agreement import agree_on_mesh
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts
-from pmoe.experts.dtensor_layout import replace_parameter
+from pmoe.experts.dtensor_layout import hold_own_parts, replace_parameter
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import check_own_parameters, local_part
 from pmoe.layer import MoELayer
@@ -130,7 +130,7 @@ def parallelize(
         names = layer.layer_modules.experts.call_names
         means = [MeanOverRanks(mesh.size(), ranks.of_layer(name), layer.ranks, names) for ranks in of_copies]
         if sharding is not None:
-            layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means)
+            layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means, experts)
             shard(layer.layer_modules.experts, mesh, others, sharding)
         elif reduce:
             layer.layer_modules.experts.reduce = means[0]
@@ -177,7 +177,14 @@ def _checked_layers(
     ]
     if not layers:
         raise ValueError(f"model ({type(model).__name__}) must have a pmoe.MoELayer to be parallelized")
+    owners = dict[Experts, str]()
     for name, layer in layers:
+        owner = owners.setdefault(layer.layer_modules.experts, name)
+        if owner != name and not _is_over(layer, grid):
+            raise ValueError(
+                f"{name}: experts (those of {owner}) must belong to one layer, or be built for the ranks of "
+                'the mesh before several layers share them: pmoe.MoELayer(..., mesh=mesh["ep"])'
+            )
         try:
             _check_layer(layer, inner, grid)
             if sharding is not None:
@@ -195,6 +202,7 @@ def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     shard these parameters, because each rank holds different experts.
     """
     check_module(model=model)
+    hold_own_parts(model)
     _mark_experts(model)
     return {parameter for parameter in model.parameters() if is_expert(parameter)}
 
@@ -234,6 +242,7 @@ def parameter_groups(
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))
     if isinstance(parameters, nn.Module):
+        hold_own_parts(parameters)
         parameters = parameters.parameters()
     entries: list[Any] = [parameters] if isinstance(parameters, Tensor) else list_of("parameters", parameters)
     groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
@@ -272,6 +281,7 @@ def _groups_by_kind(model: object, lr: object, weight_decay: object) -> list[dic
     else:
         options["lr"] = lr
     check_not_negative(**{name: value for name, value in options.items() if value is not None})
+    hold_own_parts(model)
     return grouped_by_kind(model, lr, weight_decay)  # type: ignore[arg-type]
 
 

@@ -20,33 +20,30 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from pmoe.arguments import check_module, is_int, list_of
 from pmoe.experts.base import WHOLE, Experts
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.marks import is_stacked
-from pmoe.experts.operands import FrozenRows, frozen_rows, local_part
+from pmoe.experts.operands import frozen_rows, local_part, train_frozen_rows
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
 
 
 class FrozenExperts:
-    """The experts that a call of `freeze_experts` has frozen. `remove` lets them be trained again."""
+    """The experts that a call of `freeze_experts` has frozen. `remove` lets them be trained again.
 
-    def __init__(self) -> None:
-        self._hooks: list[Any] = []
+    layers: the experts of each layer of which some are frozen.
+    """
 
-    def _freeze(self, parameter: nn.Parameter, experts: list[int]) -> None:
-        """Freezes some experts' values in a parameter.
-
-        parameter: (E_local, ...), a weight or bias of this rank's E_local experts. If FSDP2 shards it, this
-            rank has only a part of it.
-        experts: the indices of the frozen experts along dimension 0 of the part that this rank has.
-        """
-        index = torch.tensor(experts, device=local_part(parameter).device)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(FrozenRows(index)))
+    def __init__(self, layers: list[Experts]) -> None:
+        self._layers = layers
 
     def remove(self) -> None:
         """Lets the experts be trained again."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for experts in self._layers:
+            hold_own_parts(experts)
+            experts.frozen_experts = {}
+            for parameter in experts.parameters():
+                train_frozen_rows(parameter)
+        self._layers = []
 
 
 def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenExperts:
@@ -62,8 +59,9 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
     After each backward pass the gradients of the frozen experts are zeros. An optimizer's step does not
     change their values, not even by a bit. Call this function after `pmoe.parallelize`. To freeze all
     experts, or the router, call ``layer.experts.requires_grad_(False)`` or
-    ``layer.gate.requires_grad_(False)``. A copy of the model, made by copy.deepcopy or pickle, has no frozen
-    experts.
+    ``layer.gate.requires_grad_(False)``. The experts stay frozen if parameters are replaced, for example by
+    ``model.to(torch.bfloat16)`` or ``load_state_dict(state, assign=True)``. A copy of the model, made by
+    copy.deepcopy or pickle, has no frozen experts.
 
     Returns an object whose method ``remove()`` lets the experts be trained again.
 
@@ -80,6 +78,7 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
         raise ValueError(
             f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts are frozen"
         )
+    hold_own_parts(model)
     for name, layer in layers:
         if mask is not None and tuple(mask.shape) != (layer.num_experts,):
             raise ValueError(
@@ -87,17 +86,18 @@ def freeze_experts(model: nn.Module, experts: Iterable[int] | Tensor) -> FrozenE
                 f"bool for each expert of {name}"
             )
         _check(name, layer, numbers)
-    frozen = FrozenExperts()
     for _, layer in layers:
         first = layer.first_expert
         local = sorted({int(n) - first for n in numbers if 0 <= int(n) - first < layer.num_local_experts})
         own_experts = layer.layer_modules.experts
-        for own_name, parameter in own_experts.named_parameters():
-            rows = _rows_of(own_experts, own_name, local)
-            if rows and is_stacked(parameter):
-                frozen._freeze(parameter, rows)
+        own_experts.frozen_experts = {
+            own_name: torch.tensor(rows, device="cpu")
+            for own_name, parameter in own_experts.named_parameters()
+            if is_stacked(parameter) and (rows := _rows_of(own_experts, own_name, local))
+        }
+        own_experts.freeze_rows()
     _watch_optimizers()
-    return frozen
+    return FrozenExperts([layer.layer_modules.experts for _, layer in layers])
 
 
 def _rows_of(experts: Experts, name: str, local: list[int]) -> list[int]:

@@ -16,7 +16,7 @@ The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ from pmoe.comm.agreement import all_fail_together, gathered
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS
 from pmoe.experts import seeded
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.lora import (
     ADAPTERS,
     CLASSES,
@@ -269,6 +270,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
 
     Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
+    hold_own_parts(model)
     root = nn.Module()
     for layer_name, layer in all_moe_layers(model):
         experts, own_name = _named(layer_name, layer, name)
@@ -514,7 +516,7 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     experts.note_operands()
     if not experts.is_sharded:
         _lay_out_adapter(layer, experts, adapter, name)
-    _reshard(experts)
+    hold_own_parts(experts)
     take_in(experts, adapter.left_out)
     adapter.left_out = ()
     for _, parameter in experts.own_parameters():
@@ -553,7 +555,7 @@ def _use(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     experts: the layer's experts.
     name: the name of the adapter.
     """
-    _reshard(experts)
+    hold_own_parts(experts)
     for other in experts.adapters:
         experts.adapter(other).requires_grad_(other == name)
     _activate(layer, experts, name)
@@ -598,19 +600,6 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
         layer.experts = layer.experts
 
 
-def _reshard(experts: LoraExperts) -> None:
-    """Makes FSDP2 free gathered parameters, so that each rank has only its own part of them.
-
-    Callers then change values or requires_grad of this part. If they changed gathered parameters, the change
-    would be lost when FSDP2 frees these. Experts that FSDP2 does not shard are not changed.
-
-    experts: the experts of this rank.
-    """
-    reshard: Callable[[], None] | None = getattr(experts, "reshard", None)
-    if experts.is_sharded and reshard is not None:
-        reshard()
-
-
 def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
     """Adds sign * scale * B @ A to the weights of experts, in place.
 
@@ -622,7 +611,7 @@ def _add_to_weights(experts: LoraExperts, adapter: Adapter, sign: int) -> None:
     adapter: the adapter.
     sign: 1 to merge the adapter into the weights, -1 to undo it.
     """
-    _reshard(experts)
+    hold_own_parts(experts)
     for weight in adapter.targets:
         down, up = (
             whole_value(parameter, adapter.copy_parts.get(f"{weight}_{letter}", UNCUT))

@@ -48,6 +48,7 @@ from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.convert import LAYOUTS, Layout
 from pmoe.experts.columns import joined_columns, own_columns
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.lora import WEIGHTS, Adapter
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import UNCUT, StackedExperts, part_of_cut
@@ -255,6 +256,7 @@ def save_lora(
                     f"{next(iter(adapters))}, {(first.rank, first.alpha, first.targets)}: PEFT's files have "
                     "one rank for all layers"
                 )
+    hold_own_parts(model)
     matrices: dict[str, Tensor] = {}
     for layer_name, (layer, adapter) in adapters.items():
         form = _Form(LAYOUTS[layout], adapter.targets, layer.num_experts)
@@ -398,6 +400,7 @@ def load_lora(
     has_none = not any(name in getattr(one.layer_modules.experts, "adapters", {}) for one in layers.values())
     if has_none:
         add_lora(model, rank=stored.rank, alpha=stored.alpha, targets=stored.targets, name=name)
+    hold_own_parts(model)
     with torch.no_grad():
         for layer_name, (layer, adapter) in adapted_layers(model, name).items():
             adapter.alpha = stored.alpha

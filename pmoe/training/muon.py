@@ -26,6 +26,7 @@ from pmoe.arguments import (
     check_one_of,
     check_place,
 )
+from pmoe.experts.dtensor_layout import hold_own_parts
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.layer import MoELayer
@@ -188,6 +189,7 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
     Raises ValueError or TypeError if Muon cannot train the experts of a layer.
     """
+    hold_own_parts(model)
     by_halves: dict[int, list[Tensor]] = {1: [], 2: []}
     for name, layer in model.named_modules():
         if not isinstance(layer, MoELayer):

@@ -20,8 +20,9 @@ Two dimensions of a mesh may have ranks that hold copies of the same experts, su
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -53,15 +54,28 @@ class DividedByOwnRanks:
     """Divides experts' gradients by the number of ranks over which one copy of the experts is spread.
 
     Afterwards FSDP2 averages the gradients over the copies. The result is the mean over all ranks of the
-    mesh.
+    mesh. If ``set_gradient_divide_factor`` of FSDP2 was called for the experts, FSDP2 divides the sum over
+    the copies by this factor in place of the number of copies. The result must then be the sum over all ranks
+    divided by the factor, as it is for the dense part, so nothing is divided here.
 
     num_ranks: the divisor.
     over_copies: one object for each mesh dimension whose ranks hold copies of the same experts. Its
         ``compare`` checks that the copies along this dimension train the same parameters.
+    experts: the experts, which FSDP2 shards.
     """
 
     num_ranks: int
     over_copies: Sequence[MeanOverRanks]
+    experts: Experts = field(repr=False, compare=False)
+
+    def own_parts(self, gathered: Sequence[Tensor]) -> list[Tensor]:
+        """Returns this rank's parts of parameters that FSDP2 has gathered.
+
+        gathered: the parameters, of any shape. A tensor that FSDP2 has not gathered is returned unchanged.
+        """
+        records = [record for group in _groups_of(self.experts) for record in group.fsdp_params]
+        parts = {id(getattr(one, "_unsharded_param", None)): one.sharded_param for one in records}
+        return [parts.get(id(parameter), parameter) for parameter in gathered]
 
     def with_names(self, names: tuple[str, ...]) -> DividedByOwnRanks:
         """Returns a copy of this object with other names of parameters, which errors show.
@@ -77,15 +91,104 @@ class DividedByOwnRanks:
         wanted: requires_grad of each parameter of the experts on this rank.
         device: device of these parameters.
 
-        Raises ValueError on every rank if requires_grad differs between copies.
+        Raises ValueError on every rank if requires_grad differs between copies, and in the first half of a
+        backward pass that a pipeline schedule divides.
         """
+        _check_undivided()
         for mean in self.over_copies:
             mean.compare(wanted, device)
 
     def __call__(self, gradients: Sequence[Tensor]) -> None:
         """Divides gradients, of any shape, in place by the number of ranks. Nothing is communicated."""
-        if gradients and self.num_ranks > 1:
+        has_factor = any(group.gradient_divide_factor is not None for group in _groups_of(self.experts))
+        if gradients and self.num_ranks > 1 and not has_factor:
             torch._foreach_div_(list(gradients), self.num_ranks)
+
+
+@dataclass
+class BeforeGather:
+    """Frees what FSDP2 must not use in a forward pass. It is a forward pre-hook of sharded experts.
+
+    FSDP2 alone would use, without an error:
+
+    - gathered parameters from before an optimizer's step. With ``reshard_after_forward=False`` they stay
+      after a forward pass without a backward pass, such as an evaluation.
+    - whole gradients of a backward pass that ended with an error. It would add them to those of the next one.
+
+    versions: the version of each part when the experts were called last.
+    """
+
+    versions: tuple[int, ...] = ()
+
+    def __call__(self, experts: Any, args: object) -> None:
+        """Frees gathered parameters that were changed since, and gradients of a pass that has failed.
+
+        experts: this rank's experts.
+        args: the arguments of the call; not used.
+
+        Raises RuntimeError if a backward pass of a model in fully_shard has failed, and `reset_iter_state`
+        was not called.
+        """
+        state = experts._get_fsdp_state()
+        # FSDP2 resets this at the end of a pass. In backward, activation checkpointing runs the experts too.
+        if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+            if not state._is_root:
+                raise RuntimeError(
+                    "shard_experts: the backward pass before has ended with an error, and FSDP2 would mix "
+                    "its gradients with the next ones. Call model.reset_iter_state() of the outermost module "
+                    "in fully_shard, and model.zero_grad()"
+                )
+            experts.reset_iter_state()
+            _forget_gradients(experts)
+        records = [record for group in _groups_of(experts) for record in group.fsdp_params]
+        versions = tuple(record.sharded_param._version for record in records)
+        if versions != self.versions:
+            experts.reshard()
+            self.versions = versions
+
+
+def _forget_gradients(experts: Any) -> None:
+    """Frees whole gradients that FSDP2 has not reduced, because a backward pass has failed.
+
+    experts: this rank's experts.
+    """
+    for group in _groups_of(experts):
+        for record in group.fsdp_params:
+            record.unsharded_accumulated_grad = None
+            if hasattr(record, "_unsharded_param"):
+                record._unsharded_param.grad = None
+
+
+def _groups_of(experts: Any) -> Sequence[Any]:
+    """Returns FSDP2's records of the experts' parameters: a record for each group that it gathers together.
+
+    experts: this rank's experts, which FSDP2 shards.
+    """
+    groups: Sequence[Any] = experts._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+def _check_undivided() -> None:
+    """Raises ValueError if a pipeline schedule of torch now asks for the gradients of a stage's inputs alone.
+
+    In its next call the schedule would ask for the gradients of the stage's parameters. It takes these from
+    the stage, which then has this rank's parts of the experts. But autograd's graph has the gathered weights.
+    So the schedule would leave the experts without gradients, and raise no error.
+    """
+    backward = sys.modules.get("torch.distributed.pipelining._backward")
+    if backward is None:
+        return
+    first_half = backward.stage_backward_input.__code__
+    # Autograd runs this function in a thread of its own if the tensors are on a GPU.
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_code is first_half:
+                raise ValueError(
+                    "shard_experts (True) must be False with a schedule that divides backward passes (zero "
+                    "bubble): torch would give sharded experts no gradients. Take Schedule1F1B, or "
+                    "ScheduleInterleaved1F1B"
+                )
+            frame = frame.f_back  # type: ignore[assignment]
 
 
 def sharding_options(shard_experts: bool | Mapping[str, Any]) -> dict[str, Any] | None:
@@ -188,6 +291,7 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
     fully_shard(experts, shard_placement_fn=lambda parameter: Shard(dims[parameter]), **options)
     experts.copy_parts = copy_parts
     experts.keeps_gathered = not options["reshard_after_forward"]
+    experts.register_forward_pre_hook(BeforeGather(), prepend=True)  # before FSDP2's hook, which gathers
     if "mp_policy" in options:
         experts.gathered_dtype = options["mp_policy"].param_dtype
     experts.mark_parameters()

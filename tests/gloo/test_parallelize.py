@@ -269,6 +269,7 @@ def refusals(rank: int, world: int) -> list[str]:
         (ValueError, lambda: pmoe.parallelize(shared("fsdp", build(mesh["ep"])), mesh)),
         (RuntimeError, lambda: sharded_by_fsdp(pmoe.parallelize(build(mesh["ep"]), mesh))),
         (ValueError, lambda: sharded_by_fsdp(pmoe.parallelize(build(mesh["ep"], expert=mlp), mesh))),
+        (ValueError, lambda: pmoe.parallelize(with_shared_experts(alone()), mesh)),
         (ValueError, lambda: assigned_plainly(pmoe.parallelize(build(mesh["ep"]), mesh))),
     ]
     found = []
@@ -296,6 +297,11 @@ def sharded_by_fsdp(model: Model) -> None:
     model(batch(0, 1)[:, :-1])
 
 
+def with_shared_experts(model: Model) -> Model:
+    model.blocks[1].moe.experts = model.blocks[0].moe.experts
+    return model
+
+
 def assigned_plainly(model: nn.Module) -> None:
     model.load_state_dict({name: whole(each) for name, each in model.state_dict().items()}, assign=True)
 
@@ -317,6 +323,7 @@ def test_what_cannot_be_parallelized_is_refused_by_name() -> None:
         r"model \(a FSDPModel\) must be wrapped after pmoe.parallelize",
         r"Cannot concatenate overlapping meshes",  # torch's own, at fully_shard
         r"experts' parameters must not be in fully_shard, .* ignored_params=pmoe.expert_parameters\(model\)",
+        r"^blocks.1.moe: experts \(those of blocks.0.moe\) must belong to one layer, or be built for",
         r"w1 \(a plain tensor, assigned\) must be a DTensor",
         r"^Parameter$",
     ]

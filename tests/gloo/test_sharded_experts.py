@@ -28,10 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
@@ -468,6 +470,130 @@ def inside_of_matrices(rank: int, world: int) -> bool:
 
 def test_experts_that_copies_do_not_divide_are_cut_inside() -> None:
     assert ranks(4).run(inside_of_matrices, timeout=SLOW_IMPORT) == [True] * 4
+
+
+# ---- what other calls of FSDP2 leave behind
+
+
+def evaluated(
+    rank: int, world: int, folder: str, wrap: str, shard_experts: Any, evaluates: bool
+) -> list[Any]:
+    """Clips, saves and loads, maybe after evaluations, after which FSDP2 leaves gathered parameters."""
+    model = parallelized(SQUARE, shard_experts, torch.float64)
+    wrapped = shared(wrap, model)
+    optimizer = torch.optim.SGD(pmoe.parameter_groups(model), lr=0.1, momentum=0.9)
+
+    def evaluate() -> None:
+        if evaluates:
+            with torch.no_grad():
+                loss_of(wrapped, batch(9, world).chunk(world)[rank])
+
+    loss_of(wrapped, batch(0, world).chunk(world)[rank]).backward()
+    evaluate()
+    norm = pmoe.clip_grad_norm_(wrapped, 0.5).item()
+    evaluate()
+    optimizer.step()
+    loss = torch.zeros(())
+    if (
+        wrap == "ddp"
+    ):  # fully_shard would compute with parameters of the outermost module from before the step
+        with torch.no_grad():
+            loss = loss_of(wrapped, batch(2, world).chunk(world)[rank])
+    after = loss.item()
+    evaluate()
+    own = {id(each) for group in pmoe.parameter_groups(model) for each in group["params"]}
+    same = own == {id(each) for group in optimizer.param_groups for each in group["params"]}
+    evaluate()
+    pmoe.save_checkpoint(folder, wrapped, optimizer, step=1)
+    evaluate()
+    pmoe.load_checkpoint(folder, wrapped, optimizer)
+    loss = loss_of(wrapped, batch(1, world).chunk(world)[rank])
+    loss.backward()
+    return [norm, same, after, loss.item(), pmoe.clip_grad_norm_(wrapped, 0.5).item()]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "shard_experts"),
+    [
+        ("fsdp", True),
+        pytest.param("ddp", {"reshard_after_forward": False}, marks=pytest.mark.slow),
+        pytest.param("fsdp", False, marks=pytest.mark.slow),
+    ],
+)
+def test_an_evaluation_before_clipping_and_saving_changes_nothing(
+    wrap: str, shard_experts: Any, tmp_path: Path
+) -> None:
+    """FSDP2 leaves gathered parameters after a forward pass without backward. Optimizers have the parts."""
+    results = [
+        ranks(4).run(
+            evaluated, str(tmp_path / str(evaluates)), wrap, shard_experts, evaluates, timeout=SLOW_IMPORT
+        )
+        for evaluates in (False, True)
+    ]
+    assert results[0] == results[1] and all(same for _, same, *_ in results[0])
+
+
+def one_pass(model: nn.Module, rank: int, world: int) -> None:
+    loss_of(model, batch(0, world).chunk(world)[rank]).backward()
+
+
+def _fail(*_: Any) -> None:
+    raise KeyError("a hook of the user")
+
+
+def after_other_calls(rank: int, world: int) -> dict[str, Any]:
+    """Returns gradients with a factor of FSDP2, and errors of a step and of a schedule between two passes."""
+    model = parallelized(SQUARE, True, torch.float64)
+    wrapped = shared("fsdp", model)
+    found: dict[str, Any] = {}
+    for factor in (None, 1.0, 8.0):
+        wrapped.zero_grad()
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(factor)
+        loss_of(wrapped, batch(0, world).chunk(world)[rank]).backward()
+        gradients = {name: whole(each.grad).clone() for name, each in model.named_parameters()}
+        if factor is None:
+            means = gradients
+        else:
+            sums = [torch.allclose(factor * value, world * means[name]) for name, value in gradients.items()]
+            found[f"factor {factor:g}"] = all(sums)
+    model = parallelized(SQUARE, True, torch.float64)
+    optimizer = torch.optim.SGD(pmoe.expert_parameters(model), lr=0.1)
+    loss_of(model, batch(0, world).chunk(world)[rank]).backward()
+    loss = loss_of(model, batch(0, world).chunk(world)[rank])
+    optimizer.step()
+    found["step"] = error_of(loss.backward)
+    for wrap in ("ddp", "fsdp"):
+        model = parallelized(SQUARE, True, torch.float64)
+        wrapped = shared(wrap, model) if wrap == "fsdp" else model
+        failing = model.blocks[1].moe.register_full_backward_hook(_fail)
+        found[f"failed {wrap}"] = [error_of(loss_of(wrapped, batch(1, 1)).backward)]
+        failing.remove()
+        model.zero_grad()
+        found[f"failed {wrap}"].append(error_of(partial(one_pass, wrapped, rank, world)))
+        if wrap == "ddp":
+            experts = [(name, each) for name, each in model.named_parameters() if is_expert(each)]
+            same = [torch.allclose(whole(each.grad), means[name]) for name, each in experts]
+            found["after a failure"] = all(same)
+    layer = parallelized(SQUARE, True).blocks[0].moe
+    x = torch.randn(3, 8, requires_grad=True)
+    y = layer(x)
+    try:
+        stage_backward_input([y], [y.detach()], [x], iter(layer.parameters()))
+    except RuntimeError as error:
+        found["schedule"] = f"{type(error.__cause__).__name__}: {error.__cause__}"
+    return found
+
+
+def test_factors_steps_and_schedules_of_torch_leave_no_wrong_gradients() -> None:
+    for found in ranks(4).run(after_other_calls, timeout=SLOW_IMPORT):
+        assert found["factor 1"] and found["factor 8"]
+        assert re.search(r"RuntimeError: .* of shape \(4, 12, 8\) was changed between", found["step"])
+        assert found["failed ddp"][1] == "" and found["after a failure"]
+        assert re.search(r"RuntimeError: .* Call model.reset_iter_state\(\)", found["failed fsdp"][1])
+        assert all("KeyError" in found[f"failed {wrap}"][0] for wrap in ("ddp", "fsdp"))
+        assert re.search(r"ValueError: shard_experts \(True\) must be False .*zero bubble", found["schedule"])
 
 
 # ---- the order of collectives, and bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -132,6 +133,43 @@ def peer_job(rank: int, world: int) -> tuple[str, float]:
     model.load_state_dict(state)
     start = time.monotonic()
     return error_of(lambda: model(rows())), time.monotonic() - start
+
+
+def part_of_a_copy_job(rank: int, world: int) -> list[Any]:
+    """Loads state dicts of experts that FSDP2 shards over their copies, and of adapters of spread experts."""
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(3)
+    model = pmoe.parallelize(pmoe.MoELayer(M, H, E, 2, mesh=mesh["ep"]), mesh, shard_experts=True)
+    before = [each.detach().full_tensor() for each in model.experts.parameters()]
+    file = file_of(model.state_dict())
+    state = file_of_rank_0(model, weights_only=False)
+    errors = [error_of(lambda: model.load_state_dict(state))]
+    torch.manual_seed(3)
+    unsharded = pmoe.parallelize(pmoe.MoELayer(M, H, E, 2, mesh=mesh["ep"]), mesh)
+    of_whole = file_of_rank_0(unsharded, weights_only=False)
+    errors.append(error_of(lambda: model.load_state_dict(of_whole)))
+    own = error_of(lambda: model.load_state_dict(torch.load(io.BytesIO(file), weights_only=False)))
+    same = all(map(torch.equal, before, (each.detach().full_tensor() for each in model.experts.parameters())))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    adapted = pmoe.MoELayer(M, H, E, 2, mesh=mesh)
+    pmoe.add_lora(adapted, rank=2)
+    adapters = pmoe.lora_adapters(pmoe.parallelize(adapted, mesh))
+    errors.append(error_of(lambda: adapters.load_state_dict(file_of_rank_0(adapters, weights_only=False))))
+    return [*errors, own, same]
+
+
+def test_a_part_of_a_copy_and_adapters_of_another_rank_are_refused() -> None:
+    """torch copies the local values of a DTensor from a file, whatever rank has written the file."""
+    found = ranks(2).run(part_of_a_copy_job)
+    assert found[0] == ["", "", "", "", True]
+    errors = found[1]
+    assert re.search(
+        r"experts 0 to 3 of 4, part 0 of 2 of a copy .* must not be loaded into experts 0 to 3 of 4, part 1",
+        errors[0],
+    )
+    assert re.search(r"experts 0 to 3 of 4, saved by .* must not be loaded into .*, part 1 of 2", errors[1])
+    assert re.search(r"part 0 of 2 of the adapters \(experts\) must not be loaded where", errors[2])
+    assert errors[3:] == ["", True]
 
 
 def test_rank_0_gets_the_refusal_at_its_next_call_instead_of_a_wait() -> None:

@@ -423,6 +423,55 @@ def test_a_copy_is_frozen_when_it_is_asked_for(copied: Callable[[Any], Any]) -> 
     assert not layer.experts.w1.grad[[0, 1]].any() and layer.experts.w1.grad[3].any()
 
 
+def assigned(layer: pmoe.MoELayer) -> pmoe.MoELayer:
+    state = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
+    return layer
+
+
+def exchanged(layer: pmoe.MoELayer) -> pmoe.MoELayer:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return layer.float().double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def materialised(layer: pmoe.MoELayer) -> pmoe.MoELayer:
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    return layer
+
+
+@pytest.mark.parametrize("replaced", [assigned, exchanged, materialised])
+def test_experts_stay_frozen_whatever_replaces_their_parameters(
+    replaced: Callable[[pmoe.MoELayer], pmoe.MoELayer],
+) -> None:
+    layer = build().double()
+    layer = layer.to("meta") if replaced is materialised else layer
+    frozen = pmoe.freeze_experts(layer, [1, 3])
+    layer = replaced(layer)
+    for is_frozen in (True, False):
+        layer(tokens().double()).square().sum().backward()
+        assert layer.experts.w1.grad[[1, 3]].any() != is_frozen and layer.experts.w1.grad[0].any()
+        frozen.remove()
+
+
+def test_experts_that_are_not_trained_yet_may_be_frozen() -> None:
+    layer = build()
+    pmoe.add_lora(layer, rank=RANK)
+    filled(layer)
+    pmoe.freeze_experts(layer, [1, 3])
+    layer(tokens()).square().sum().backward()
+    adapter = pmoe.lora_adapters(layer)
+    for parameter in adapter.parameters():
+        assert not parameter.grad[[1, 3]].any() and parameter.grad[[0, 2]].any()
+    assert layer.experts.w1.grad is None
+    layer.experts.requires_grad_(True)
+    layer(tokens()).square().sum().backward()
+    assert not layer.experts.w1.grad[[1, 3]].any() and layer.experts.w1.grad[[0, 2]].any()
+
+
 def test_numbers_of_no_expert_and_frozen_layers_are_named() -> None:
     layer = build()
     for experts, kind, words in (

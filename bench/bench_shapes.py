@@ -208,12 +208,31 @@ def stored_product(document: dict[str, Any], product: str, shared: str) -> float
     return product_of_rows(tiles, columns_in, columns_out, PLAIN, shared=shared)
 
 
-def choose_slots(experts: int, top_k: int) -> float:
+MERGED = {
+    8: (312, {4: 264, 8: 305}),
+    16: (320, {4: 280, 8: 319, 16: 373}),
+    32: (294, {4: 255, 8: 296, 16: 359}),
+}
+"""Instructions of a warp for its 32 / lanes tokens, by the number of lanes that share a token.
+
+The first number is of everything but the choice and the writing of choices; then come those of the choice, by
+the length of the lists that are merged (cuda/route/merge.cuh).
+"""
+
+
+def choose_slots(experts: int, top_k: int, *, merges: bool = True) -> float:
     """Returns the instructions that a warp issues for one token in the first kernel of the routing.
 
-    They are counted in machine code of sm_90a (nvcc 13.0). Before a whole warp sorted its scores, they were
-    385 + 84 + 175 K for up to 256 experts, and (394 + 85 + 161 K) / 2 for up to 128.
+    They are counted in machine code of sm_90a (nvcc 13.0).
+
+    merges: whether experts are chosen by merging sorted lists, where there are kernels for it; the tokens
+        whose scores agree in their upper bits are left out. False: by a maximum or a reduction a choice.
     """
+    if merges and 32 < experts <= 256 and top_k <= (8 if experts <= 64 else 16):
+        lanes = 8 if experts <= 64 else 16 if experts <= 128 else 32
+        others, choice = MERGED[lanes]
+        longest = next(length for length in choice if top_k <= length)
+        return (others + 85 * math.ceil(top_k / lanes) + choice[longest]) * lanes / 32
     if experts > 256:
         return 1295 + 82 + 49 * top_k
     if experts > 128:
@@ -224,9 +243,9 @@ def choose_slots(experts: int, top_k: int) -> float:
     return (390 + 85 * math.ceil(top_k / lanes) + 143 * top_k) * lanes / 32
 
 
-def route(scenario: Scenario) -> float:
-    """Returns the seconds of the two forward kernels of the routing."""
-    slots = choose_slots(scenario.experts, scenario.top_k) * scenario.tokens
+def route(scenario: Scenario, *, merges: bool = True) -> float:
+    """Returns the seconds of the two forward kernels of the routing; ``merges`` as in choose_slots()."""
+    slots = choose_slots(scenario.experts, scenario.top_k, merges=merges) * scenario.tokens
     return slots / (4 * MULTIPROCESSORS * CLOCK) + ROUTE_FIXED
 
 
@@ -253,7 +272,8 @@ def forward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[
     """Returns the seconds of each kernel of a forward pass.
 
     old_rules: the rules under which bench_alone was stored. Products of rows shared B from 1,024 rows of an
-        expert on, and a first product always gathered.
+        expert on, and a first product always gathered. The routing took a maximum for each choice. In
+        backward, autograd added the gate's gradient of the tokens to that of the experts.
     """
     tiles = random_tiles(scenario.tokens * scenario.top_k, scenario.experts)
     columns = 2 * scenario.d_hidden
@@ -262,7 +282,7 @@ def forward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict[
     shared = old_sharing(scenario) if old_rules else None
     return {
         "gate": gate(scenario, card, 1),
-        "route": route(scenario),
+        "route": route(scenario, merges=not old_rules),
         "permute": 0.0 if gathered else moved(scenario, card, 0.89),
         "up": product_of_rows(tiles, width, columns, GATED, card, gathered=gathered, shared=shared),
         "down": product_of_rows(tiles, scenario.d_hidden, width, PLAIN, card, shared=shared),
@@ -284,8 +304,9 @@ def backward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict
         "up weight": product_of_weights(tiles, scenario.experts, columns, width, card),
         "up input": product_of_rows(tiles, columns, width, PLAIN, card, shared=shared),
         "unpermute": moved(scenario, card, 0.99),
-        "gate": gate(scenario, card, 2) + SMALL_KERNELS,
-        "add": 3 * scenario.tokens * width * 2 / card.copy,
+        # The product for the gate's gradient of the tokens also reads that of the experts.
+        "gate": gate(scenario, card, 2 if old_rules else 3) + SMALL_KERNELS,
+        "add": 3 * scenario.tokens * width * 2 / card.copy if old_rules else 0.0,
     }
 
 

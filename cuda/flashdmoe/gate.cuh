@@ -21,6 +21,7 @@ template <int kThreads>
 struct RoutingShape : route::Shape<32, kMostChosen / 32, kThreads / 32> {
   // These kernels have no free registers for sorted scores: with SiLU, nvcc would spill.
   static constexpr bool kSortsLanes = false;
+  static constexpr bool kMerges = false;
   static constexpr bool kChecksFinite = false;
 };
 

@@ -2,6 +2,7 @@
 // sums the numbers that the losses need.
 #pragma once
 #include "route/block.cuh"
+#include "route/merge.cuh"
 #include "route/whole_warp.cuh"
 
 namespace pmoe::route {
@@ -60,16 +61,30 @@ __device__ __forceinline__ void choose_by_maxima(const float (&x)[S::kPer], cons
 //
 // x: scores of this lane's experts.
 // numerator, sum: the softmax; a probability is numerator / sum.
-// of_token: which of the token's lanes this lane is.
+// at: the position of this thread.
+// exists: whether the token exists. If not, the results have no meaning.
 // probability_K, expert_K: results, in the shared memory for this token's choices.
 template <class S>
 __device__ __forceinline__ void choose(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
-                                       float sum, int num_experts, int top_k, int of_token,
+                                       float sum, int num_experts, int top_k, const Place<S>& at, bool exists,
                                        float* probability_K, int32_t* expert_K) {
+  if constexpr (S::kMerges) {
+    const auto merged = [&](auto best) {
+      return choose_by_merging<S, decltype(best)::value>(x, numerator, sum, top_k, at, exists, probability_K,
+                                                         expert_K);
+    };
+    if (top_k <= 4) {
+      if (merged(Index<4>{})) return;
+    } else if (top_k <= 8) {
+      if (merged(Index<8>{})) return;
+    } else if constexpr (S::kLanes >= 16) {
+      if (top_k <= kMostMerged && merged(Index<kMostMerged>{})) return;
+    }
+  }
   if constexpr (S::kSortsLanes)
-    choose_by_warp<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);
+    choose_by_warp<S>(x, numerator, sum, num_experts, top_k, at.of_token, probability_K, expert_K);
   else
-    choose_by_maxima<S>(x, numerator, sum, num_experts, top_k, of_token, probability_K, expert_K);
+    choose_by_maxima<S>(x, numerator, sum, num_experts, top_k, at.of_token, probability_K, expert_K);
 }
 
 // Sums that a lane collects over its warp's tokens, for the losses; and whether a logit is infinite or NaN.
@@ -160,7 +175,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
     if constexpr (S::kChecksFinite) sums.note(x, num_experts, at.of_token);
     const int of_token = at.token * top_k;
     sync_warp();  // all lanes have written the choices before these
-    choose<S>(x, numerator, found.sum, num_experts, top_k, at.of_token, probability + of_token,
+    choose<S>(x, numerator, found.sum, num_experts, top_k, at, first + at.token < end, probability + of_token,
               expert + of_token);
     sync_warp();
     const int choices = static_cast<int>(smaller(int64_t{S::kTokens}, end - first)) * top_k;

@@ -76,13 +76,13 @@ constexpr Chosen<Backward> backward_of(const char* name) {
 const Chosen<Forward> kFirst[] = {
     first_of<Kept<1, 8>>("route_choose.8"),     first_of<Kept<2, 8>>("route_choose.16"),
     first_of<Kept<4, 8>>("route_choose.32"),    first_of<Kept<8, 8>>("route_choose.64"),
-    first_of<Kept<32, 4>>("route_choose.128"),  first_of<Kept<32, 8>>("route_choose.256"),
+    first_of<Kept<16, 8>>("route_choose.128"),  first_of<Kept<32, 8>>("route_choose.256"),
     first_of<Kept<32, 16>>("route_choose.512"), first_of<Kept<32, 32>>("route_choose.1024"),
 };
 
-// The first kernel for 65 to 128 experts and up to 2 choices. With a warp for each token (whole_warp.cuh) a
-// choice takes 22 instructions in place of 80, but the rest of a token's work takes 440 in place of 240.
-const Chosen<Forward> kFirstOfTwo[] = {first_of<Kept<16, 8>>("route_choose.128.two")};
+// The first kernel for 65 to 128 experts and more choices than lists are merged for (merge.cuh). With a warp
+// for each token (whole_warp.cuh) a choice takes 22 instructions in place of 80.
+const Chosen<Forward> kFirstOfMany[] = {first_of<Kept<32, 4>>("route_choose.128.many")};
 
 const Chosen<Forward> kSecond[] = {
     second_of<Kept<1, 8>>("route_place.8"),     second_of<Kept<2, 8>>("route_place.16"),
@@ -107,8 +107,8 @@ const Chosen<Call>& pick(const Chosen<Call> (&kernels)[kCount], int64_t num_expe
 }
 
 const Chosen<Forward>& pick_first(int64_t num_experts, int64_t top_k) {
-  const bool is_of_two = top_k <= 2 && num_experts > 64 && num_experts <= 128;
-  return is_of_two ? kFirstOfTwo[0] : pick(kFirst, num_experts);
+  const bool is_of_many = top_k > kMostMerged && num_experts > 64 && num_experts <= 128;
+  return is_of_many ? kFirstOfMany[0] : pick(kFirst, num_experts);
 }
 
 [[noreturn]] void refuse(const std::string& why) { throw std::invalid_argument("pmoe._cuda: route: " + why); }
@@ -298,7 +298,7 @@ void halves(int device, void* stream, int64_t num_tokens, int64_t num_experts, i
 void list_kernels(std::vector<KernelInfo>& found) {
   found.push_back({"route_halves", reinterpret_cast<const void*>(halves_kernel), kHalvesThreads, 0});
   list(kFirst, found);
-  list(kFirstOfTwo, found);
+  list(kFirstOfMany, found);
   list(kSecond, found);
   list(kBackward, found);
 }

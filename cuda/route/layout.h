@@ -50,13 +50,17 @@ struct Shape {
   // Whether a token has a warp, and a lane few enough scores to sort (whole_warp.cuh). Sorting takes as long
   // as 2 rounds of maxima with 8 scores, and as 4 with 16; with 32 it would be worth 5 rounds.
   static constexpr bool kSortsLanes = kLanes == 32 && kPer <= 16;
+  // Whether a token's lanes merge sorted lists, for up to 16 choices (merge.cuh). With fewer lanes, which
+  // have more tokens, a maximum for each choice costs little.
+  static constexpr bool kMerges = kLanes >= 8 && kPer == 8;
   static constexpr bool kChecksFinite = true;  // whether kernels find logits that are not finite
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
   // expert() returns the j-th of a lane's experts, in rising order. owner() returns the lane, among the
-  // kLanes of a token, that has an expert.
+  // kLanes of a token, that has an expert, and number() returns that expert's j.
   PMOE_HD static constexpr int expert(int lane, int j) { return j / 4 * (4 * kLanes) + 4 * lane + j % 4; }
   PMOE_HD static constexpr int owner(int expert) { return expert / 4 % kLanes; }
+  PMOE_HD static constexpr int number(int expert) { return expert / (4 * kLanes) * 4 + expert % 4; }
 };
 
 // The shapes for which pmoe compiles kernels. For more than 256 experts a block has 8 warps instead of 16,

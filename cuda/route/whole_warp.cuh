@@ -24,8 +24,8 @@ PMOE_HD constexpr int log2_of(int power_of_2) { return power_of_2 == 1 ? 0 : 1 +
 // Sorts kCount ranks (a power of 2), the largest first, by Batcher's odd-even merging: it merges sorted runs
 // of 1, 2, 4, ... ranks. The places that a step compares are compile-time constants, so all ranks stay in
 // registers.
-template <int kCount>
-__device__ __forceinline__ void sort_ranks(uint64_t (&rank)[kCount]) {
+template <class Rank, int kCount>
+__device__ __forceinline__ void sort_ranks(Rank (&rank)[kCount]) {
   unrolled<log2_of(kCount)>([&](auto merge) {
     constexpr int kLog = decltype(merge)::value, kRun = 1 << kLog;
     unrolled<kLog + 1>([&](auto step) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void sort_ranks(uint64_t (&rank)[kCount]) {
         constexpr int i = decltype(place)::value;
         constexpr bool kCompared = i >= kFirst && (i - kFirst) / kApart % 2 == 0;
         if constexpr (kCompared && i / (2 * kRun) == (i + kApart) / (2 * kRun)) {
-          const uint64_t first = rank[i], second = rank[i + kApart];
+          const Rank first = rank[i], second = rank[i + kApart];
           rank[i] = larger(first, second);
           rank[i + kApart] = smaller(first, second);
         }

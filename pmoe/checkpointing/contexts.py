@@ -159,6 +159,8 @@ class _Recording(Replay):
     call: the record (`_Call`) in which the decisions are stored.
     """
 
+    is_record = True
+
     def __init__(self, call: _Call) -> None:
         self.call = call
 

@@ -39,6 +39,9 @@ class Replay:
     is_replay = False
     """Whether the call is in a recomputation that repeats the decisions of the forward pass."""
 
+    is_record = False
+    """Whether the call's routing is kept in memory until a recomputation repeats it."""
+
     def once(self, decide: Callable[[], V], what: str = "choice") -> V:
         """Returns decide(), or in a recomputation the value that decide() returned in the forward pass.
 

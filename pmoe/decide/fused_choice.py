@@ -32,7 +32,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.decide.route import cast_dtype
 from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts
-from pmoe.gates.logits import Logits
+from pmoe.gates.logits import Logits, router_logits
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels import route
 from pmoe.kernels.comet.backend import Steps
@@ -155,7 +155,7 @@ def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     is_narrow = dtype == x_TM.dtype == gate.weight.dtype != torch.float32
     if not is_narrow or options.num_experts % 2 or memory_misfit(dense={"gate": gate.weight}) is not None:
         with torch.autocast(x_TM.device.type, enabled=False):
-            return one_rank.route_tokens(gate, x_TM, route.deferred_routing)
+            return one_rank.route_tokens(gate, router_logits(x_TM, gate.weight), route.deferred_routing)
     logits_TE = _PromisedLogits.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
     deferred = route.deferred_routing(
         logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight

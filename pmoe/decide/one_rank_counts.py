@@ -30,6 +30,7 @@ from pmoe.decide.route import apply_start_callbacks, autocast_dtype, check_num_e
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import Routing
+from pmoe.gates.logits import logits_and_rows
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.flashdmoe import RoutingInput
@@ -62,14 +63,14 @@ class OneRankCounts:
         self.call = call
         modules = call.modules
         self._agreed = agreed
-        self._routes, self._deferred = call.replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
+        self._routes, self._deferred, rows_TM = call.replay.route(x_TM, lambda: _routes(call, x_TM, agreed))
         routes = self._routes
         check_num_experts(modules, routes.counts_nE.shape[-1])
         routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
         self.routed = RoutedBatch(
             x=x,
             x_TM=x_TM,
-            gated=CheckedRouting(routing=routing),
+            gated=CheckedRouting(routing=routing, rows_TM=rows_TM),
             autocast=autocast_dtype(x),
             needs_grad=needs_gradients(call, x, *modules.gate.parameters()),
         )
@@ -190,22 +191,32 @@ def kernels_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
     )
 
 
-def _routes(call: Call, x_TM: Tensor, agreed: AgreedChoice) -> tuple[Routes, DeferredRouting | None]:
-    """Returns the routing of a call, and a `DeferredRouting` if the persistent kernel will compute it.
+def _routes(
+    call: Call, x_TM: Tensor, agreed: AgreedChoice
+) -> tuple[Routes, DeferredRouting | None, Tensor | None]:
+    """Returns the routing of a call, a `DeferredRouting` or None, and rows for the experts or None.
 
-    The tensors of a deferred routing have no values until the persistent kernel is launched. If the second
-    result is None, the gate's product and the routing are computed already.
+    If the persistent kernel will compute the routing, the second result is a `DeferredRouting`. Its tensors
+    have no values until that kernel is launched. Otherwise the gate's product and the routing are computed
+    already. The third result is (T, M), the tokens for the experts' autograd node, if the gate's backward
+    adds the gradients of both (`pmoe.gates.logits.LogitsAndRows`).
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     agreed: which kernels compute the call.
     """
     if agreed.steps is not None and (deferred := defer_routing(call, x_TM)) is not None:
-        return deferred.routes, deferred
+        return deferred.routes, deferred, None
+    gate = cast(TopKGate, call.modules.gate)
+    # Of all runners only `OneRankRunner` is known to return memory that nothing else reads. A checkpoint that
+    # records the routing would keep these rows in memory, too.
+    adds = agreed.steps is None and autocast_dtype(x_TM) in (None, x_TM.dtype)
+    adds = adds and not call.replay.is_record
     with torch.autocast(x_TM.device.type, enabled=False):
-        routes = one_rank.route_tokens(cast(TopKGate, call.modules.gate), x_TM, route)
+        logits_TE, rows_TM = logits_and_rows(x_TM, gate.weight, adds=adds)
+        routes = one_rank.route_tokens(gate, logits_TE, route)
     if call.may_run_again:
         from pmoe.checkpointing.routing_check import refuse_changed_routing
 
         refuse_changed_routing(call.layer, x_TM.shape[0], routes.expert_TK)
-    return routes, None
+    return routes, None, rows_TM

@@ -21,7 +21,7 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
-from pmoe.gates.logits import LogitsAndRows, router_logits
+from pmoe.gates.logits import logits_and_rows
 from pmoe.gates.switch import SwitchGate
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route import refusal, route
@@ -230,14 +230,10 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
         n = None  # the kernels would place the rows that stay behind the rows of all chunks
     rows_dtype = cast_dtype(modules, x_TM) or x_TM.dtype
     head = None
-    rows_TM = None
     # A checkpoint that records the routing would keep these rows in memory, too.
-    adds_gradients = rows_dtype == x_TM.dtype and not call.may_run_again
+    adds_gradients = rows_dtype == x_TM.dtype and not call.replay.is_record
     with torch.autocast(x_TM.device.type, enabled=False):
-        if adds_gradients and LogitsAndRows.takes(x_TM, gate.weight):
-            logits_TE, rows_TM = LogitsAndRows.apply(x_TM, gate.weight)  # type: ignore[no-untyped-call]
-        else:
-            logits_TE = router_logits(x_TM, gate.weight)
+        logits_TE, rows_TM = logits_and_rows(x_TM, gate.weight, adds=adds_gradients)
         if writes_messages:
             head = heading(
                 modules.ranks,

@@ -96,15 +96,16 @@ class LogitsAndRows(torch.autograd.Function):
     The sum is written into the memory of the experts' gradient. So only the experts' autograd node may read
     the second result: it returns memory that nothing else reads.
 
-    Tokens and weight have one dtype: bfloat16, float32 or float64. The node has ``passes_rows`` set, by which
-    `pmoe.engine.halves` finds the node of the tokens behind it.
+    Tokens and weight have one dtype: float32, float64, or bfloat16 on a GPU. The node has ``passes_rows``
+    set, by which `pmoe.engine.halves` finds the node of the tokens behind it.
     """
 
     @staticmethod
     def takes(x_TM: Tensor, weight_EM: Tensor) -> bool:
         """Returns whether the tokens need a gradient, and whether tokens and weight have dtypes that suit."""
-        has_dtype = x_TM.dtype == weight_EM.dtype and x_TM.dtype != torch.float16
-        return has_dtype and x_TM.requires_grad and torch.is_grad_enabled()
+        wide = (torch.float32, torch.float64)
+        has_dtype = x_TM.dtype in wide or (x_TM.dtype == torch.bfloat16 and x_TM.is_cuda)
+        return has_dtype and x_TM.dtype == weight_EM.dtype and x_TM.requires_grad and torch.is_grad_enabled()
 
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,6 +130,20 @@ class LogitsAndRows(torch.autograd.Function):
             second = weight_EM
             grad_weight = grad_TE.t() @ x_TM if ctx.needs_input_grad[1] else None
         return first @ second if grad_TM is None else grad_TM.addmm_(first, second), grad_weight
+
+
+def logits_and_rows(x_TM: Tensor, weight_EM: Tensor, *, adds: bool) -> tuple[Tensor, Tensor | None]:
+    """Returns a router's logits, (T, E), and the rows (T, M) for the experts' autograd node, or None.
+
+    x_TM: (T, M), T tokens of M = d_model columns.
+    weight_EM: (E, M), the router's weight for E experts.
+    adds: whether backward may add the experts' gradient of the tokens to the router's (`LogitsAndRows`). If
+        it may not, or cannot, the rows are None. The experts then read x, and autograd adds the gradients.
+    """
+    if adds and LogitsAndRows.takes(x_TM, weight_EM):
+        logits_TE, rows_TM = LogitsAndRows.apply(x_TM, weight_EM)  # type: ignore[no-untyped-call]
+        return logits_TE, rows_TM
+    return router_logits(x_TM, weight_EM), None
 
 
 def load_balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ from pmoe.engine.autograd import Path, Saved, run_as_one_node
 from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
-from pmoe.gates.logits import router_logits
 from pmoe.kernels import grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
@@ -113,18 +112,14 @@ def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     return _checked[key]
 
 
-def route_tokens(gate: TopKGate, x_TM: Tensor, by: Callable[..., V]) -> V:
-    """Computes the gate's logits, and returns what a routing function makes of them.
+def route_tokens(gate: TopKGate, logits_TE: Tensor, by: Callable[..., V]) -> V:
+    """Returns the routing that a routing function makes of the gate's logits, with the gate's options.
 
     gate: the gate.
-    x_TM: (T, M), T tokens with M = d_model columns.
-    by: the routing function. It is called as ``by(logits, K, normalize=..., z_loss_weight=...)``, with the
-        logits (T, E) for E experts, the number K of choices of a token, and the gate's options. It may route
-        at once, or return tensors that a persistent kernel fills later.
-
-    Autocast must be off, because it would compute the logits in a narrower dtype.
+    logits_TE: (T, E), the gate's logits of T tokens for E experts.
+    by: the routing function. It is called as ``by(logits, K, normalize=..., z_loss_weight=...)`` for K
+        choices of a token. It may route at once, or return tensors that a persistent kernel fills later.
     """
-    logits_TE = router_logits(x_TM, gate.weight)
     return by(logits_TE, gate.top_k, normalize=gate.normalize, z_loss_weight=gate.z_loss_weight)
 
 

@@ -177,6 +177,23 @@ def starts(code: Sequence[str], kind: str) -> list[str]:
     return [each for each in code if opcode(each).startswith(kind)]
 
 
+def merges(code: Sequence[str]) -> list[list[str]]:
+    """Choices by merged lists, the shortest first: from the branch past such a code to its vote.
+
+    Code of threads that have parted (`Code.apart`) meets again at a WARPSYNC, and is left out.
+    """
+    found, past = [], 0
+    for index, each in enumerate(code):
+        target = _target(each)
+        if target is not None and opcode(each) != "BRA.DIV" and target > index + 16:
+            past = index + 1
+        if opcode(each) == "VOTE.ANY":
+            merge = list(code[past : index + 1])
+            if len(starts(merge, "SHFL")) >= 10 and not starts(merge, "WARPSYNC"):
+                found.append(merge)
+    return sorted(found, key=len)
+
+
 def executed(code: Sequence[str]) -> int:
     return sum(opcode(each) != "NOP" for each in code)
 

@@ -463,6 +463,99 @@ void check_sort() {
   }
 }
 
+// ---- merged lists
+
+// One warp merges ranks of 0 and 1: every lane then has the rank of its place in the list.
+template <class S, int kBest>
+void check_levels() {
+  using M = Merging<S, kBest>;
+  for (int round = 0; round < 60; ++round) {
+    const int share = draw(1, 60);
+    std::vector<int> ones(S::kTokens);
+    std::vector<std::vector<uint32_t>> ranks(32, std::vector<uint32_t>(S::kPer));
+    for (int lane = 0; lane < 32; ++lane)
+      for (uint32_t& each : ranks[lane]) ones[lane / S::kLanes] += each = draw(0, share) == 0;
+    emu::launch(1, 32, generator(), [&] {
+      const int lane = static_cast<int>(threadIdx.x), of_token = lane % S::kLanes;
+      uint32_t rank[S::kPer];
+      for (int j = 0; j < S::kPer; ++j) rank[j] = ranks[lane][j];
+      sort_ranks(rank);
+      pmoe::unrolled<M::kLevels>(
+          [&](auto level) { merge_level<S, kBest, decltype(level)::value>(rank, of_token); });
+      expect(rank[0] == (M::place(of_token) < ones[lane / S::kLanes]), "the merging of ranks");
+      expect(M::place(M::lane(M::place(of_token))) == M::place(of_token), "the lane of a place");
+    });
+  }
+}
+
+// Whether the upper bits of a token's scores leave it open which experts are its best top_k, or their order.
+template <class S>
+bool is_unclear(const float* row, int experts, int top_k) {
+  std::vector<uint32_t> key(S::kExperts, order_key(-kInfinity));
+  for (int e = 0; e < experts; ++e) key[e] = order_key(row[e]);
+  std::sort(key.rbegin(), key.rend());
+  for (int k = 0; k < top_k && k + 1 < S::kExperts; ++k)
+    if ((key[k] ^ key[k + 1]) < S::kExperts) return true;
+  return false;
+}
+
+// Chooses for one warp's tokens by merging and by maxima. Returns whether merging has decided.
+template <class S, int kBest>
+bool check_merging(int experts, int top_k, Values values, int tokens) {
+  Array<float> logits(S::kTokens * experts);
+  for (size_t i = 0; i < logits.size(); ++i) logits[i] = draw_logit(values);
+  for (int twin = values == Values::kDistinct ? draw(0, 3) : 0; twin == 1; twin = 0) {  // a score's neighbour
+    float* const row = logits.get() + draw(0, tokens - 1) * experts;
+    row[draw(0, experts - 1)] = std::nextafter(row[draw(0, experts - 1)], kInfinity);
+  }
+  const Rows rows{tokens, experts, false};
+  const auto size = static_cast<size_t>(S::kTokens * top_k);
+  std::vector<float> merged(size, -1.0f), expected(size);
+  std::vector<int32_t> merged_expert(size, -1), expected_expert(size);
+  int decided = 0;
+  emu::launch(1, 32, generator(), [&] {
+    Place<S> at;
+    const bool exists = at.token < tokens;
+    float x[S::kPer], numerator[S::kPer];
+    load_row<S>(logits.get(), rows, at.token, exists, at.of_token, x);
+    const Softmax found = softmax<S>(x, numerator);
+    const int begin = at.token * top_k;
+    const bool has = choose_by_merging<S, kBest>(x, numerator, found.sum, top_k, at, exists,
+                                                 merged.data() + begin, merged_expert.data() + begin);
+    decided += has;
+    choose_by_maxima<S>(x, numerator, found.sum, experts, top_k, at.of_token, expected.data() + begin,
+                        expected_expert.data() + begin);
+  });
+  bool unclear = false;
+  for (int t = 0; t < tokens; ++t) unclear |= is_unclear<S>(logits.get() + t * experts, experts, top_k);
+  const std::string told = "merging of " + std::to_string(experts) + " by " + std::to_string(S::kLanes) +
+                           " lanes, " + std::to_string(top_k) + " of " + std::to_string(kBest);
+  expect(decided == (unclear ? 0 : 32), told + ": decided");
+  for (int i = 0; i < tokens * top_k; ++i) {
+    if (unclear) {
+      expect(merged_expert[i] == -1, told + ": wrote what is not decided");
+      continue;
+    }
+    expect(merged_expert[i] == expected_expert[i], told + ": expert");
+    expect(std::memcmp(&merged[i], &expected[i], sizeof(float)) == 0, told + ": probability");
+  }
+  return !unclear;
+}
+
+// Draws sizes and values. Of scores that differ, most must be decided.
+template <class S, int kBest>
+void check_merged() {
+  check_levels<S, kBest>();
+  int decided = 0;
+  for (int i = 0; i < 60; ++i) {
+    const int top_k = i % 3 ? draw(1, kBest) : kBest,
+              experts = draw(std::max(top_k, S::kExperts / 2 + 1), S::kExperts);
+    const auto values = static_cast<Values>(i % 6 < 4 ? 0 : i % 6 - 3);
+    decided += check_merging<S, kBest>(experts, top_k, values, draw(1, S::kTokens));
+  }
+  expect(decided > 20 && decided < 50, std::to_string(decided) + " of 60 were decided by merging");
+}
+
 void check_ranks() {
   expect(rank_of(7, 3) > rank_of(6, 0), "the higher score wins");
   expect(rank_of(7, 3) > rank_of(7, 4), "of equal scores the first expert wins");
@@ -540,6 +633,11 @@ int main(int argc, char** argv) {
     check_sizes();
     check_ranks();
     check_sort<4>(), check_sort<8>(), check_sort<16>();
+    check_merged<Shape<8, 8, 1>, 4>(), check_merged<Shape<8, 8, 1>, 8>();
+    check_merged<Shape<16, 8, 1>, 4>(), check_merged<Shape<16, 8, 1>, 8>(),
+        check_merged<Shape<16, 8, 1>, 16>();
+    check_merged<Shape<32, 8, 1>, 4>(), check_merged<Shape<32, 8, 1>, 8>(),
+        check_merged<Shape<32, 8, 1>, 16>();
     check_that_waits_are_found();
     check_crowded();
     check_halves(0, 8, 8, 1);

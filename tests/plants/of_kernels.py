@@ -91,6 +91,22 @@ KERNELS = (
         "          rank[i + kApart] = swaps ? first : second;\n",
         tests=ROUTE,
     ),
+    Plant(
+        name="experts-whose-scores-agree-in-the-upper-bits",
+        breaks="of scores that agree in their upper bits the lower expert is chosen, not the higher score",
+        file="cuda/route/merge.cuh",
+        old="  if (ballot(is_unclear && exists) != 0) return false;\n",
+        new="",
+        tests=ROUTE,
+    ),
+    Plant(
+        name="merged-lists-in-one-direction",
+        breaks="two lists that are sorted alike are merged as if the second one were turned round",
+        file="cuda/route/merge.cuh",
+        old="  const int turned = of_token >> (kLevel + 1) & 1 ? ~of_token : of_token;\n",
+        new="  const int turned = of_token;\n",
+        tests=ROUTE,
+    ),
     # Two blocks of a cluster whose tiles lie side by side: each loads half of A for both.
     Plant(
         name="half-of-a-in-the-others-place",

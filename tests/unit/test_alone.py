@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
@@ -216,6 +217,34 @@ def test_input_that_is_not_contiguous(kernels: list[str], monkeypatch: Any) -> N
         found, expected = compared(layer, x, monkeypatch)
         torch.testing.assert_close(found["y"], expected["y"], rtol=1e-12, atol=1e-13)
     assert len(kernels) == 3
+
+
+class Writes(TorchDispatchMode):
+    """Notes the names of operators that return a tensor of a shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.shape == self.shape:
+            self.names.append(func.overloadpacket.__name__)
+        return result
+
+
+def test_the_gates_product_adds_its_gradient_of_the_tokens(kernels: list[str], monkeypatch: Any) -> None:
+    """Autograd would launch a sum of its own, which reads both gradients once more and writes a third."""
+    layer, x = make(bias=False), tokens(7, M).requires_grad_()
+    added = {}
+    for way in (None, "not this time"):
+        monkeypatch.setattr(one_rank, "kernel_refusal", lambda *_, way=way, **__: way)
+        y = layer(x)
+        with Writes(7, M) as writes:
+            (y.sum() + layer.l_aux).backward()
+        added[way] = [name for name in writes.names if name in ("add", "add_", "addmm_", "mm")]
+    assert added[None] == ["addmm_"] and "add" in added["not this time"]
 
 
 class SeesRows(Callback):

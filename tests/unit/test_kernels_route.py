@@ -380,7 +380,7 @@ def test_logits_are_read_and_gradients_written_16_bytes_at_a_time() -> None:
     for arch in archs():
         for name in names:
             code, backward = sass(arch)[name], name.startswith("route_backward")
-            fours = {"512": 4, "1024": 8}.get(name.split(".")[1], 1 if name == "route_choose.128" else 2)
+            fours = {"512": 4, "1024": 8}.get(name.split(".")[1], 1 if name == "route_choose.128.many" else 2)
             assert count(code, "LDG.E.128") == fours * (1 if backward else 2), (arch, name)
             assert count(code, "STG.E.128") == (fours if backward else 0), (arch, name)
 

@@ -153,7 +153,9 @@ def test_the_path_of_one_ranks_kernels_is_taken_in_both_passes(monkeypatch: pyte
     calls.clear()
     (y.square().sum() + AUX * l_aux).backward()
     assert calls == ["run"] * 2
-    assert torch.equal(x.grad, expected["x"])
+    # Autograd adds the gate's gradient of x to that of the experts. Without a checkpoint that keeps the
+    # routing, the gate's product adds it.
+    torch.testing.assert_close(x.grad, expected["x"], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("way, pair", spread([True, "forward"], ["S4", Restore("keep", "keep")], every=1))

@@ -1,0 +1,178 @@
+// The choice of a token's experts by merging sorted lists, for 33 to 256 experts and up to 16 choices (8 for
+// up to 64 experts).
+//
+// Each lane sorts its own scores. Then neighbouring lanes merge their lists, then pairs of lanes, and so on,
+// and never keep more than the best 4, 8 or 16 (kBest). When a list is that long, its lanes divide it, so
+// that each has half as many: a token's lanes have one rank each in the end. With kBest = 4, and two ranks in
+// each of eight lanes:
+//
+//   lane          0    1    2    3    4    5    6    7
+//   sorted        9 4  8 7  8 3  6 5  2 1  2 2  1 1  3 0
+//   by 2 lanes    9 8  7 4  5 3  8 6  2 2  2 1  1 0  3 1    lanes of odd pairs are in reverse order
+//   by 4 lanes    9    8    8    7    2    2    2    3
+//   by 8 lanes    9    8    8    7    9    8    8    7      two copies, since four lanes are enough
+//
+// (The lanes that a list is divided among are not always in the order of the list: `Merging::bit`.)
+//
+// To compare two experts takes one instruction, because a score and its expert share one 32-bit number: the
+// upper bits of the score's key, and the expert in place of the lower ones. If two of a token's best scores
+// agree in all upper bits, or the last of them and one that was not chosen, nothing is chosen here, and the
+// warp chooses in another way. Scores that differ by less than 2^-15 of their value may agree so.
+#pragma once
+#include "route/whole_warp.cuh"
+
+namespace pmoe::route {
+
+constexpr int kMostMerged = 16;  // the most choices for which lists are merged
+
+// The places of a list of kBest ranks among a token's lanes, and what each level of merging does.
+//
+// Level t merges the lists of lanes whose numbers differ in bit t. The lists of lanes that have a 0 there are
+// sorted with the best rank in the first lane, the others with the best rank in the last lane. In each lane
+// the best rank comes first.
+template <class S, int kBest>
+struct Merging {
+  static constexpr int kLevels = log2_of(S::kLanes);
+  static constexpr int kFirst = smaller(S::kPer, kBest);  // ranks of a lane before the first level
+  static constexpr int kWhole = log2_of(kBest / kFirst);  // levels whose lists keep all ranks
+  static constexpr int kBits = log2_of(kBest);            // lanes of a whole list, as a power of 2
+  static_assert(kBest <= S::kLanes);
+
+  // Returns how many ranks a lane has before a level.
+  PMOE_HD static constexpr int ranks(int level) {
+    const int halvings = level < kWhole ? 0 : level - kWhole;
+    return halvings >= log2_of(kFirst) ? 1 : kFirst >> halvings;
+  }
+
+  // Returns the bit of a lane's number that is the i-th bit, from the highest, of its place in the list.
+  PMOE_HD static constexpr int bit(int i) { return i < kWhole ? kWhole - 1 - i : i; }
+
+  // Returns the place in the whole list of the rank that a lane has in the end.
+  PMOE_HD static constexpr int place(int of_token) {
+    int place = 0;
+    PMOE_UNROLL
+    for (int i = 0; i < kBits; ++i) place = 2 * place + (of_token >> bit(i) & 1);
+    return place;
+  }
+
+  // Returns the first of the token's lanes that have the rank at a place.
+  PMOE_HD static constexpr int lane(int place) {
+    int lane = 0;
+    PMOE_UNROLL
+    for (int i = 0; i < kBits; ++i) lane |= (place >> (kBits - 1 - i) & 1) << bit(i);
+    return lane;
+  }
+};
+
+// Compares the first kCount ranks of two lanes, whose numbers differ in one bit, and keeps the larger or the
+// smaller of each two.
+//
+// kReversed: whether the first rank of one lane is compared with the last one of the other.
+template <int kCount, bool kReversed, int kPer>
+__device__ __forceinline__ void compare_lanes(uint32_t (&rank)[kPer], int mask, bool keeps_larger) {
+  uint32_t other[kCount];
+  PMOE_UNROLL
+  for (int i = 0; i < kCount; ++i) other[i] = shfl_xor(rank[kReversed ? kCount - 1 - i : i], mask);
+  PMOE_UNROLL
+  for (int i = 0; i < kCount; ++i)
+    rank[i] = keeps_larger ? larger(rank[i], other[i]) : smaller(rank[i], other[i]);
+}
+
+// Sorts a lane's first kCount ranks, the largest first, if they rise and then fall, or fall and then rise.
+template <int kCount, int kPer>
+__device__ __forceinline__ void sort_rising_and_falling(uint32_t (&rank)[kPer]) {
+  PMOE_UNROLL
+  for (int apart = kCount / 2; apart > 0; apart /= 2) {
+    PMOE_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      if (i & apart) continue;
+      const uint32_t first = rank[i], second = rank[i + apart];
+      rank[i] = larger(first, second);
+      rank[i + apart] = smaller(first, second);
+    }
+  }
+}
+
+// Merges the lists of the lanes whose numbers differ in bit kLevel.
+template <class S, int kBest, int kLevel>
+__device__ __forceinline__ void merge_level(uint32_t (&rank)[S::kPer], int of_token) {
+  using M = Merging<S, kBest>;
+  constexpr int kBefore = M::ranks(kLevel), kAfter = M::ranks(kLevel + 1);
+  constexpr bool kKeepsAll = kLevel < M::kWhole;
+  // The lanes that put the worst rank first have a 1 in the next bit.
+  const int turned = of_token >> (kLevel + 1) & 1 ? ~of_token : of_token;
+  const auto keeps_larger = [&](int bit) { return (turned & 1 << bit) == 0; };
+  if constexpr (kKeepsAll) {
+    compare_lanes<kBefore, true>(rank, 1 << kLevel, keeps_larger(kLevel));
+    unrolled<kLevel>([&](auto i) {
+      constexpr int kBit = kLevel - 1 - decltype(i)::value;
+      compare_lanes<kAfter, false>(rank, 1 << kBit, keeps_larger(kBit));
+    });
+  } else {
+    uint32_t other[kAfter];
+    PMOE_UNROLL
+    for (int i = 0; i < kAfter; ++i) other[i] = shfl_xor(rank[kBefore - 1 - i], 1 << kLevel);
+    PMOE_UNROLL
+    for (int i = 0; i < kAfter; ++i) rank[i] = larger(rank[i], other[i]);
+    unrolled<smaller(kLevel, M::kBits)>([&](auto i) {
+      constexpr int kBit = M::bit(decltype(i)::value);
+      compare_lanes<kAfter, false>(rank, 1 << kBit, keeps_larger(kBit));
+    });
+    if constexpr (kAfter < kBefore) compare_lanes<kAfter, true>(rank, 1 << kLevel, keeps_larger(kLevel));
+  }
+  sort_rising_and_falling<kAfter>(rank);
+}
+
+// Chooses the token's top_k experts, best first, as choose() does, and returns true. Returns false if the
+// upper bits of scores do not decide, for any token of the warp. All lanes of a warp must call it.
+//
+// exists: whether the token exists.
+template <class S, int kBest>
+__device__ __forceinline__ bool choose_by_merging(const float (&x)[S::kPer],
+                                                  const float (&numerator)[S::kPer], float sum, int top_k,
+                                                  const Place<S>& at, bool exists, float* probability_K,
+                                                  int32_t* expert_K) {
+  using M = Merging<S, kBest>;
+  constexpr uint32_t kLower = S::kExperts - 1;  // the bits that hold an expert
+  static_assert((S::kExperts & kLower) == 0, "a power of 2");
+  uint32_t all[S::kPer], rank[S::kPer];
+  PMOE_UNROLL
+  for (int j = 0; j < S::kPer; ++j) {
+    // Of equal scores the lower expert has the larger rank. Experts that do not exist have the score -inf
+    // (load_row) and the highest numbers, so all others come before them.
+    const auto expert = static_cast<uint32_t>(S::expert(at.of_token, j));
+    all[j] = (order_key(x[j]) & ~kLower) | (kLower - expert);
+    rank[j] = all[j];
+  }
+  sort_ranks(rank);
+  int of_token = at.of_token;
+  make_opaque(of_token);  // else all comparisons' conditions would be kept in registers between tokens
+  unrolled<M::kLevels>([&](auto level) { merge_level<S, kBest, decltype(level)::value>(rank, of_token); });
+
+  const int first_lane = at.lane - at.of_token;
+  const int place = M::place(at.of_token);
+  const uint32_t mine = rank[0];
+  const uint32_t next = shfl(mine, first_lane + M::lane((place + 1) % kBest));
+  const uint32_t last = shfl(mine, first_lane + M::lane(top_k - 1));
+  bool is_unclear = place + 1 < top_k && (mine ^ next) <= kLower;
+  // Ranks of experts that were not chosen, and agree with the last chosen one in the upper bits.
+  const uint32_t lowest = last & ~kLower;
+  PMOE_UNROLL
+  for (int j = 0; j < S::kPer; ++j) is_unclear |= all[j] - lowest < last - lowest;
+  if (ballot(is_unclear && exists) != 0) return false;
+
+  const auto own = static_cast<int32_t>(kLower - (mine & kLower));
+  float value = 0.0f;
+  PMOE_UNROLL
+  for (int j = 0; j < S::kPer; ++j) {
+    const float other = shfl(numerator[j], first_lane + S::owner(own));
+    if (S::number(own) == j) value = other;
+  }
+  if (at.of_token < kBest && place < top_k) {
+    probability_K[place] = value / sum;
+    expert_K[place] = own;
+  }
+  return true;
+}
+
+}  // namespace pmoe::route

@@ -583,7 +583,7 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     experts: the layer's experts.
     name: the name of the adapter.
     """
-    _reshard(experts)
+    hold_own_parts(experts)
     adapter = experts.adapter(name)
     if experts.is_sharded:
         adapter.left_out = leave_out(experts, adapter)

@@ -11,12 +11,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state as tracing
+from torch._C._functorch import peek_interpreter_stack as transform
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import described, is_watched
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import CheckedRouting, RoutedBatch
-from pmoe.call.tensor_kinds import refused_kind, tracing, transform
+from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
 from pmoe.gates.base import Routing

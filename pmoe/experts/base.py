@@ -291,12 +291,12 @@ class Experts(ModuleWithSettings, abc.ABC):
         The experts call it after parameters were replaced. If FSDP2 has gathered the experts' parameters,
         nothing is done: the hooks are for this rank's parts.
         """
-        if self.is_sharded:
+        if self.frozen_experts and self.is_sharded:
             from pmoe.experts.dtensor_layout import is_gathered
 
             if is_gathered(self):
                 return
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.named_parameters() if self.frozen_experts else ():
             if name in self.frozen_experts:
                 freeze_rows(parameter, self.frozen_experts[name])
 

@@ -263,7 +263,7 @@ def _check_place(
 ) -> None:
     """Checks whose adapters are loaded if they are DTensors from a file. A hook of ``load_state_dict()``.
 
-    torch copies the local values of a DTensor, whatever rank has written the file.
+    torch copies the local values of a DTensor, even if another rank has written the file.
 
     adapter: the module that loads.
     state: the state dict of the whole model.

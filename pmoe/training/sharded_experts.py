@@ -159,17 +159,8 @@ def _forget_gradients(experts: Any) -> None:
                 record._unsharded_param.grad = None
 
 
-def _groups_of(experts: Any) -> Sequence[Any]:
-    """Returns FSDP2's records of the experts' parameters: a record for each group that it gathers together.
-
-    experts: this rank's experts, which FSDP2 shards.
-    """
-    groups: Sequence[Any] = experts._get_fsdp_state()._fsdp_param_groups
-    return groups
-
-
 def _check_undivided() -> None:
-    """Raises ValueError if a pipeline schedule of torch now asks for the gradients of a stage's inputs alone.
+    """Raises ValueError if a pipeline schedule now asks for the gradients of a stage's inputs alone.
 
     In its next call the schedule would ask for the gradients of the stage's parameters. It takes these from
     the stage, which then has this rank's parts of the experts. But autograd's graph has the gathered weights.

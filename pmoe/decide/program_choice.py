@@ -1,6 +1,7 @@
 """The choice of pass programs: which calls of a layer with ``Switches(program=True)`` they run.
 
-If programs cannot run a call, Python's engine runs it on all ranks. pmoe then warns once for each reason.
+A program is a pass that was compiled into a list of calls, which C++ issues (`pmoe.program`). If programs
+cannot run a call of the layer, Python's engine (`pmoe.engine`) runs it on all ranks. pmoe then warns once for each reason.
 Three functions look for a reason, in this order. Each examines the facts on its line, and all ranks get the
 same answers:
 
@@ -35,7 +36,7 @@ _agreed: dict[tuple[object, ...], Programs | str] = {}
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why programs can run no call of a layer; None if they may run some calls.
+    """Returns why compiled pass programs can run no call of a layer; None if they may run some calls.
 
     All ranks get the same answer.
     """
@@ -45,7 +46,10 @@ def layer_refusal(modules: LayerModules) -> str | None:
 
 
 def takes_layer(modules: LayerModules) -> bool:
-    """Returns whether programs may run calls of a layer. If not, warns of the reason."""
+    """Returns whether compiled pass programs may run calls of a layer. If not, warns of the reason.
+
+    Python's engine then runs all calls of the layer.
+    """
     why = layer_refusal(modules)
     if why is not None:
         _warn(why)
@@ -61,7 +65,9 @@ def _warn(why: str) -> None:
 
 
 def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> str | None:
-    """Returns why programs cannot run a call; None if they may. All ranks get the same answer.
+    """Returns why compiled pass programs cannot run a call of a layer; None if they can.
+
+    All ranks get the same answer.
 
     modules: the modules and options of the layer.
     counts: the row counts of the call.
@@ -80,9 +86,9 @@ def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> s
 def agreed_programs(
     modules: LayerModules, inputs: Inputs, counts: RankCounts, choice: Choice
 ) -> Programs | None:
-    """Returns the programs that run a call; None if the engine runs it, after a warning of the reason.
+    """Returns the compiled pass programs that run a call; None if Python's engine runs it.
 
-    All ranks get programs, or none does. The first call for each dtype and each combination of sizes is a
+    In the second case the function warns of the reason. All ranks get programs, or none does. The first call for each dtype and each combination of sizes is a
     collective, because kernels or libraries may be missing on some ranks.
 
     modules: the modules of the layer, with the experts that were really called.

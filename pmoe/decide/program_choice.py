@@ -1,9 +1,9 @@
 """The choice of pass programs: which calls of a layer with ``Switches(program=True)`` they run.
 
 A program is a pass that was compiled into a list of calls, which C++ issues (`pmoe.program`). If programs
-cannot run a call of the layer, Python's engine (`pmoe.engine`) runs it on all ranks. pmoe then warns once for each reason.
-Three functions look for a reason, in this order. Each examines the facts on its line, and all ranks get the
-same answers:
+cannot run a call of the layer, Python's engine (`pmoe.engine`) runs it on all ranks. pmoe then warns once for
+each reason. Three functions look for a reason, in this order. Each examines the facts on its line, and all
+ranks get the same answers:
 
     takes_layer       options and modules of the layer
     call_refusal      the numbers of chunks, the restore pair and the row counts of a call
@@ -88,8 +88,9 @@ def agreed_programs(
 ) -> Programs | None:
     """Returns the compiled pass programs that run a call; None if Python's engine runs it.
 
-    In the second case the function warns of the reason. All ranks get programs, or none does. The first call for each dtype and each combination of sizes is a
-    collective, because kernels or libraries may be missing on some ranks.
+    In the second case the function warns of the reason. All ranks get programs, or none does. The first call
+    for each dtype and each combination of sizes is a collective, because kernels or libraries may be missing
+    on some ranks.
 
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.

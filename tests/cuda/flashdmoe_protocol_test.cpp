@@ -387,10 +387,11 @@ void for_ranks(int ranks, const Body& body) {
   for (std::thread& driver : drivers) driver.join();
 }
 
-// Delivers puts as long as it lives.
+// Delivers puts as long as it lives, if some rank is not mapped.
 class Deliveries {
  public:
   explicit Deliveries(World& w) {
+    if (w.heaps.mapped[0] == w.heaps.at) return;
     thread_ = std::thread([&w, this] {
       while (!is_over_.load(std::memory_order_relaxed)) {
         w.network->step();
@@ -400,7 +401,7 @@ class Deliveries {
   }
   ~Deliveries() {
     is_over_.store(true, std::memory_order_relaxed);
-    thread_.join();
+    if (thread_.joinable()) thread_.join();
   }
 
  private:

@@ -384,6 +384,8 @@ void register_rank(const Heaps& heaps, size_t index, Rank& own, Workspace& w) {
 
 using Workspaces = std::vector<std::unique_ptr<Workspace>>;
 
+bool is_broken = false;  // puts break a promise
+
 #if defined(PMOE_LATE_PUTS)
 
 peers::puts::Broken broken = peers::puts::Broken::kNothing;
@@ -536,6 +538,7 @@ void play_apart(Case c, unsigned seed) {
   c.node_ranks = 0;
   play(c, seed);
   const std::vector<std::vector<Rank>> mapped = played;
+  if (is_broken) emu::most_passes = 10 * emu::last_passes;  // ranks may wait for ever
   c.node_ranks = node_ranks;
   play(c, seed);
   expect(played.size() == mapped.size(), std::string(c.name) + ": passes");
@@ -566,6 +569,7 @@ int main(int argc, char** argv) {
   const std::string planted = argc > 3 ? argv[3] : "";
   if (planted == "flag_before_its_bytes") broken = peers::puts::Broken::kFlagFirst;
   if (planted == "puts_in_any_order") broken = peers::puts::Broken::kUnordered;
+  is_broken = broken != peers::puts::Broken::kNothing;
 #endif
   const auto go_apart = [&](Case c) {
     c.hopper = arch == "sm_90a";
@@ -573,7 +577,8 @@ int main(int argc, char** argv) {
   };
   if (asked == "apart") {
     Case two = {"two nodes", 2, 2, 2, {40, 25}};
-    two.node_ranks = 1, two.trains = true, two.rounds = 1, go_apart(two);
+    two.node_ranks = 1, two.trains = true, two.rounds = 1;
+    if (!is_broken) go_apart(two);
     Case skewed = {"two nodes, rows are dropped, one rank without tokens", 2, 1, 1, {0, 140}};
     skewed.favoured = 0, skewed.rounds = 1, skewed.activation = Activation::kRelu, skewed.trains = true;
     skewed.node_ranks = 1, skewed.recomputes = true, go_apart(skewed);
@@ -582,7 +587,8 @@ int main(int argc, char** argv) {
     pool.node_ranks = 2, go_apart(pool);
     Case chosen = {"three nodes choose", 3, 1, 2, {70, 0, 20}};
     chosen.scores = Scores::kSome, chosen.rounds = 1, chosen.pool = 4 * kTileRows;
-    chosen.node_ranks = 1, go_apart(chosen);
+    chosen.node_ranks = 1;
+    if (!is_broken) go_apart(chosen);
   } else if (asked == "apart thoroughly") {
     Case four = {"two nodes of two ranks", 4, 2, 3, {30, 50, 1, 20}};
     four.node_ranks = 2, four.trains = true, go_apart(four);

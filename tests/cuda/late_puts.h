@@ -177,6 +177,7 @@ class Network {
     const unsigned latest = broken_ == Broken::kNeverQuiet ? 2000 : 150;
     while (message != nullptr) {
       message->not_before = now_ + (random_() % 3 == 0 ? random_() % latest : random_() % 10);
+      if (message->has_flag) message->not_before += 1000;  // out of order, if puts may be
       messages_.push_back(*message);
       Message* const next = message->next;
       delete message;

@@ -1088,7 +1088,7 @@ def removed(rank: int, world: int, shard_experts: Any) -> dict[str, tuple[int, f
     own_part = weakref.ref(next(layer.experts.adapters["default"].parameters()))
     loss = loss_of(model, batch(9, 4).chunk(world)[rank])
     pmoe.remove_lora(model)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation|changed in place"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|in place|storage of size 0"):
         loss.backward()
     del added, loss
     gc.collect()

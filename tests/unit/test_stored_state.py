@@ -19,7 +19,7 @@ from pmoe.experts.ffn import FFNExperts
 M, H, E = 6, 8, 4
 WHOLE = {
     **{"first_expert": 0, "num_local_experts": E, "num_experts": E, "shard": 0, "num_shards": 1},
-    **{"rank": 0, "num_ranks": 1, "are_equal": False},
+    **{"copy_part": 0, "num_copy_parts": 1, "rank": 0, "num_ranks": 1, "are_equal": False},
 }
 
 

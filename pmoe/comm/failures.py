@@ -131,23 +131,31 @@ def publish_construction(error: Exception) -> None:
     Peers that have built the layer may wait for this rank in their first call.
 
     If constructors fail on all ranks, nobody waits. So a rank ignores the report of a peer's n-th failed
-    constructor if it has n failed constructors itself, even if the errors differ.
+    constructor if it has n failed constructors itself, even if the errors differ. A constructor that failed
+    on a peer alone, and whose report this rank has read, counts as a failed constructor of this rank, too.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None or not has_peers(world):
         return
     life = record_of_group(world).life
-    _failed_constructors[life] += 1
+    _failed_constructors[life] = max(_failed_constructors[life], _reported_constructors[life]) + 1
     _publish_report(error, _construction(_failed_constructors[life]))
 
 
 _failed_constructors: collections.Counter[int] = collections.Counter()
 """The number of this rank's failed constructors of layers, for each `GroupRecord.life`."""
 
+_reported_constructors: collections.Counter[int] = collections.Counter()
+"""The largest number of failed constructors in a peer's report that `failures` returned, by life."""
+
 
 def _construction(number: int) -> str:
     """Returns the text that stands for a failed constructor in its report. ``number`` counts from 1."""
-    return f"construction {number}"
+    return f"{CONSTRUCTION}{number}"
+
+
+CONSTRUCTION = "construction "
+"""The beginning of the text that stands for a failed constructor."""
 
 
 def _publish_report(error: BaseException, place: str) -> None:
@@ -357,6 +365,10 @@ def failures(group: dist.ProcessGroup) -> list[str]:
         # group too, the report says nothing about the present group.
         if rest and left_group != record.name and left_group not in known_here:
             texts.append(rest.partition("\n")[2])
+            if left_group.startswith(CONSTRUCTION):
+                number = int(left_group.removeprefix(CONSTRUCTION))
+                reported = _reported_constructors[record.life]
+                _reported_constructors[record.life] = max(reported, number)
     return texts
 
 

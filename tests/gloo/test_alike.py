@@ -193,7 +193,7 @@ def wrong_job(rank: int, world: int) -> list[str]:
     both = error_of(lambda: build(shared_expert="8"))
     layer = build()
     if rank == 1:
-        time.sleep(0.8)
+        time.sleep(1.3)
     return [*messages, both, error_of(lambda: layer(x))]
 
 

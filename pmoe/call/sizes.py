@@ -68,6 +68,22 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
     return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=options.num_experts)
 
 
+def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bool:
+    """Returns whether compiled pass programs compute the layer's calls, as far as its sizes tell.
+
+    The backend for CUDA refuses biases, and rows of other types than bfloat16 and float16.
+
+    modules: the modules and options of the layer.
+    device_type: the type of the rows' device.
+    row_size: bytes of an element of a row.
+    """
+    options = modules.options
+    if not (options.switches.program and options.rotates and device_type == "cuda"):
+        return False
+    has_bias = getattr(modules.experts, "has_bias", True)
+    return row_size == 2 and not has_bias and modules.refusal("program") is None
+
+
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
     """Returns the sizes of a layer that predictions of its memory and times need.
 
@@ -117,7 +133,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         + bool(getattr(modules.router, "z_loss_weight", 0)),
         cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=options.rotates,
-        programs=options.switches.program and device_type == "cuda" and modules.refusal("program") is None,
+        programs=_runs_programs(modules, device_type, row_size),
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         packs_tokens=device_type == "cpu" and copies_bytes(modules.order),

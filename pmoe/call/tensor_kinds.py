@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_tracing_state as tracing
-from torch._C._functorch import peek_interpreter_stack as transform
+from torch._C import _get_tracing_state as tracing_state
+from torch._C._functorch import peek_interpreter_stack as innermost_transform
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -39,12 +39,12 @@ def refused_kind(x: Tensor, d_model: int) -> str | None:
         ``torch.jit.trace`` or a transform of ``torch.func`` runs; dtype, shape and device are not.
     d_model: number of columns of the layer's input, for the text.
     """
-    if tracing() is not None:
+    if tracing_state() is not None:
         return (
             "x (inside torch.jit.trace) must be outside of it: a layer decides each call on the host, so a "
             "trace would keep the routing of this batch. Trace the modules around the layer"
         )
-    running: Any = transform()
+    running: Any = innermost_transform()
     if running is not None:
         return (
             f"x (inside the transform {running.key().name.lower()} of torch.func) must be outside of it: a "

@@ -121,7 +121,10 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     assert isinstance(experts, StackedExperts)
     device_type = device.type if backend is None else backend.device_type
     shape = LayerShape.of(modules, x_TM, weight_TK, device_type=device_type)
-    key = (ranks.name, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape)
+    life = (
+        ranks.record.life if ranks.size > 1 else 0
+    )  # a group made again may have the name of an earlier one
+    key = (ranks.name, life, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape)
     if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
         own = f"its tensors are on {device}, and pass programs run on CUDA devices"
         why = own if backend is None else backend.refusal(shape, x_TM)

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state as tracing
-from torch._C._functorch import peek_interpreter_stack as transform
+from torch._C import _get_tracing_state as tracing_state
+from torch._C._functorch import peek_interpreter_stack as innermost_transform
 
 from pmoe.call.call import Call
 from pmoe.call.module_calls import described, is_watched
@@ -362,8 +362,10 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x ({type(x).__name__}) must be a torch.Tensor of shape (..., {d_model})")
     is_plain = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
-    if (not is_plain or transform() or tracing()) and (why := refused_kind(x, d_model)) is not None:
-        raise FaultError(Fault.SHAPE, why)
+    if not (is_plain and innermost_transform() is None and tracing_state() is None):
+        why = refused_kind(x, d_model)
+        if why is not None:
+            raise FaultError(Fault.SHAPE, why)
     if x.dim() == 0 or x.shape[-1] != d_model:
         raise FaultError(
             Fault.SHAPE, f"x of shape {tuple(x.shape)} must end in d_model ({d_model}): (..., d_model)"

@@ -134,10 +134,10 @@ class Local(torch.autograd.Function):
         ctx.reduce = reduce
         ctx.parameters = parameters
         if saves_plainly():
-            laid_out = [parameter for parameter in parameters if hasattr(parameter, "to_local")]
-            # A step changes this rank's parts, from which FSDP2 gathers the parameters again in backward.
             own_parts = getattr(reduce, "own_parts", None)
-            laid_out = laid_out if own_parts is None else own_parts(laid_out)
+            # A step changes this rank's parts, from which FSDP2 gathers the parameters again in backward.
+            present = parameters if own_parts is None else own_parts(parameters)
+            laid_out = [parameter for parameter in present if hasattr(parameter, "to_local")]
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])
         # detach(): autograd changes the tensors that forward returns, which must not be the parameters. The
         # new tensors share the version counters of the local parts.

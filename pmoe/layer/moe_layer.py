@@ -101,7 +101,7 @@ class MoELayer(OldAttributes, nn.Module):
         callbacks: `pmoe.Callback` objects, which may replace rows at six points of a call.
 
     Options such as ``layer.pipeline`` may be set on a built layer, the same on all ranks; the sizes d_model
-    to top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps off for measurements. `l_aux`,
+    to top_k may not. `switches` (`pmoe.call.options.Switches`) turns steps off, or runs programs. `l_aux`,
     `ran`, `tokens_per_expert` and `row_counts` describe the last call, `traffic` counts bytes of all calls.
 
     ``gate.weight`` is (E, M); ``experts.w1`` (E / W, H, M), or for "swiglu" (E / W, 2H, M): gate, then up;

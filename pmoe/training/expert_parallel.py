@@ -126,14 +126,14 @@ def parallelize(
             take_first(experts, ranks, grid.esp, names_of(experts))
         take_first(experts, grid.ep, Ranks.single(), experts.replicated_dims)
         lay_out(experts, mesh, names_of(experts))
-        layer.layer_modules.experts.is_parallelized = True
-        names = layer.layer_modules.experts.call_names
+        experts.is_parallelized = True
+        names = experts.call_names
         means = [MeanOverRanks(mesh.size(), ranks.of_layer(name), layer.ranks, names) for ranks in of_copies]
         if sharding is not None:
-            layer.layer_modules.experts.reduce = DividedByOwnRanks(layer.ranks.size, means, experts)
-            shard(layer.layer_modules.experts, mesh, others, sharding)
+            experts.reduce = DividedByOwnRanks(layer.ranks.size, means, experts)
+            shard(experts, mesh, others, sharding)
         elif reduce:
-            layer.layer_modules.experts.reduce = means[0]
+            experts.reduce = means[0]
     _mark_experts(model)
     for module in model.modules():
         _leave_to_experts(module)

@@ -45,7 +45,7 @@ from pmoe.experts.lora import (
     with_adapters,
     without_adapters,
 )
-from pmoe.experts.operands import check_own_parameters, local_part
+from pmoe.experts.operands import check_own_parameters, local_part, train_frozen_rows
 from pmoe.experts.stacked import UNCUT, StackedExperts, part_of_cut
 from pmoe.layer import MoELayer
 from pmoe.layer.reshard import share_ranks
@@ -519,6 +519,8 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     hold_own_parts(experts)
     take_in(experts, adapter.left_out)
     adapter.left_out = ()
+    for parameter in adapter.parameters():
+        train_frozen_rows(parameter)  # it may have been frozen before it was merged
     for _, parameter in experts.own_parameters():
         parameter.requires_grad_(False)
     _use(layer, experts, name)
@@ -588,6 +590,9 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     if experts.is_sharded:
         adapter.left_out = leave_out(experts, adapter)
     del experts.adapters[name]
+    experts.frozen_experts = {
+        own: rows for own, rows in experts.frozen_experts.items() if not own.startswith(f"{ADAPTERS}{name}.")
+    }
     for placed in [placed for placed in experts.placements if placed.startswith(f"{ADAPTERS}{name}.")]:
         del experts.placements[placed]
     experts.copy_parts = {

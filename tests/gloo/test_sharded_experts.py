@@ -558,12 +558,13 @@ def after_other_calls(rank: int, world: int) -> dict[str, Any]:
         else:
             sums = [torch.allclose(factor * value, world * means[name]) for name, value in gradients.items()]
             found[f"factor {factor:g}"] = all(sums)
-    model = parallelized(SQUARE, True, torch.float64)
-    optimizer = torch.optim.SGD(pmoe.expert_parameters(model), lr=0.1)
-    loss_of(model, batch(0, world).chunk(world)[rank]).backward()
-    loss = loss_of(model, batch(0, world).chunk(world)[rank])
-    optimizer.step()
-    found["step"] = error_of(loss.backward)
+    for kind in ("ffn", mlp):
+        model = parallelized(SQUARE, True, torch.float64, expert=kind)
+        optimizer = torch.optim.SGD(pmoe.expert_parameters(model), lr=0.1)
+        loss_of(model, batch(0, world).chunk(world)[rank]).backward()
+        loss = loss_of(model, batch(0, world).chunk(world)[rank])
+        optimizer.step()
+        found["step" if kind == "ffn" else "step of modules"] = error_of(loss.backward)
     for wrap in ("ddp", "fsdp"):
         model = parallelized(SQUARE, True, torch.float64)
         wrapped = shared(wrap, model) if wrap == "fsdp" else model
@@ -590,6 +591,7 @@ def test_factors_steps_and_schedules_of_torch_leave_no_wrong_gradients() -> None
     for found in ranks(4).run(after_other_calls, timeout=SLOW_IMPORT):
         assert found["factor 1"] and found["factor 8"]
         assert re.search(r"RuntimeError: .* of shape \(4, 12, 8\) was changed between", found["step"])
+        assert re.search(r"RuntimeError: .* was changed between", found["step of modules"])
         assert found["failed ddp"][1] == "" and found["after a failure"]
         assert re.search(r"RuntimeError: .* Call model.reset_iter_state\(\)", found["failed fsdp"][1])
         assert all("KeyError" in found[f"failed {wrap}"][0] for wrap in ("ddp", "fsdp"))

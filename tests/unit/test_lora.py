@@ -681,3 +681,16 @@ def test_a_plan_of_options_counts_all_parameters_as_trained() -> None:
     sizes = sizes_from_options(6, 10, 4)
     assert sizes.trained_parameters == sizes.expert_parameters and not sizes.is_frozen
     assert sizes.gradient_multiply_adds == sizes.multiply_adds
+
+
+def test_an_adapter_of_frozen_experts_trains_all_of_them_after_it_was_merged_and_they_were_freed() -> None:
+    layer = pmoe.MoELayer(8, 12, 4, 2)
+    pmoe.add_lora(layer, rank=2)
+    frozen = pmoe.freeze_experts(layer, [1])
+    merged = pmoe.merge_lora(layer)
+    assert not any("adapters" in name for name in layer.experts.frozen_experts)
+    frozen.remove()
+    pmoe.unmerge_lora(layer, merged)
+    layer(torch.randn(64, 8)).sum().backward()
+    gradient = layer.experts.get_parameter("adapters.default.w1_B").grad
+    assert gradient is not None and gradient.flatten(1).any(1).all()

@@ -1,5 +1,5 @@
 # make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
-# make test    set up .venv once and run the tests that are quick and need no GPU (6 to 8 minutes on 2 cores)
+# make test    set up .venv once and run the tests that are quick and need no GPU (6 minutes on 2 quiet cores)
 # make test-all        the slow ones, too (up to an hour)
 # make test-nightly    all that need no GPU: kills, jobs of several machines, planted mistakes, machine code
 # make fuzz            10,000 random layers, called in random ways, beside the definition

@@ -138,8 +138,8 @@ __device__ __forceinline__ bool choose_by_merging(const float (&x)[S::kPer],
   uint32_t all[S::kPer], rank[S::kPer];
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) {
-    // Of equal scores the lower expert has the larger rank. Experts that do not exist have the score -inf
-    // (load_row) and the highest numbers, so all others come before them.
+    // If two scores are equal, the expert with the lower number gets the larger rank. Experts that do not
+    // exist have the score -inf (load_row) and the highest numbers, so all others come before them.
     const auto expert = static_cast<uint32_t>(S::expert(at.of_token, j));
     all[j] = (order_key(x[j]) & ~kLower) | (kLower - expert);
     rank[j] = all[j];

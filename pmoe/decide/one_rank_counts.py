@@ -208,8 +208,9 @@ def _routes(
     if agreed.steps is not None and (deferred := defer_routing(call, x_TM)) is not None:
         return deferred.routes, deferred, None
     gate = cast(TopKGate, call.modules.gate)
-    # Of all runners only `OneRankRunner` is known to return memory that nothing else reads. A checkpoint that
-    # records the routing would keep these rows in memory, too.
+    # The gate's backward adds to the experts' gradient in place. It may do so only with `OneRankRunner`:
+    # nothing else reads the memory that this runner returns. A checkpoint that records the routing would keep
+    # the tokens in memory, too.
     adds = agreed.steps is None and autocast_dtype(x_TM) in (None, x_TM.dtype)
     adds = adds and not call.replay.is_record
     with torch.autocast(x_TM.device.type, enabled=False):

@@ -1,5 +1,5 @@
 // FlashDMoE's kernels in the emulator: a pass of the layer in one launch, every thread of every rank, beside
-// a plain loop. By the product's own launch, which encodes maps for the emulator (runtime/). With
+// a plain loop. The product's own launch runs them, and encodes maps for the emulator (runtime/). With
 // PMOE_LATE_PUTS, ranks on different nodes send by puts (late_puts.h), and get what ranks of one node get.
 #include <cuda_runtime.h>
 

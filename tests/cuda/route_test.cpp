@@ -542,7 +542,7 @@ bool check_merging(int experts, int top_k, Values values, int tokens) {
   return !unclear;
 }
 
-// Draws sizes and values. Of scores that differ, most must be decided.
+// Draws sizes and values. Merging must decide most of the draws whose scores differ.
 template <class S, int kBest>
 void check_merged() {
   check_levels<S, kBest>();

@@ -156,7 +156,9 @@ def test_a_call_that_does_not_depend_on_a_floats_size_is_found() -> None:
 def test_a_choice_by_merged_lists_takes_no_loop_and_no_local_memory(
     name: str, lengths: tuple[int, ...]
 ) -> None:
-    """Lists of 4, 8 and 16. By maxima, each choice took 146 instructions with 64 experts and 161 with 128."""
+    """The lists have 4, 8 and 16 entries. A search for maxima took 146 instructions a choice with 64 experts,
+    and 161 with 128.
+    """
     kernel = f"route_choose.{name}"
     code = sass("sm_90a")[kernel]
     for merge, most in zip(machine_code.merges(code), lengths, strict=True):

@@ -73,6 +73,12 @@ def routed() -> tuple[Tensor, Tensor, Tensor]:
     return x.requires_grad_(), index, weights.requires_grad_()
 
 
+def routed_without_gradients() -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts, of which each exists, and weights, none of which needs a gradient."""
+    x, index, weights = routed()
+    return x.detach(), index.clamp(max=E - 1), weights.detach()
+
+
 def by_loop(owner: Owner, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     for t in range(x.shape[0]):
@@ -113,8 +119,7 @@ def test_output_and_every_gradient_equal_the_loop(
 @pytest.mark.parametrize("activation", FUNCTIONS)
 def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num_tokens: int) -> None:
     owner = Owner(activation, bias=True, transposed=False).eval()
-    x, index, weights = (each[:num_tokens].detach() for each in routed())
-    index = index.clamp(max=E - 1)
+    x, index, weights = (each[:num_tokens] for each in routed_without_gradients())
     with torch.no_grad():
         for _ in range(2):
             y = pmoe.run_experts(owner, x, index, weights, **owner.arguments())
@@ -127,8 +132,7 @@ def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num
 
 def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overwritten() -> None:
     owner = Owner("swiglu", bias=False, transposed=False).eval()
-    x, index, weights = (each.detach() for each in routed())
-    index = index.clamp(max=E - 1)
+    x, index, weights = routed_without_gradients()
     with torch.no_grad():
         for _ in range(2):
             pmoe.run_experts(owner, x, index, weights, **owner.arguments())
@@ -141,8 +145,7 @@ def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overw
 def test_tracing_the_short_way_is_refused() -> None:
     """A trace would keep the experts of the traced batch."""
     owner = Owner("swiglu", bias=False, transposed=False).eval().requires_grad_(False)
-    x, index, weights = (each.detach() for each in routed())
-    index = index.clamp(max=E - 1)
+    x, index, weights = routed_without_gradients()
 
     def run(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return pmoe.run_experts(owner, x, index, weights, **owner.arguments())
@@ -159,8 +162,7 @@ def test_tracing_the_short_way_is_refused() -> None:
 
 def test_weights_of_integers_are_refused_on_both_ways() -> None:
     owner = Owner("swiglu", bias=False, transposed=False).eval()
-    x, index, weights = (each.detach() for each in routed())
-    index = index.clamp(max=E - 1)
+    x, index, weights = routed_without_gradients()
     with torch.no_grad():
         for _ in range(2):
             pmoe.run_experts(owner, x, index, weights, **owner.arguments())

@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByGroup(config, log)
 
 
-OF_TEST_ALL = 4
+OF_TEST_ALL = 8
 """`make test` runs n cases of a sampled test. `make test-all` also runs one in this many of the others."""
 
 

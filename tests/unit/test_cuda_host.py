@@ -305,15 +305,17 @@ def test_routing_asks_for_no_block_beside_another(cuda: ModuleType) -> None:
     assert not any(each["together"] for each in cuda.stub_launched())
 
 
-def test_two_choices_among_128_experts_have_a_first_kernel_of_their_own(cuda: ModuleType) -> None:
-    """It takes fewer instructions for two choices, and more for three."""
+def test_more_choices_among_128_experts_than_are_merged_have_a_first_kernel_of_their_own(
+    cuda: ModuleType,
+) -> None:
+    """Up to 16 choices come from merging sorted lists (cuda/route/merge.cuh)."""
     first = {}
-    for num_experts, top_k in ((64, 2), (64, 3), (128, 2), (128, 3), (256, 2), (256, 3)):
+    for num_experts, top_k in ((64, 16), (64, 17), (128, 16), (128, 17), (256, 16), (256, 17)):
         cuda.stub_reset(runs=False)
         routed(cuda, num_experts=num_experts, top_k=top_k)
         first[num_experts, top_k] = cuda.stub_launched()[0]["kernel"]
-    assert first[128, 2] != first[128, 3]
-    assert first[64, 2] == first[64, 3] and first[256, 2] == first[256, 3]
+    assert first[128, 16] != first[128, 17]
+    assert first[64, 16] == first[64, 17] and first[256, 16] == first[256, 17]
     assert len(set(first.values())) == 4
 
 

@@ -160,9 +160,16 @@ class Pool:
         self.stop()
 
     def stop(self) -> None:
+        """Kills the ranks that still run.
+
+        The exit code is asked for first, because kill() also sends its signal to the number of a process that
+        ended long ago. That number may belong to another process by now.
+        """
         self.usable = False
         for process in self.processes:
-            process.kill()
+            with _one_at_a_time:
+                if process.exitcode is None:
+                    process.kill()
 
 
 _pools: dict[int, Pool] = {}
@@ -181,3 +188,4 @@ def stop_all() -> None:
     """The next test that asks for ranks starts them again."""
     for pool in _pools.values():
         pool.stop()
+    _pools.clear()

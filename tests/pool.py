@@ -23,7 +23,7 @@ SHORT_TIMEOUT_SECONDS = 4.0
 JOB_SECONDS = 5 * GROUP_TIMEOUT_SECONDS
 START_SECONDS, STARTS = 240, 3
 """For how long a start may take, in which torch is imported on a busy machine, and how often it is tried."""
-MAX_GROUPS = 24
+MAX_GROUPS = 12
 """Process groups that a rank may hold before new ranks take its place: gloo wakes a thread of each a hundred
 times a second, and hundreds of them leave no time for anything else."""
 

@@ -66,7 +66,7 @@ def test_rows_beyond_a_pool_send_the_batch_to_the_pipeline_on_all_ranks(kernels:
         assert "more rows arrive at a rank than its heap holds: 160 rows, room for 120" in warning
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("pair", ["keep/recompute", "communicate/keep", "communicate/recompute"])
 def test_four_processes(kernels: Path, pair: str) -> None:
     options: dict[str, Any] = {"memory_reuse": pmoe.Restore(*pair.split("/"))}

@@ -61,6 +61,7 @@ def test_a_step_by_programs_is_the_engines_to_the_bit() -> None:
     assert sum(ranks(4).run(layer_job, QUICK)) > 0, "some chunk's rows are sorted"
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("bypass_local", [True, False])
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -27,6 +27,7 @@ def stored(group: str) -> dict[str, Any]:
     return store.read(group)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("group, name", CASES)
 def test_it_does_what_was_recorded(group: str, name: str) -> None:
     configuration = GROUPS[group][name]

@@ -549,7 +549,7 @@ def test_pmoe_adds_no_more_than_three_lines_to_a_training_script(tmp_path: Path)
     assert ours[-1] < ours[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

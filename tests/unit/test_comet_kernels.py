@@ -43,7 +43,7 @@ def test_a_wait_that_is_left_out_is_noticed(program: Path) -> None:
     assert told.count(": found") == 8 and "NOT" not in told
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence() -> None:
     with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):
         compile_and_run(
@@ -53,7 +53,7 @@ def test_a_bulk_read_behind_an_acquire_needs_its_proxy_fence() -> None:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rows_may_go_through_registers_where_bulk_copies_are_in_doubt() -> None:
     flags = ("-DPMOE_LANE_COPIES",)
     compile_and_run("comet_test.cpp", flags=flags, product=product_of("grouped_gemm", "comet"))

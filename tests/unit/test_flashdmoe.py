@@ -103,6 +103,7 @@ def test_a_promise_about_order_that_puts_break_is_caught(sanitized: Path, broken
     assert ran.returncode == RACE_FOUND and "data race" in ran.stderr, f"not caught: {message}"
 
 
+@pytest.mark.nightly
 def test_staging_that_is_used_again_before_its_put_has_left_is_caught(sanitized: Path) -> None:
     # With two ranks it is no mistake: a rank's outgoing rows are for one peer, whose grant it awaits.
     ran = run_sanitized(sanitized, "apart", "4", BROKEN_PUTS[2])
@@ -178,6 +179,7 @@ def test_backward_of_four_ranks_and_every_activation(kernel: Path, arch: str) ->
     assert run_program(kernel, arch, "backward thoroughly") == "0 failures\n"
 
 
+@pytest.mark.nightly
 def test_what_the_accelerator_reads_of_others_needs_its_proxy_fence() -> None:
     flags, product = ("-DPMOE_PLANT=kNoProxyFence",), product_of("grouped_gemm", "flashdmoe")
     with pytest.raises(AssertionError, match="without a fence of the asynchronous proxy"):

@@ -8,11 +8,13 @@ recomputation computes the hash of its own routing, which must be among the stor
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from pmoe.checkpointing.contexts import routing_is_kept
 from pmoe.checkpointing.replay import hidden_from_checkpoints
@@ -20,6 +22,7 @@ from pmoe.comm.counts import Fault, FaultError
 from pmoe.engine.lanes.run import is_captured
 from pmoe.experts.lora import adapter_of_calls, number_of_adapter, switched_adapter
 from pmoe.gates.hash import hashed
+from pmoe.warn import warn_once
 
 REMEMBERED = 4096
 """Largest number of calls of a layer whose hashes are stored.
@@ -38,12 +41,14 @@ class _Remembered:
     hashes: (capacity,) int64 on the device. When it is full, a new hash overwrites the oldest hash.
     num_tokens: number of tokens of each of these calls, on the host.
     adapters: the name of the adapter that each of these calls used (`pmoe.use_lora`); "" for none.
+    is_reentrant: whether the last of these calls was inside of a checkpoint with use_reentrant=True.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.hashes = torch.zeros(REMEMBERED_AT_FIRST, dtype=torch.int64, device=device)
         self.num_tokens: list[int] = []
         self.adapters: list[str] = []
+        self.is_reentrant = False
         self._next = 0
 
     def add(self, num_tokens: int, adapter: str, hash_: Tensor) -> None:
@@ -108,6 +113,7 @@ def changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor | None) 
             earlier = _remembered[layer] = _Remembered(device)
         if not is_in_backward:
             earlier.add(num_tokens, adapter, routing_hash(num_tokens, routing) + number)
+            earlier.is_reentrant = not has_grad and _is_in_function()
         elif layer.training and num_tokens in earlier.num_tokens:
             calls = zip(earlier.num_tokens, earlier.adapters, strict=True)
             adapters = {used for count, used in calls if count == num_tokens}
@@ -131,6 +137,38 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
         has_changed = changed is not None and bool(changed)
     if has_changed:
         raise FaultError(Fault.RECOMPUTED, Fault.RECOMPUTED.text)
+
+
+def warn_of_lost_loss(layer: nn.Module, gate: nn.Module) -> None:
+    """Warns if a reentrant checkpoint around a layer's last call cut the auxiliary loss off from its graph.
+
+    A checkpoint with use_reentrant=True turns gradients off in the forward pass. Only what its function
+    returns gets a gradient; ``layer.l_aux``, which is read after the checkpoint, does not.
+
+    layer: the layer. Its last auxiliary loss has no graph.
+    gate: the layer's gate. If it is frozen, nothing is lost.
+    """
+    earlier = _remembered.get(layer)
+    if earlier is not None and earlier.is_reentrant and any(p.requires_grad for p in gate.parameters()):
+        warn_once(
+            "layer.l_aux was read after a checkpoint with use_reentrant=True, and has no gradient: it does not "
+            "train the gate. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or return "
+            "layer.l_aux from the checkpointed function and use what the checkpoint returns"
+        )
+
+
+def _is_in_function() -> bool:
+    """Returns whether the caller runs inside of the forward pass of a `torch.autograd.Function`.
+
+    A checkpoint with use_reentrant=True is one, also that of Megatron, DeepSpeed or fairscale.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
+            return isinstance(frame.f_locals.get("ctx"), FunctionCtx)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @torch.no_grad()

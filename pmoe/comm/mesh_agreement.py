@@ -228,7 +228,7 @@ def _wait(
     turns = _in_turns([rank for rank in members if rank != dist.get_rank()])
     # The refusal comes first: the last rank of a mesh may come after the others have left.
     while (refusal := board.refusal(own)) is None and board.num_come(own) < len(members):
-        refusal = _contradiction(board, own, next(turns), own_calls, refused_since)
+        refusal = _contradiction(board, own, len(members), next(turns), own_calls, refused_since)
         if refusal is not None:
             board.refuse(own, refusal)
             break
@@ -250,6 +250,7 @@ def _in_turns(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
 def _contradiction(
     board: _Board,
     own: MeshCall,
+    num_members: int,
     ranks: Sequence[int],
     own_calls: OwnCalls,
     refused_since: dict[MeshCall, float],
@@ -263,6 +264,7 @@ def _contradiction(
 
     board: the keys of the store.
     own: this rank's call.
+    num_members: number of ranks of this rank's mesh.
     ranks: the global ranks whose last calls are read.
     own_calls: the record of this rank's calls.
     refused_since: {refused call: time at which this rank first read of its refusal}. The function adds new
@@ -280,6 +282,10 @@ def _contradiction(
                 late = f"rank {rank} has not come again within {PATIENCE_SECONDS:g} seconds"
                 return Refusal(f"{refusal.error} ({late})", own_calls.num_calls, refusal.calls | {own})
         elif dist.get_rank() in members and own_calls.agreed.get(other[0], 0) < other[1]:
+            # The other rank may have left this rank's call since `_wait` has read who has come to it. Then
+            # the other rank's last call is its next one, and contradicts nothing.
+            if board.refusal(own) is not None or board.num_come(own) == num_members:
+                return None
             pair = sorted([(dist.get_rank(), own[0]), (rank, other[0])])
             texts = "; ".join(f"rank {number}: {text}" for number, text in pair)
             mismatch = Refusal(

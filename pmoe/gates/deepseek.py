@@ -126,6 +126,7 @@ class DeepSeekGate(TopKRouter):
                 l_aux = l_aux + self.z_loss_weight * router_z_loss(logits_TE)
         if self.training:
             chosen = expert_TK.reshape(-1)
+            self._leave_meta(chosen.device)
             self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
         return Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux, logits=logits_TE)
 
@@ -172,11 +173,23 @@ class DeepSeekGate(TopKRouter):
         is one all-reduce of a number for each expert. The host does not wait for the device.
         """
         check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
+        self._leave_meta(self.bias.device)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(self.load, group=group)
         below_mean_E = self.load.sum() - self.load * self.load.numel()  # exact, in integers
         self.bias.add_(self.update_speed * below_mean_E.sign())
         self.load.zero_()
+
+    def _leave_meta(self, device: torch.device) -> None:
+        """Replaces a ``load`` on the meta device by zeros on another device.
+
+        The load is not part of the state dict, so ``load_state_dict(state, assign=True)`` on a gate that was
+        built on the meta device leaves it there. Nothing could be counted in it.
+
+        device: the device of the gate's other tensors.
+        """
+        if self.load.is_meta and device.type != "meta":
+            self.load = torch.zeros_like(self.load, device=device)
 
     def _biased(self, score_TE: Tensor) -> Tensor:
         """Returns score + bias, (T, E), for T tokens and E experts.

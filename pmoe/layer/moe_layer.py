@@ -444,8 +444,18 @@ class MoELayer(OldAttributes, nn.Module):
         The layer keeps this graph alive until its next call, with all tensors that this and earlier layers
         saved for backward. To free them without a backward pass, set ``layer.l_aux = None``. After that, and
         before the first call, the loss is a zero without a graph, on the device of the parameters.
+
+        The loss has no graph either if it is read after a checkpoint with use_reentrant=True around the call.
+        A warning says so: return the loss from the checkpointed function, or pass use_reentrant=False.
         """
-        return self.layer_modules.no_loss() if self.last.l_aux is None else self.last.l_aux
+        l_aux = self.last.l_aux
+        if l_aux is None:
+            return self.layer_modules.no_loss()
+        if self.training and not l_aux.requires_grad and torch.is_grad_enabled():
+            from pmoe.checkpointing.routing_check import warn_of_lost_loss
+
+            warn_of_lost_loss(self, self.gate)
+        return l_aux
 
     @l_aux.setter
     def l_aux(self, value: Tensor | None) -> None:

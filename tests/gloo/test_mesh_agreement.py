@@ -6,13 +6,16 @@ import re
 import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pmoe
+from pmoe.comm import mesh_agreement
 from pmoe.comm.ranks import Ranks
 from tests.gloo.kit import error_of
 from tests.gloo.lm import make_mesh
@@ -148,3 +151,33 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout() -> None:
     for message in found[2:]:
         assert re.search(r"rank 0 has not called pmoe.parallelize within 4 seconds with the mesh", message)
         assert "the mesh of its last call: ('ep',) [0, 1] on cpu" in message
+
+
+def calls_after_each_other(rank: int, world: int) -> list[str]:
+    """Both ranks call with two meshes. Rank 0 comes to both calls between two readings of rank 1."""
+    num_come = mesh_agreement._Board.num_come
+    store = dist.distributed_c10d._get_default_store()
+    second = "second mesh"
+
+    def num_come_before(board: Any, call: tuple[str, int]) -> int:
+        number = num_come(board, call)
+        if number == 1:
+            store.set("rank 1 has read", "")
+            while (board.last_call(0) or [(None, 0)])[0][0] != second:
+                time.sleep(0.001)
+        return number
+
+    def call(text: str) -> str:
+        return error_of(lambda: mesh_agreement.agree_on_mesh(text, [0, 1], lambda: None))
+
+    if rank == 0:
+        store.wait(["rank 1 has read"])
+        return [call("first mesh"), call(second)]
+    with mock.patch.object(mesh_agreement._Board, "num_come", num_come_before):
+        first = call("first mesh")
+    return [first, call(second)]
+
+
+def test_a_rank_that_makes_its_next_call_between_two_readings_of_another_contradicts_nothing() -> None:
+    """The other rank took the next call for a different mesh of the present one, and refused both."""
+    assert ranks(2).run(calls_after_each_other) == [["", ""], ["", ""]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from pmoe import MoELayer
+from pmoe import MoELayer, warn
 from pmoe.experts.base import ExpertRows
 from pmoe.graph import capture
 from tests.kit import AUX, D_HIDDEN, D_MODEL, NUM_EXPERTS, assert_same, build, gradients, loss_of, tokens
@@ -51,6 +52,40 @@ def test_checkpointing_repeats_the_dropout_of_modules(use_reentrant: bool) -> No
     expected = gradients(layer, tokens())
     torch.manual_seed(1)
     assert_same(checkpointed(layer, use_reentrant), expected)
+
+
+LOST = r"layer\.l_aux was read after a checkpoint with use_reentrant=True, and has no gradient: "
+
+
+def loss_read_outside(layer: MoELayer, use_reentrant: bool) -> dict[str, Tensor]:
+    """Returns what `gradients` returns for a layer inside a checkpoint, if l_aux is read after the checkpoint."""
+    return gradients(layer, run=lambda x: checkpoint(layer, 1 * x, use_reentrant=use_reentrant))
+
+
+def test_a_balance_loss_that_a_reentrant_checkpoint_cut_off_is_warned_of() -> None:
+    """The loss had no graph, so the gate was trained without it, and nothing said so."""
+    layer = build()
+    expected = gradients(layer)
+    warn.GIVEN.clear()
+    with pytest.warns(UserWarning, match=LOST):
+        lost = loss_read_outside(layer, use_reentrant=True)
+    assert not torch.allclose(lost["gate.weight"], expected["gate.weight"])
+
+
+def test_a_balance_loss_that_has_its_gradient_or_needs_none_is_not_warned_of() -> None:
+    layer = build()
+    expected = gradients(layer)
+    warn.GIVEN.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(loss_read_outside(layer, use_reentrant=False), expected)
+        assert_same(checkpointed(layer, use_reentrant=True), expected)
+        with torch.no_grad():
+            layer(tokens())
+        assert not layer.l_aux.requires_grad
+        layer.gate.requires_grad_(False)
+        checkpoint(layer, tokens().requires_grad_(), use_reentrant=True).sum().backward()
+        assert layer.l_aux.isfinite()
 
 
 @pytest.mark.parametrize("expert", ["ffn", "swiglu", mlp])

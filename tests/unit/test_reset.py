@@ -47,6 +47,20 @@ def test_a_layer_that_is_reset_is_as_if_built(gate: str, expert: str) -> None:
     assert all(each.requires_grad and each.is_leaf for each in layer.parameters())
 
 
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_deepseek_gate_from_the_meta_device_balances_after_its_state_is_assigned(calls: int) -> None:
+    """Its load is not part of a state dict and stayed on the meta device, where nothing was counted."""
+    built, layer = build("cpu", gate="deepseek"), build("meta", gate="deepseek")
+    layer.load_state_dict(built.state_dict(), assign=True)
+    for each in (built, layer):
+        for _ in range(calls):
+            each(torch.randn(7, D_MODEL, generator=torch.Generator().manual_seed(1)))
+        each.gate.update_bias()
+    assert layer.gate.load.device.type == "cpu"
+    assert torch.equal(layer.gate.bias, built.gate.bias)
+    assert built.gate.bias.any() == bool(calls)
+
+
 def test_experts_that_are_modules_are_drawn_each_under_its_own_seed() -> None:
     def mlp() -> nn.Module:
         return nn.Sequential(nn.Linear(D_MODEL, D_HIDDEN), nn.ReLU(), nn.Linear(D_HIDDEN, D_MODEL))

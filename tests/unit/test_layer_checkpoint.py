@@ -58,7 +58,7 @@ LOST = r"layer\.l_aux was read after a checkpoint with use_reentrant=True, and h
 
 
 def loss_read_outside(layer: MoELayer, use_reentrant: bool) -> dict[str, Tensor]:
-    """Returns what `gradients` returns for a layer inside a checkpoint, if l_aux is read after the checkpoint."""
+    """Returns what `gradients` returns for a layer in a checkpoint, after which the loss is read."""
     return gradients(layer, run=lambda x: checkpoint(layer, 1 * x, use_reentrant=use_reentrant))
 
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
 
 from pmoe.comm.failures import backward_pass
 from pmoe.comm.ranks import Ranks
@@ -77,6 +78,16 @@ class Runner(Protocol):
         """
 
 
+NO_SECOND_DERIVATIVE = "a MoELayer has no second derivative: create_graph (True) must be False"
+"""The error of a backward pass that would be differentiated."""
+
+ONE_GRADIENT = (
+    "a MoELayer takes one gradient of its output at a time: is_grads_batched (True) of torch.autograd.grad "
+    "must be False, and so must vectorize (True) of torch.autograd.functional"
+)
+"""The error of a backward pass with several gradients of the output in one tensor."""
+
+
 class _Experts(torch.autograd.Function):
     """The autograd Function of one call: its node stands for dispatch, experts and combine."""
 
@@ -97,8 +108,8 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad_TM: Tensor) -> tuple[Tensor | None, ...]:
         # torch's once_differentiable would not refuse a grad_TM that needs no gradient, and the second
         # derivative would then be wrong without an error.
-        if torch.is_grad_enabled():
-            raise RuntimeError("a MoELayer has no second derivative: create_graph (True) must be False")
+        if torch.is_grad_enabled() or is_batched(grad_TM):
+            raise RuntimeError(NO_SECOND_DERIVATIVE if torch.is_grad_enabled() else ONE_GRADIENT)
         if hasattr(ctx, "later") or _get_current_graph_task_keep_graph():
             from pmoe.engine import halves
 

@@ -101,6 +101,17 @@ def test_a_second_derivative_is_refused(nonlinear: bool) -> None:
         torch.autograd.grad((y.square() if nonlinear else y).sum(), x, create_graph=True)
 
 
+@pytest.mark.parametrize("options", [{}, {"pipeline": 2, "memory_reuse": "S4"}])
+def test_several_gradients_in_one_tensor_are_refused_by_name(options: dict[str, Any]) -> None:
+    """torch's error named an operator without a batching rule, and no argument."""
+    layer, x = build(**options), tokens().requires_grad_()
+    y = layer(x)
+    with pytest.raises(RuntimeError, match=r"is_grads_batched \(True\) of torch.autograd.grad must be False"):
+        torch.autograd.grad(y, x, torch.ones(2, *y.shape, dtype=y.dtype), is_grads_batched=True)
+    with pytest.raises(RuntimeError, match=r"vectorize \(True\) of torch.autograd.functional"):
+        torch.autograd.functional.jacobian(layer, x, vectorize=True)
+
+
 @pytest.mark.parametrize("name", ["vmap", "grad", "vjp", "jvp", "jacrev"])
 @pytest.mark.parametrize("has_grad", [True, False])
 def test_transforms_of_torch_func_are_refused_by_name(name: str, has_grad: bool) -> None:

@@ -140,7 +140,7 @@ def refuse_changed_routing(layer: nn.Module, num_tokens: int, *routing: Tensor |
 
 
 def warn_of_lost_loss(layer: nn.Module, gate: nn.Module) -> None:
-    """Warns if a reentrant checkpoint around a layer's last call cut the auxiliary loss off from its graph.
+    """Warns if a reentrant checkpoint has cut a layer's auxiliary loss off from its graph.
 
     A checkpoint with use_reentrant=True turns gradients off in the forward pass. Only what its function
     returns gets a gradient; ``layer.l_aux``, which is read after the checkpoint, does not.

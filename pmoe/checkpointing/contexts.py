@@ -524,8 +524,8 @@ class _TakeOver(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         raise RuntimeError(
             "a function checkpointed with pmoe.checkpoint_contexts must not go backward through a MoELayer "
-            "itself (torch.autograd.grad): when it runs again, its routing has no graph. Call backward "
-            "outside of the checkpointed function"
+            "itself (torch.autograd.grad), nor be compiled: when it runs again, its routing has no graph. "
+            "Call backward outside of the checkpointed function, and compile the model around the checkpoint"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -162,12 +163,12 @@ def _is_in_function() -> bool:
 
     A checkpoint with use_reentrant=True is one, also that of Megatron, DeepSpeed or fairscale.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name == "forward" and code.co_varnames[:1] == ("ctx",):
             return isinstance(frame.f_locals.get("ctx"), FunctionCtx)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 

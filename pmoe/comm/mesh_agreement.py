@@ -17,9 +17,9 @@ If the last call of another rank has a different mesh or number, the first case 
     the other rank's last call            what follows
     was refused                           This rank raises an error, unless the other rank makes a new call
                                           within `PATIENCE_SECONDS`.
-    has a mesh that contains this rank    The meshes differ: the ranks of both calls raise an error. But if all
-                                          ranks have come to this rank's call by now, or it was refused, then
-                                          the other rank has left it, and this rank leaves it, too.
+    has a mesh that contains this rank    The meshes differ: the ranks of both calls raise an error. But if
+                                          all ranks have come to this rank's call by now, or it was refused,
+                                          then the other rank has left it, and this rank leaves it, too.
     has a mesh without this rank          This rank waits: that call is an earlier one, with other ranks.
 
 Ranks outside the mesh are not asked, because they may call `pmoe.parallelize` with meshes of their own.

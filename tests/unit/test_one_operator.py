@@ -232,3 +232,24 @@ def test_checkpoints_without_fullgraph() -> None:
     found = step(model, torch.compile(forward, backend="aot_eager"), x)
     for value, wanted in zip(found, expected, strict=True):
         assert torch.equal(value, wanted)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_whose_routing_is_kept_is_refused_with_what_to_compile_instead() -> None:
+    """The error named torch.autograd.grad only, which the user had not called."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = model_of()
+    x = torch.randn(8, 16, dtype=torch.float64)
+
+    def kept(block: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts)
+        return y
+
+    with pytest.raises(RuntimeError, match="nor be compiled.*compile the model around the checkpoint"):
+        kept(torch.compile(model, backend="aot_eager"), x).sum().backward()
+    one_operator.KEPT.clear()
+    expected = step(model, lambda x: kept(model, x), x)
+    found = step(model, torch.compile(lambda x: kept(model, x), backend="aot_eager"), x)
+    for value, wanted in zip(found, expected, strict=True):
+        assert torch.equal(value, wanted)

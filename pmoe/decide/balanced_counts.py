@@ -15,9 +15,9 @@ rows: the rank that owns the expert, and the ranks with a copy. One call takes t
 
 If no copy would save enough time, steps 4 and 5 are left out.
 
-All ranks have the same number of places for copies. The rank that hosts the most copies decides this number.
-The numbering begins with rank 0's experts and places; then come rank 1's experts and places, and so on.
-Example: 2 ranks have 2 experts each, and each rank has one place. Rank 1 has a copy of expert 0. Rank 0's
+The numbering reserves the same number of places for copies on every rank: the largest number of copies that
+any rank hosts. First come rank 0's experts and its places, then rank 1's experts and its places, and so on.
+Example: 2 ranks have 2 experts each. Rank 1 hosts a copy of expert 0, so each rank has one place. Rank 0's
 place is empty:
 
     expert or copy   0    1    -    2    3    copy of 0
@@ -73,9 +73,9 @@ rank's time without copies is more than (1 + `LEAST_GAIN`) times the slowest ran
 """
 
 TRAINED_MARKS = 8
-"""The number of marks of a rank (`trained_marks`). A mark says whether a tensor of the experts is trained.
+"""The number of marks that each rank sends (`trained_marks`). A mark says whether one tensor is trained.
 
-Eight marks are enough for two weights with biases and adapters. Every rank has the same number of marks.
+Eight marks are enough for experts of two weights with biases and adapters.
 """
 
 
@@ -89,11 +89,10 @@ class BalancedCounts(ExactCounts):
                 there are none, or before `agree`
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
                 copies
-    is_planned  whether it is decided already which experts get copies in this call
-    may_stay    whether copies may stay from call to call: this call may use copies of an earlier call, and
-                later calls may use copies of this call
-    state       a record of this rank's experts. The next call compares its own record with it: if the two
-                differ, the experts have changed. None (no record) counts as a change
+    is_planned  whether the copies of this call are decided already
+    may_stay    whether this call may use copies of an earlier call, and later calls may use its copies
+    state       a record of this rank's experts. If the next call has a different record, the experts have
+                changed. None means that there is no record; the experts then count as changed
     """
 
     orders: SortedSlots
@@ -124,15 +123,14 @@ class BalancedCounts(ExactCounts):
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
 
-        The load of an expert is its number of rows from all ranks. The first exchange also answers these
-        questions. The answer is yes on every rank if it is yes on any rank:
+        The load of an expert is its number of rows from all ranks. The first exchange also tells every rank
+        whether any rank
 
-        - Have the rank's experts changed since the last call?
-        - Can this rank not use copies of an earlier call again, for example because it has kept none?
-        - Is a gradient of tensor i of the experts needed? There is one question for each i (`trained_marks`).
-
-        If the experts are a user's modules, the exchange also shows whether all ranks have the same kind of
-        experts (`architecture_marks`).
+        - has experts that have changed since the last call;
+        - cannot use its copies of the last call again;
+        - needs a gradient of tensor i of its experts, for each i (`trained_marks`);
+        - has experts that differ from those of other ranks, or cannot be copied (`architecture_marks`). This
+          is asked only if the experts are a user's modules.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -182,8 +180,8 @@ class BalancedCounts(ExactCounts):
         rows that the experts received, and the hidden activation. If there are copies, row counts are
         exchanged a second time, for the experts and the copies. All ranks choose the same n and restore pair.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts: with the experts that
+            the wrapper calls.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -293,13 +291,12 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
 def trained_marks(modules: LayerModules) -> list[int]:
     """Returns marks: mark i is 1 if this rank needs a gradient of tensor i of the experts, else 0.
 
-    The tensors are those with which experts compute (`Experts.operands`). The list has `TRAINED_MARKS` marks.
-    The last mark stands for all tensors from its position on: it is 1 if any of them needs a gradient. If
-    experts are a user's modules, mark i is 1 if parameter i of any expert needs a gradient.
+    The tensors are the weights and biases of the experts' products (`Experts.operands`). The list has
+    `TRAINED_MARKS` marks; the last one is for all tensors that remain. Two kinds of experts differ:
 
-    A tensor may be computed from other parameters, or a tool may have wrapped the experts. In both cases no
-    single parameter belongs to the tensor. Its mark is then 1 if any parameter of the experts needs a
-    gradient.
+    - experts that are a user's modules: mark i is 1 if parameter i of any expert needs a gradient;
+    - experts whose tensors are computed from other parameters, or that a tool has wrapped: the marks of such
+      tensors are 1 if any parameter of the experts needs a gradient.
 
     modules: the modules of the layer.
     """
@@ -330,18 +327,15 @@ LARGEST_DIGEST = 2**48
 def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
     """Returns three numbers by which ranks notice that experts cannot be copied, or differ between ranks.
 
-    The numbers are for experts that are a user's modules (`pmoe.experts.architecture`):
+    - 1 if this rank's experts cannot be copied, else 0
+    - the digest (hash) of the experts' architecture
+    - `LARGEST_DIGEST` minus this digest
 
-    - 1 if this rank's experts cannot be copied, else 0;
-    - the digest of the experts' architecture;
-    - `LARGEST_DIGEST` minus this digest.
+    The exchange computes the maximum of each number over all ranks. The second maximum is the largest digest.
+    The third one gives the smallest digest. If both digests are equal, all ranks have the same architecture.
 
-    All three are 0 for experts of other kinds. The ranks compute the maximum of each number over all ranks:
-
-        maximum of the second number = largest digest of any rank
-        maximum of the third number = `LARGEST_DIGEST` - smallest digest of any rank
-
-    If the largest digest equals the smallest, all ranks have the same architecture.
+    Only experts that are a user's modules have these numbers (`pmoe.experts.architecture`); for other experts
+    all three are 0.
 
     modules: the modules of the layer.
     """
@@ -357,14 +351,14 @@ def architecture_marks(modules: LayerModules) -> tuple[int, int, int]:
 def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
     """Returns whether experts can be copied in this call. All ranks get the same answer.
 
-    Experts that are a user's modules cannot be copied if they have hooks or dropout, which a user may have
-    added after the layer was built. pmoe then warns once. Collective if experts differ between ranks.
+    Experts that are a user's modules cannot be copied if they have hooks or dropout. pmoe then warns once.
+    The function is a collective if experts differ between ranks.
 
     modules: the modules of the layer.
     marks: the maxima over all ranks of the three numbers of `architecture_marks`: 1 if a rank's experts
         cannot be copied, the digest of their architecture, and `LARGEST_DIGEST` minus this digest.
 
-    Raises ValueError on every rank if experts differ between ranks in more than parameters and buffers.
+    Raises ValueError on every rank if the ranks' experts have different architectures.
     """
     are_refused, largest, above_smallest = marks
     balance = modules.options.balance
@@ -378,9 +372,9 @@ def may_be_copied(modules: LayerModules, marks: Sequence[int]) -> bool:
 
 
 def unlike_experts(modules: LayerModules) -> str:
-    """Returns the error's text for experts that differ between ranks in more than parameters and buffers.
+    """Returns the error message for ranks whose experts have different architectures.
 
-    Collective, because it collects the experts' architectures.
+    The function is a collective: it collects the architectures of all ranks.
 
     modules: the modules of the layer.
     """
@@ -459,12 +453,13 @@ def planned_copies(
 ) -> HostedCopies | None:
     """Decides which experts get copies in a call, and on which ranks; returns None if no expert gets any.
 
-    All ranks decide the same; the result also says which copies this rank sends and hosts. The function is
-    collective if it must measure the rates of products and messages, because they were never measured on this
-    machine.
+    All ranks decide the same. The result also says which copies this rank sends and hosts.
 
-    If no expert has changed since an earlier call, the copies of that call are used again, because their
-    weights are on the hosts already. They are replaced only if other copies would save clearly more time.
+    The copies of an earlier call are used again if no expert has changed since then. They are replaced only
+    if other copies would save clearly more time.
+
+    The function is a collective if it must measure how fast this machine computes products and sends
+    messages.
 
     modules: the modules and options of the layer.
     routed: the routed tokens. Only their dtype and device are used.
@@ -547,8 +542,8 @@ def with_pairs(
 ) -> CopyPlan:
     """Returns a plan with more copies of experts on other ranks. The added copies get no rows to compute.
 
-    Copies that were kept from an earlier call stay where they are in memory, even if a new plan does not need
-    some of them. So the plan must list all kept copies. A copy that is not needed gets 0 rows.
+    Copies that were kept from an earlier call stay in memory, so a plan must list all of them. Those that the
+    plan does not need get 0 rows.
 
     plan: the plan without the additional copies.
     loads: (E,) rows of each of E experts, from all ranks together.
@@ -564,19 +559,19 @@ def with_pairs(
 class SlotsOfHosts(SortedSlots):
     """The routing of a call in which busy experts have copies on other ranks.
 
-    Each (token, choice) slot has the index of the expert or copy that computes its row.
-
-    The routing kernels may have sorted the rows already. This order is not used, because the kernels sort by
-    experts only, without copies.
+    For each (token, choice) slot it has the index of the expert or copy that computes the slot's row. The
+    rows are sorted by these indices.
     """
 
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
-        If the restore pair sends the experts' input rows again in backward, the weights of copies are sent
-        again, too. Otherwise the ranks that have the copies keep the weights until backward. They always keep
-        the weights in two cases: later calls use the copies again, or the experts are a user's modules (the
-        autograd graphs of forward may refer to these weights).
+        The ranks that have the copies keep the weights until backward. They do not keep them if the restore
+        pair sends the experts' input rows a second time in backward: then the weights are sent a second time,
+        too. There are two exceptions in which the weights are always kept:
+
+        - later calls use the copies again;
+        - the experts are a user's modules, whose autograd graphs refer to the weights.
 
         counts: the row counts of the call.
         choice: the numbers of chunks and the restore pair.
@@ -592,16 +587,16 @@ class SlotsOfHosts(SortedSlots):
 class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
     """The routing of a call in which busy experts have copies and a token goes to each rank only once.
 
-    The class is for layers with ``send_once``: even if a rank has several of a token's experts, it gets the
-    token once.
+    The class is for layers with ``send_once``: a rank that has several of a token's experts gets the token
+    once.
     """
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
     """Returns the copies of busy experts, with a note of how backward gets the copies' weights.
 
-    The owners of the experts send the weights again if the restore pair sends the experts' input rows again.
-    Otherwise the weights are kept from forward. Copies that are kept for later calls are never sent again.
+    The owners of the experts send the weights a second time if the restore pair sends the experts' input rows
+    a second time. Otherwise, and if later calls use the copies, the weights are kept from forward.
 
     copies: the copies of busy experts on other ranks, in one call.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
@@ -618,7 +613,7 @@ def indices_of_rows(
 
     Experts and copies are numbered together (`HostedCopies`). The hosts of an expert are the ranks that
     compute its rows. This rank's rows for one expert are numbered in the order of the slots. The number of a
-    row decides which host gets it (`pmoe.planner.copies.row_cuts`).
+    row decides which host computes the row (`pmoe.planner.copies.row_cuts`).
 
     copies: the copies of the call.
     expert_TK: (T, K) int64 or int32, the K experts that the gate chose for each of T tokens.
@@ -645,8 +640,8 @@ def indices_of_rows(
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     """Returns the node (machine) of each rank, as an index. Collective in the first call of a layer.
 
-    If each expert is split over several ranks, the result has only one index for these ranks together
-    (`Grid.ep`): the node of the first of them.
+    If each expert is split over several ranks (a group of `Grid.ep`), the result has one index for each
+    group: the node of the group's first rank.
 
     modules: the modules of the layer, and the layer's argument ``nodes``.
 
@@ -663,13 +658,13 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
 def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, learned: float) -> CopyLimits:
     """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
-    The price is the number of rows that a rank could compute in the time that sending a copy's weights takes.
-    All ranks get the same results, which depend on the options:
+    Sending a copy's weights takes time. The price is the number of rows that a rank could compute in this
+    time. All ranks get the same results, which depend on the options:
 
-    - With ``memory_budget`` there are only as many copies as the budget has room for.
-    - If ``balance`` is a number of copies, the price is 0, so copies are made even if they save little.
+    - With ``memory_budget`` the copies must fit into the budget.
+    - If ``balance`` is a number of copies, the price is 0: copies are made even if they save little.
     - With ``balance=True`` the price follows from the measured rates of products and messages. There are two
-      prices if the rates were measured both within a node and between nodes.
+      prices if the rates were measured within a node and also between nodes.
     - On a GPU the number of copies is 0: copies are not implemented there yet.
 
     modules: the modules and options of the layer.

@@ -52,9 +52,9 @@ def begin_call(
 
 
 def is_for_graph(x: object) -> bool:
-    """Returns whether a CUDA graph is being captured on x's GPU, so that the graph will record the call.
+    """Returns whether a CUDA graph is being captured on x's GPU. The graph then records the call.
 
-    False if x is not a tensor, or not on a GPU.
+    The result is False if x is not a tensor, or not on a GPU.
     """
     return isinstance(x, Tensor) and x.is_cuda and is_captured(x.device)
 
@@ -62,14 +62,14 @@ def is_for_graph(x: object) -> bool:
 def check_ranks(modules: LayerModules) -> None:
     """Checks that all ranks of the layer can make this call together.
 
-    Ranks compare the options of the layer in the layer's first call, and in the next call after an option or
-    the process group was replaced (`pmoe.decide.rank_consistency.check_same_options`). The function is a
-    collective in these calls only.
+    Ranks compare the options of the layer in the layer's first call, and again after an option or the process
+    group was replaced (`pmoe.decide.rank_consistency.check_same_options`). The function is a collective in
+    these calls only.
 
     modules: the modules and options of the layer.
 
     Raises ValueError on every rank if options differ, or if a wrapper such as DDP or FSDP manages the
-    experts: each rank holds different experts, so a wrapper must not average or shard them.
+    experts. Each rank holds different experts, so a wrapper must not average or shard them.
     """
     ranks = modules.ranks
     if ranks.size > 1:

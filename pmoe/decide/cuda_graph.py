@@ -1,6 +1,7 @@
 """Checks whether a CUDA graph can hold a call, while the graph is being captured.
 
-If the graph cannot hold the call, an error is raised before any kernel is launched.
+A graph holds a call if a replay of the graph repeats the whole call. If the graph cannot hold the call, an
+error is raised before any kernel is launched.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from pmoe.engine.variants.padding import PaddedCallKey
 
 
 def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> None:
-    """Raises RuntimeError, before anything is launched, if a CUDA graph cannot hold a call.
+    """Raises RuntimeError if a CUDA graph cannot hold a call. No kernel has been launched by then.
 
-    A graph cannot hold a call if, during the call,
+    A graph cannot hold a call that
 
-    - the host waits for the device,
-    - times are measured, or
-    - memory is allocated for tensors that are used after the graph's replay.
+    - makes the host wait for the device,
+    - measures times, or
+    - allocates memory for tensors that are used after the graph's replay.
 
     modules: the modules and options of the layer.
     x: (..., M), the input of the call; M is d_model.
@@ -54,9 +55,8 @@ def _padded_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
     for row counts. A graph still cannot hold the call in these cases:
 
     - tasks of the call are being timed;
-    - backward may recompute a user's own modules, and their random state is on the host;
-    - no call before the capture had the same number of tokens, the same dtype, and the same need of
-      gradients.
+    - backward may recompute a user's own modules, whose random state is on the host;
+    - the layer has never been called with this number of tokens, this dtype and this value of ``needs_grad``.
 
     modules: the modules and options of the layer.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

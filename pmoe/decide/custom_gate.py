@@ -1,9 +1,8 @@
 """Checks a user's gate when the layer is built, and the `Routing` that it returns in each call.
 
 Shapes and dtypes are checked on the host, and a wrong one raises at once. Values are checked on the device,
-because reading them on the host would make the host wait for the device. If a value is wrong, the device
-computes the number of a `Fault`. The ranks exchange this number together with the row counts, so that all
-ranks raise.
+so that the host need not wait for them. If a value is wrong, the device computes the number of a `Fault`. The
+ranks exchange this number together with the row counts, and then all ranks raise.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from pmoe.comm.counts import Fault
 from pmoe.gates.base import Mix, Routing
 
 NEEDED = ("expert", "weight", "l_aux", "dispatch", "combine")
-"""Names of the fields that a user's gate must set in its `Routing`, and in its `Mix` if it has one.
+"""Names of the fields that a user's gate must set.
 
-A `Mix` has the weights by which SoftMoE mixes tokens (``dispatch``) and results (``combine``). ``expert`` is
-an integer tensor, and the other fields are floating-point tensors.
+The first three are fields of its `Routing`: the chosen experts (an integer tensor), their weights, and the
+balance loss. The last two are fields of a `Mix`, which only gates that mix tokens return (SoftMoE): the
+weights of the tokens in each mixture, and of the results. All but ``expert`` are floating-point tensors.
 """
 
 
@@ -34,8 +34,7 @@ def check_gate(
 
     gate: the user's gate.
     capacity_factor: the layer's capacity factor; it must be None if the gate itself drops rows over capacity.
-    normalize_gate, z_loss_weight: options of pmoe's own gates; they must have their defaults with a user's
-        gate.
+    normalize_gate, z_loss_weight: options of pmoe's own gates, which must have their defaults here.
 
     Raises TypeError if the gate is not a module, and ValueError if an option must not be set.
     """
@@ -55,15 +54,15 @@ def check_gate(
 def clamped_with_fault(call: Call, routing: Routing, x_TM: Tensor) -> tuple[Routing, Tensor]:
     """Returns the gate's routing with all indices clamped to their ranges, and the fault that was found.
 
-    Indices outside their range are clamped, because kernels run before the ranks have exchanged the fault,
-    and must not read outside their memory. The weights are cast to float32, or to float64 for float64 tokens.
+    The kernels run before any rank raises, so a wrong index must not make them read outside their memory. The
+    weights are cast to float32, or to float64 for float64 tokens.
 
     call: the call.
     routing: the result of the gate; its shapes and dtypes are checked already (`check_routing`).
     x_TM: (T, M), the T tokens with M = d_model columns.
 
-    The second result is the number of a `Fault`, 0 if nothing was wrong: an int64 scalar on the device, which
-    the host need not wait for.
+    The second result is the number of a `Fault`, or 0 if all values are right. It is an int64 scalar on the
+    device.
     """
     num_experts = call.modules.options.num_experts
     expert = routing.expert
@@ -88,7 +87,7 @@ def check_routing(modules: LayerModules, routing: object, x_TM: Tensor) -> None:
     """Checks the types, shapes, dtypes and devices of the value that a user's gate returned.
 
     modules: the modules and options of the layer.
-    routing: the value that the gate returned; it must be a `Routing` of these tokens.
+    routing: the value that the gate returned; it must be a `Routing` of the T tokens.
     x_TM: (T, M), the T tokens with M = d_model columns.
 
     Raises TypeError or ValueError with the names of the gate and of the wrong field.

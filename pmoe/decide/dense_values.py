@@ -1,4 +1,8 @@
-"""Digests of the values of parameters. Ranks compare these digests instead of sending the values."""
+"""Digests of the values of parameters. Ranks compare these digests instead of sending the values.
+
+A digest is a hash. The replicated parts of a layer (the gate, the shared expert, callbacks) are those that
+every rank holds as a whole, so their values must be equal on all ranks. Experts are not replicated.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,7 @@ SAME_VALUES = (
     "DistributedDataParallel(pmoe.parallelize(model, mesh)), or send rank 0's values to all: "
     "torch.distributed.broadcast(parameter.data, src=0)"
 )
-"""The last sentence of error messages: how to give the dense (replicated) parts equal values on all ranks."""
+"""The last sentence of error messages: how to get equal values of the replicated parts on all ranks."""
 
 
 @torch.no_grad()
@@ -36,9 +40,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """Returns a digest of the names, shapes, dtypes and values (bit by bit) of tensors; "" for no tensors.
 
     If a tensor is large, only a sample of `MOST_VALUES` of its values is read. The values are copied to the
-    host, so the host waits for a GPU. Some tensors have no readable values: tensors on the meta device,
-    uninitialised parameters, and tensor subclasses that store values in their own format. The digest has
-    only the names, shapes and dtypes of these tensors.
+    host, so the host waits for a GPU. The digest leaves out the values of tensors on the meta device,
+    uninitialised parameters, and tensor subclasses that store values in a format of their own.
     """
     if not tensors:
         return ""
@@ -56,14 +59,14 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
-    """Returns the tensors of one replicated part of the layer that must be equal on all ranks, by name.
+    """Returns those tensors of one part of the layer that must be equal on all ranks, by name.
 
     The result has the part's parameters and, for pmoe's own gates, also the buffers that state dicts hold.
     The names are the same on every rank. Tensors that may differ between ranks are left out:
 
     - tensors that are split over ranks (sharded DTensors, Megatron's tensor-parallel weights);
     - parameters of experts;
-    - tensors of callbacks, if no callback runs inside the layer, between the gate and the end of combine.
+    - tensors of callbacks, unless a callback runs between the gate and the end of combine.
 
     modules: the modules and options of the layer.
     part: the name of the part: "gate", "shared_expert", "shared_gate", "latent" or "callbacks" (`DENSE`).
@@ -78,10 +81,7 @@ def dense_tensors(modules: LayerModules, part: str) -> dict[str, Tensor]:
 
 
 def dense_values(modules: LayerModules) -> dict[str, str]:
-    """Returns a digest of the values of each replicated part: the parts that must be equal on all ranks.
-
-    The keys are the parts' names in `DENSE`, such as "gate".
-    """
+    """Returns a digest of the values of each replicated part. The keys are the parts' names in `DENSE`."""
     return {part: fingerprint(dense_tensors(modules, part)) for part in DENSE}
 
 
@@ -101,9 +101,9 @@ def _tensors_of(root: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _lies_in_parts(tensor: Tensor) -> bool:
-    """Returns whether this rank has only a part of a tensor, so that ranks have different values of it.
+    """Returns whether this rank has only a part of a tensor: ranks then have different values.
 
-    Such a tensor is a sharded DTensor, or a tensor-parallel weight of Megatron.
+    This is true of a sharded DTensor, and of a tensor-parallel weight of Megatron.
     """
     placements = getattr(tensor, "placements", ())
     return getattr(tensor, "tensor_model_parallel", False) or not all(

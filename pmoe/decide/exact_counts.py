@@ -39,9 +39,9 @@ class ExactCounts:
     call     the call
     routed   the call's tokens with their routing
     orders   sorts the (token, choice) slots of the call by chunk and expert, for any number of chunks
-    fuses    whether fused kernels may compute the call in place of the engine (`kernels_may_take_it`)
-    loads    asks the exchange for the load of each expert: the number of rows that all ranks together routed
-             to it. A layer that copies busy experts needs the loads. None asks for nothing
+    fuses    whether fused kernels may compute the call instead of the engine (`kernels_may_take_it`)
+    loads    a request to the exchange for the load of each expert: the number of rows that all ranks together
+             routed to it. Only a layer that copies busy experts needs it; None otherwise
     """
 
     loads: Loads | None = None
@@ -65,8 +65,8 @@ class ExactCounts:
         nothing, because it uses the counts of the first pass.
 
         call: the call.
-        degrees: the numbers of chunks that may be chosen. Rows are counted so that the batch can be cut into
-            any of these numbers. All ranks pass the same numbers. None stands for all that the options allow.
+        degrees: the numbers of chunks that may be chosen, the same on all ranks. None for all numbers that
+            the options allow.
         """
         self.call = call
         self.routed = route_batch(call)
@@ -95,7 +95,7 @@ class ExactCounts:
             self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels are possible for the call, as far as is known without row counts.
+        """Returns whether fused kernels may compute the call. The row counts are not known yet.
 
         All ranks get the same answer. This class always returns False; `FusedCounts` overrides the method.
         """
@@ -104,8 +104,8 @@ class ExactCounts:
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
         """Starts the exchange of row counts and returns it. Collective.
 
-        Rows are counted in bins: equal parts of the batch. The number n of chunks is chosen later. Each chunk
-        then consists of one bin, or of several neighbouring bins.
+        Rows are counted in bins: equal parts of the batch. The number of chunks is chosen later. Each chunk
+        is one bin, or several neighbouring bins.
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.
@@ -138,9 +138,9 @@ class ExactCounts:
 
         The counts can change n in two cases:
 
-        - several n are possible, and the choice depends on the counts;
-        - chunks share buffers of fixed size (ring slots). If routing is skewed and a chunk has too many rows
-          for a slot, the batch is cut into more chunks.
+        - the options allow several n, and the choice depends on the counts;
+        - chunks share buffers of fixed size (ring slots). If a chunk has too many rows for a slot, the batch
+          is cut into more chunks.
         """
         if not self.call.modules.rotates and len(self.call.modules.options.degrees) == 1:
             (n,) = self.call.modules.options.degrees
@@ -152,7 +152,7 @@ class ExactCounts:
         """Waits for the exchange of row counts and returns the counts.
 
         Raises FaultError on all ranks if any rank has a fault, such as a wrong input. Raises ValueError on
-        all ranks if a state dict was loaded and two ranks now hold equal experts (`LoadedExchange.finish`).
+        all ranks if two ranks have loaded the same experts from a state dict (`LoadedExchange`).
         """
         exchange = self._exchange
         assert exchange is not None
@@ -165,8 +165,8 @@ class ExactCounts:
         """Waits for the row counts, then chooses n for both passes and the restore pair.
 
         n is the number of chunks. The restore pair says how backward gets two activations back: the rows that
-        the experts received, and the hidden activation. All ranks choose the same n and restore pair. A small
-        call on the CPU without gradients needs neither (`are_few`), so its result has only the counts.
+        the experts received, and the hidden activation. All ranks choose the same n and restore pair. For a
+        small call on the CPU without gradients the result has only the counts (`are_few`).
 
         modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
             experts that the wrapper really calls.
@@ -179,10 +179,9 @@ class ExactCounts:
         return AgreedChoice(counts=counts, choice=choose(self.call.modules, counts, inputs, self.orders))
 
     def are_few(self, num_tokens: int) -> bool:
-        """Returns whether a call without gradients is small enough to be computed without chunks or a plan.
+        """Returns whether a call without gradients is computed directly, without chunks or a plan.
 
-        A call is small enough if it runs on the CPU with at most `FEW_ROWS` rows and the layer is not
-        training.
+        This is done on the CPU for calls of at most `FEW_ROWS` rows, if the layer is not training.
 
         num_tokens: the largest number of tokens of any rank, so that all ranks get the same answer.
         """
@@ -229,8 +228,8 @@ def in_chunks(
     counts: the row counts.
     choice: the number of chunks of each pass, and the restore pair.
     max_tokens: the largest number of tokens of any rank.
-    kept_device_E: (E,) on the device. For each of the E experts of all ranks, the number of this rank's rows
-        that are not padding. Statistics after the call read these numbers. None if there is no padding.
+    kept_device_E: (E,) on the device: for each of the E experts of all ranks, how many of this rank's rows
+        are not padding. For statistics after the call. None if there is no padding.
     """
     call = source.call
     plan = orders.plan(counts, choice)
@@ -269,9 +268,9 @@ def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts
 class LoadedExchange:
     """An exchange of row counts in which a rank can also report that its experts were loaded.
 
-    Each rank must hold different experts. If a state dict was loaded on any rank, all ranks compare their
-    experts before the call goes on. In the exchange each rank sends one number beside its row counts, which
-    says whether it has a fault. A rank that has loaded a state dict sends `Fault.LOADED` as this number:
+    After any rank has loaded a state dict, all ranks compare their experts, because each rank must hold
+    different ones. The other ranks learn of the loading from the exchange: beside the row counts each rank
+    sends one number, its fault. A rank that has loaded a state dict sends `Fault.LOADED` as this number:
 
         first exchange    if any rank reports Fault.LOADED, all ranks discard the counts
         check_loaded      all ranks compare their experts
@@ -295,12 +294,11 @@ class LoadedExchange:
     def finish(self) -> RankCounts:
         """Waits for the row counts and returns them.
 
-        If any rank has loaded experts from a state dict, the first exchange only reports the loading to all
-        ranks. All ranks then compare their experts, and exchange the counts a second time.
+        If any rank has loaded experts from a state dict, all ranks compare their experts, and exchange the
+        counts a second time.
 
-        If any rank reported a fault, an error is raised on all ranks: the original error on the rank with the
-        fault, FaultError on the other ranks. If two ranks hold equal experts after loading, all ranks raise
-        ValueError: both ranks have loaded the file of a single rank.
+        If any rank reported a fault, all ranks raise: that rank its original error, the other ranks
+        FaultError. All ranks raise ValueError if two ranks have loaded the same experts.
         """
         try:
             return self._exchange.finish()

@@ -1,14 +1,13 @@
 """The layer calls its experts as a module. Inside this call pmoe decides how to run, and runs.
 
-The experts are called as a module, so that their hooks run. If another library has put a wrapper around the
-experts, the wrapper is called:
+So the hooks of the experts run, and so does a wrapper that another library has put around the experts:
 
     ExpertsCall.__call__
       layer.experts(x_TM, run=...)       forward pre-hooks: may replace the rows
         ExpertsCall._run                 reads the parameters of the experts that the wrapper calls
           ExpertsCall.decide             row counts, number of chunks n, restore pair, runner
-          run                            the runner computes the layer's output T_O
-                                         forward hooks: may replace T_O
+          run                            computes the results of the tokens
+                                         forward hooks: may replace the results
       + the shared expert's output       if the shared expert is called as a module, too
 
 The restore pair says how backward gets two activations back: the rows that the experts received, and their
@@ -35,7 +34,7 @@ from pmoe.experts.base import Experts
 from pmoe.gates.base import at_least_float32
 
 HOOKS = "a hook or a parameter of the experts or the shared expert"
-"""Words in error reports to other ranks: what may have failed before `decide` and after `run`."""
+"""The cause that is named to other ranks if this rank fails before `decide` or after `run`."""
 
 
 def run(decision: Decision) -> Tensor:
@@ -77,8 +76,8 @@ class ExpertsCall:
     def __call__(self) -> tuple[Decision, Tensor]:
         """Decides how the call runs, and runs it. Returns the decision, and (T, M): the results of T tokens.
 
-        M is d_model. If a hook or the planning of the call raises an error on this rank, the error is
-        published to the other ranks, which would otherwise wait for this rank.
+        M is d_model. If this rank fails, in a hook or while it plans the call, it publishes the error to the
+        other ranks. Otherwise they would wait for it.
 
         Raises ValueError if a forward hook returns anything but a tensor of T rows, or if a wrapper of the
         experts did not call the experts.
@@ -109,9 +108,9 @@ class ExpertsCall:
     def _check_second_run(self) -> None:
         """Raises RuntimeError if a reentrant activation checkpoint around only the experts runs them again.
 
-        ``torch.utils.checkpoint`` with ``use_reentrant=True`` first runs a module without gradients, then
-        with gradients. It returns gradients only for the module's arguments. The routing weights are not an
-        argument of the experts module, so their gradient would be lost.
+        ``torch.utils.checkpoint`` with ``use_reentrant=True`` returns gradients only for the arguments of the
+        module. The routing weights are not an argument of the experts module, so their gradient would be
+        lost.
         """
         if torch.is_grad_enabled() and not self._had_grad:
             raise RuntimeError(
@@ -122,12 +121,11 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Decides how the call runs and computes it. The experts module calls this method in its forward.
 
-        experts: the experts that were called. If a tool has wrapped the layer's experts, these may be other
-            experts, which the wrapper holds.
+        experts: the experts that were called. A tool that has wrapped the layer's experts may call others.
         x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts; M is d_model.
 
-        Returns (T, M), the results of the tokens. Activation checkpointing of the experts may run this method
-        a second time. The second run repeats the decision of the first.
+        Returns (T, M), the results of the tokens. If activation checkpointing runs the experts a second time,
+        this method repeats the decision of the first run.
         """
         call = self.call
         routed = self.routed
@@ -149,15 +147,10 @@ class ExpertsCall:
 
         The restore pair says how backward gets the experts' input and hidden activation. The runner is the
         object that computes both passes. All ranks agree on everything that changes the order of collectives.
-        Activation checkpointing runs a call twice. The second run uses what the ranks agreed on in the first
-        run.
+        If activation checkpointing runs the call a second time, the agreement of the first run is used.
 
-        Checkpointing raises an error if the two runs save different tensors. Time measurements and
-        comparisons between ranks happen in the first run only, and may save tensors. So checkpointing's hooks
-        are switched off while this method runs.
-
-        experts: the experts to compute. If a tool such as PEFT has wrapped the layer's experts, these are the
-            experts that the wrapper really calls.
+        experts: the experts to compute. If a tool such as PEFT has wrapped the layer's experts: those that
+            the wrapper calls.
         inputs: the rows and parameters of the call.
         """
         modules = self.call.scheduled
@@ -166,6 +159,8 @@ class ExpertsCall:
         source = self._source
         assert source is not None
         self._had_grad = torch.is_grad_enabled()
+        # Only the first run measures times and compares ranks, which may save tensors. Checkpointing would
+        # raise, because it expects both runs to save the same tensors: so its hooks are off here.
         with hidden_from_checkpoints():
             agreed = self.call.replay.once(lambda: source.agree(modules, inputs))
             self._stage = "the plan of a pass"
@@ -176,17 +171,16 @@ class ExpertsCall:
 
 
 def _checked_rows(x_TM: Tensor, before_TM: Tensor, autocast: torch.dtype | None) -> Tensor:
-    """Checks the rows that a forward pre-hook of the experts returned in place of the layer's rows.
+    """Checks and returns the rows by which a forward pre-hook of the experts replaced the layer's rows.
 
-    The tokens are routed before the hook runs, so a hook may only change values. Returns the new rows.
+    The tokens are routed already, so the hook may change only the values.
 
     x_TM: the value that the hook returned.
     before_TM: (T, M), the rows that the layer passed to its experts, for T tokens with M = d_model columns.
-    autocast: the dtype to which pmoe casts the rows after the hook; None if pmoe does not cast them. If it is
-        set, the hook may change the dtype, as FSDP2's hook does for mixed precision.
+    autocast: a second dtype that the rows may have, because pmoe then casts the rows to it. FSDP2's hook for
+        mixed precision makes use of this. None if there is no second dtype.
 
-    Raises ValueError if the hook returned no tensor, if the new rows differ from the old ones in shape or
-    device, or if their dtype is neither the old one nor ``autocast``.
+    Raises ValueError if the value is not a tensor, or has another shape, device or dtype.
     """
     wanted = (before_TM.shape, before_TM.dtype, before_TM.device)
     cast = (before_TM.shape, autocast, before_TM.device)
@@ -199,10 +193,10 @@ def _checked_rows(x_TM: Tensor, before_TM: Tensor, autocast: torch.dtype | None)
 
 
 def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
-    """Returns the layer's output: the results in the shape of the input, after ``before_moe_end``.
+    """Returns the layer's output: the results in the shape of the input, after the last callback.
 
-    ``before_moe_end`` is the last hook of the callbacks. If the call has a mask, the output has rows of zeros
-    where the input has padding.
+    The last callback is ``before_moe_end``. If the call has a mask, the output has rows of zeros where the
+    input has padding.
 
     decision: the decision by which the call was run.
     y_TM: (T, M), the results of T tokens with M = d_model columns.
@@ -234,12 +228,12 @@ def _among_padding(y_NM: Tensor, mask: Tensor) -> Tensor:
 def make_inputs(call: Call, routed: RoutedBatch, experts: Experts) -> Inputs:
     """Returns the rows and parameters with which a call is computed.
 
-    Rows and parameters are cast to autocast's dtype if autocast is on. Parameters are read in every call,
-    because the parameters of a module may be replaced between calls.
+    If autocast is on, rows and parameters are cast to autocast's dtype. The parameters are read in every
+    call, because a user may replace them between calls.
 
     call: the call.
     routed: the call's tokens with their routing.
-    experts: the experts to compute. A wrapper of the experts may pass another module in each call.
+    experts: the experts to compute.
 
     Raises ValueError if parameters differ from the rows in dtype or device.
     """
@@ -293,10 +287,9 @@ def _operands(experts: Experts, dtype: torch.dtype | None, rows_TM: Tensor) -> l
 
 
 def shared_weight(modules: LayerModules, x_TM: Tensor) -> Tensor:
-    """Returns (T,), for each of T tokens the factor of the shared expert: sigmoid(shared_gate(x)).
+    """Returns (T,), the factor of the shared expert for each of T tokens: sigmoid(shared_gate(x)).
 
-    The dtype is float32, or float64 for float64 rows. All factors are 1 if the layer has no gate for the
-    shared expert.
+    The dtype is float32, or float64 for float64 rows. Without a ``shared_gate`` all factors are 1.
 
     modules: the modules of the layer.
     x_TM: (T, M), the rows, with M = d_model columns.

@@ -9,8 +9,8 @@ kinds:
 If the fused kernels cannot compute a call, all ranks run the call in chunks (micro-batches). pmoe then warns
 once for each reason, except with ``fused="auto"``.
 
-Three functions look for a reason not to use fused kernels, in this order. All ranks get the same answers.
-Each function examines the facts on its line:
+Three functions look for such a reason, one after the other. All ranks get the same answers. The table says
+what each function examines:
 
     fused_refusal   options and modules of the layer (`pmoe.call.modules.LayerModules`)
     may_fuse        dtype and device of the rows
@@ -55,8 +55,8 @@ def is_persistent(modules: LayerModules) -> bool:
 def stacked(modules: LayerModules) -> StackedExperts:
     """Returns the layer's experts with the type `StackedExperts`, which type checkers need to know.
 
-    In `StackedExperts` one tensor holds a weight, such as the first matrix, of all experts of this rank.
-    Fused kernels can compute no other experts. The callers have checked that the layer's experts are stacked.
+    Stacked experts have one tensor for the first matrices of all experts of this rank, and one for the second
+    matrices. Fused kernels compute only these. The callers have checked that the layer has stacked experts.
     """
     assert isinstance(modules.experts, StackedExperts)
     return modules.experts
@@ -73,10 +73,9 @@ def fused_pair(modules: LayerModules) -> Restore | None:
 
 
 def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns whether fused kernels are possible for a call, as far as is known without row counts.
+    """Returns whether fused kernels may compute a call. The row counts are not known yet.
 
-    If the answer is no, the function warns of the reason, except with fused="auto". All ranks get the same
-    answer.
+    All ranks get the same answer. If it is False, the function warns of the reason, except with fused="auto".
 
     modules: the modules and options of the layer.
     device: device of the rows that reach the experts.
@@ -98,21 +97,18 @@ def _warn_unfused(modules: LayerModules, why: str) -> None:
 
     With fused="auto" there is no warning.
 
-    `warn_once` compares only the text before the first colon with earlier warnings. So a reason should have
-    its numbers after a colon: then the same reason with other numbers does not warn a second time.
-
     modules: the modules and options of the layer.
-    why: the reason, which ends the sentence "... falls back to the unfused layer because".
+    why: the reason, which ends the sentence "... falls back to the unfused layer because". Numbers in it come
+        after a colon: reasons that differ only after the colon count as the same reason.
     """
     if modules.options.fused != "auto":
         warn_once(f"fused ({modules.options.fused!r}) falls back to the unfused layer because {why}")
 
 
 class _PromisedLogits(Logits):
-    """The gate's logits, x weight^T, as a tensor whose values a later kernel launch writes.
+    """The gate's logits, x weight^T, as a tensor without values. A later kernel launch writes the values.
 
-    The node of the autograd graph is made now, before the values are there, so that gradients can reach the
-    gate's weight and x.
+    The tensor has a node in the autograd graph already, so that gradients reach x and the weight.
     """
 
     @staticmethod
@@ -124,19 +120,21 @@ class _PromisedLogits(Logits):
 def defer_routing(call: Call, x_TM: Tensor) -> DeferredRouting | None:
     """Returns the routing as tensors without values yet, which the launch of the persistent kernel fills.
 
-    The persistent kernel can compute the routing itself, so no other kernels need be launched for it. The
-    persistent kernel also computes the gate's product x weight^T if three conditions hold: the rows and the
-    gate's weight have the same 16-bit dtype, the number of experts is even, and the weight's address is a
-    multiple of 16 bytes. Otherwise the product is computed here.
+    The persistent kernel then computes the routing, and no other kernel is launched for it. It also computes
+    the gate's product x weight^T if three conditions hold; otherwise this function does:
+
+    - the rows and the gate's weight have the same 16-bit dtype;
+    - the number of experts is even;
+    - the weight's address is a multiple of 16 bytes.
 
     Returns None if the gate must be called before the launch, for one of three reasons:
 
-    - an option is unsupported;
+    - the persistent kernel does not support an option of the gate;
     - the gate has hooks, which must get the routing;
     - activation checkpointing may run the call twice and compare the routing of both passes.
 
-    Counting rows needs the values of the routing. So this function is only for layers that exchange no row
-    counts before the launch (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
+    The function is only for layers that exchange no row counts before the launch, because counting needs the
+    values of the routing (`pmoe.decide.one_rank_counts`, `pmoe.decide.padded_counts`).
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
@@ -173,9 +171,9 @@ def kernels_runner(
 
     modules: the modules and options of the layer.
     steps: the operators that launch the kernels.
-    chosen: the experts that the gate chose, for the persistent kernel.
-    fused_routing: returns the destinations of the rows, for COMET's kernels. None for the persistent kernel,
-        which computes the destinations itself.
+    chosen: the experts that the gate chose. The persistent kernel reads them.
+    fused_routing: a function that returns the destinations of the rows. COMET's kernels read them. None for
+        the persistent kernel, which computes the destinations itself.
     """
     restore = fused_pair(modules) or KEEP  # None only without a backward pass, which restores nothing
     passes: dict[str, Any] = {"steps": steps, "activation": stacked(modules).activation, "restore": restore}
@@ -189,9 +187,9 @@ def kernels_runner(
 def find_steps(modules: LayerModules, inputs: Inputs, counts: RankCounts) -> Steps | None:
     """Returns the operators that launch fused kernels for a call; None if the kernels cannot compute it.
 
-    If the result is None, the function warns of the reason, except with fused="auto". The answer is cached by
-    device, dtype and sizes. The function is collective if the answer is not cached yet, because all ranks
-    must get the same answer.
+    If the result is None, the function warns of the reason, except with fused="auto". All ranks get the same
+    answer. It is cached by device, dtype and sizes; if it is not in the cache yet, the function is a
+    collective.
 
     modules: the modules and options of the layer.
     inputs: the rows and parameters of the call.

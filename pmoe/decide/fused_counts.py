@@ -34,8 +34,8 @@ class FusedCounts(ExactCounts):
     """Gets the row counts of a layer that asks for fused kernels, by an exchange among all ranks.
 
     The class implements `CountsSource`, the interface of all sources of row counts. `agree` returns an
-    `AgreedChoice`. Two optional fields of the `AgreedChoice` say what computes the call: ``steps`` are the
-    operators of the fused kernels; ``choice`` has the number of chunks for the pipeline engine:
+    `AgreedChoice`, in which two fields say what computes the call. ``steps`` are the operators of the fused
+    kernels; ``choice`` has the number of chunks for the pipeline engine. Either may be None:
 
         steps   choice   forward            backward
         set     None     fused kernels      fused kernels
@@ -48,17 +48,19 @@ class FusedCounts(ExactCounts):
         super().__init__(call, degrees)
 
     def kernels_may_take_it(self) -> bool:
-        """Returns whether fused kernels are possible for the call, as far as is known without row counts.
+        """Returns whether fused kernels may compute the call. The row counts are not known yet.
 
-        `agree` decides when the row counts are known.
+        The final answer is in the result of `agree`, which has the row counts.
         """
         return may_fuse(self.call.scheduled, self.routed.x_TM.device, self.routed.dtype)
 
     def sort_early(self) -> None:
         """Sorts the rows while the counts are exchanged: by expert for COMET's kernels, else by chunk.
 
-        Nothing is sorted in two cases. If the persistent kernel may compute the call, it sorts the rows
-        itself. In the second pass of activation checkpointing there is no exchange of counts.
+        Nothing is sorted in two cases:
+
+        - the persistent kernel may compute the call, and then sorts the rows itself;
+        - this is the second pass of activation checkpointing, which exchanges no counts.
         """
         if self.fuses and not is_persistent(self.call.modules):
             self._sort_for_kernels()
@@ -68,8 +70,7 @@ class FusedCounts(ExactCounts):
     def _sort_for_kernels(self) -> SortedRows:
         """Returns the (token, choice) slots sorted by expert, as COMET's kernels need them.
 
-        A slot over the capacity has no row, and comes last. The method sorts the slots once in a call, and
-        then returns the same result again.
+        Slots over the capacity have no row, and come last. The slots are sorted only once in a call.
         """
         if self._sorted is None:
             modules = self.call.modules
@@ -84,10 +85,9 @@ class FusedCounts(ExactCounts):
     def _shard_TK(self) -> Tensor:
         """The shards of each token's chosen experts, (T, K * L): K choices, L shards of an expert.
 
-        With expert-sharding parallelism (ESP) each expert is split over L ranks. COMET's kernels send a row
-        to each shard of its expert, as if each shard were an expert. The results of the shards are sums over
-        a part of the hidden columns, and the kernels add them like the results of several experts. Without
-        ESP, L is 1 and a shard is a whole expert.
+        With expert-sharding parallelism (ESP) each expert is split over L ranks. For COMET's kernels each
+        shard is an expert of its own: they send a row to every shard of its expert, and add the results of
+        the shards. Without ESP, L is 1 and a shard is a whole expert.
         """
         modules = self.call.modules
         expert_TK = self.orders.expert_TK
@@ -116,12 +116,11 @@ class FusedCounts(ExactCounts):
 
     @property
     def _in_chunks(self) -> LayerModules:
-        """The modules and options with which n and the restore pair are chosen for a call in chunks.
+        """The layer's modules and options, as the choice of n and the restore pair needs them.
 
-        n is the number of chunks. The modules are those of the layer, but without the shared expert if fused
-        kernels may compute any calls of the layer. Such a layer calls its shared expert outside of the plan
-        in every call. In other layers a task of the plan computes the shared expert. The answer is the same
-        on every rank.
+        n is the number of chunks. The shared expert is left out if fused kernels may compute any call of the
+        layer: the layer then calls the shared expert by itself, and no task of a plan computes it. The result
+        is the same on every rank.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels
@@ -132,9 +131,9 @@ class FusedCounts(ExactCounts):
 
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
-        restore: the restore pair that the engine must use, or None. If fused kernels compute the forward
-            pass, and the engine only the backward pass, it is the restore pair of the fused kernels
-            (`fused_pair`). If the engine computes both passes, it is None: the options decide the pair.
+        restore: the restore pair of the fused kernels (`fused_pair`), if they compute the forward pass and
+            the engine computes the backward pass. None if the engine computes both passes: the options then
+            decide the pair.
         """
         return choose(self._in_chunks, counts, inputs, self.orders, restore)
 

@@ -7,8 +7,8 @@ Two projections, ``down`` and ``up``, are before and after the experts:
         \\--- shared expert ----------------------------------------------------------------> + y
 
 The gate and the shared expert get the tokens in the layer's width M. Rows are sent in the latent width L.
-``up`` is linear, so it may come after the weighted sum of each token's results: ``up`` then projects each
-token once, instead of each of the token's K rows.
+``up`` comes after the weighted sum of each token's results, so it projects each token once, and not each of
+the token's K rows. This is correct because ``up`` is linear.
 
 Letters: T tokens, K choices of each token, M = d_model, L = d_latent.
 """
@@ -30,8 +30,8 @@ from pmoe.decide.sources import counts_source
 def latent_call(call: Call) -> tuple[Decision, Tensor]:
     """Runs a call of a layer with ``d_latent``. Returns the decision, and (T, M): the results of T tokens.
 
-    M is d_model. The tokens are routed before they are projected, because routing checks the input. If the
-    input of one rank is wrong, routing reports this to the other ranks, and every rank raises.
+    M is d_model. The tokens are routed before they are projected. Routing checks the input: if it is wrong on
+    one rank, every rank raises an error.
     """
     modules = call.modules
     latent = modules.latent
@@ -51,7 +51,7 @@ def latent_call(call: Call) -> tuple[Decision, Tensor]:
 
 
 def _checked(name: str, projected: object, x_TM: Tensor, columns: int) -> Tensor:
-    """Returns the result of a projection after a check of its shape.
+    """Checks the shape of a projection's result, and returns the result.
 
     name: the projection's name, "down" or "up".
     projected: the value that the projection returned.

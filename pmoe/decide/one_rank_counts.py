@@ -57,8 +57,8 @@ class OneRankCounts:
         call: the call.
         x: (..., M), the input after the callbacks' ``before_moe_start``; M is d_model.
         x_TM: (T, M), the T rows of x.
-        agreed: says which kernels compute the call. If ``agreed.steps`` is None, the kernels of
-            `pmoe.runners.one_rank` do. Otherwise fused kernels do, and ``agreed.steps`` are their operators.
+        agreed: which kernels compute the call: fused kernels, whose operators are ``agreed.steps``, or the
+            kernels of `pmoe.runners.one_rank` if ``agreed.steps`` is None.
         """
         self.call = call
         modules = call.modules
@@ -77,10 +77,10 @@ class OneRankCounts:
 
     @staticmethod
     def of(call: Call) -> OneRankCounts | None:
-        """Routes a call by GPU kernels that need no other rank, and returns an object with its row counts.
+        """Routes a call by GPU kernels that need no other rank, and returns the source of its row counts.
 
         Returns None if neither the kernels of `pmoe.runners.one_rank` nor fused kernels can compute the call.
-        The caller must then get the row counts in a different way (`pmoe.decide.sources`).
+        The caller must then take another source (`pmoe.decide.sources`).
         """
         modules = call.modules
         replay = call.replay
@@ -100,7 +100,7 @@ class OneRankCounts:
         return None if agreed is None else OneRankCounts(call, x, x_TM, agreed)
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Returns the choice of kernels that the constructor got, because there is no other rank to ask.
+        """Returns the choice of kernels that the constructor got. There is no other rank to agree with.
 
         modules, inputs: not used.
         """
@@ -196,10 +196,12 @@ def _routes(
 ) -> tuple[Routes, DeferredRouting | None, Tensor | None]:
     """Returns the routing of a call, a `DeferredRouting` or None, and rows for the experts or None.
 
-    If the persistent kernel will compute the routing, the second result is a `DeferredRouting`. Its tensors
-    have no values until that kernel is launched. Otherwise the gate's product and the routing are computed
-    already. The third result is (T, M), the tokens for the experts' autograd node, if the gate's backward
-    adds the gradients of both (`pmoe.gates.logits.LogitsAndRows`).
+    The second result is a `DeferredRouting` if the persistent kernel will compute the routing: the tensors of
+    the routing have no values until that kernel is launched. Otherwise the routing is computed here.
+
+    The third result, (T, M), is the tokens as an output of the gate's autograd node. The experts take these
+    rows, so the gate's backward can add the experts' gradient to its own (`pmoe.gates.logits.LogitsAndRows`).
+    It is None if the experts take the tokens themselves.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

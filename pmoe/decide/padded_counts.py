@@ -8,13 +8,14 @@ zeros are added; if more were routed, the last ones are dropped:
     rows that are sent        a b 0          c d e        f is dropped, 0 is padding
 
 The host needs no value from the device to send these rows, so the host does not wait, and a CUDA graph can
-hold the call. All ranks must have the same number of tokens. The ranks compare that number, and report faults
-(wrong input or routing on one rank), in these calls:
+hold the call.
 
-    on the CPU    in every call
-    on CUDA       in the first call with each `PaddedCallKey` (number of tokens, dtype, and whether gradients
-                  are needed), and in a call in which activation checkpointing routes the same tokens a second
-                  time
+All ranks must have the same number of tokens. The ranks compare that number, and report faults (wrong input
+or routing on one rank). On the CPU they do so in every call. On CUDA the host would have to wait, so they do
+it only
+
+- in the first call with each `PaddedCallKey`: number of tokens, dtype, and whether gradients are needed;
+- in a call in which activation checkpointing routes the same tokens a second time.
 """
 
 from __future__ import annotations
@@ -58,10 +59,9 @@ class PaddedCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call) -> None:
-        """Routes the call, or leaves the routing to the persistent kernel.
+        """Routes the call, unless the persistent kernel may compute the call and its routing.
 
-        If the persistent kernel may compute the call, it also computes the routing. The tensors of the
-        routing then have no values until the kernel is launched.
+        In that case the tensors of the routing have no values until the kernel is launched.
         """
         self.call = call
         modules = call.modules
@@ -92,7 +92,7 @@ class PaddedCounts:
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Compares the ranks' calls. Then chooses the persistent kernel, or n and the restore pair.
+        """Checks that all ranks make the same call. Chooses the persistent kernel, or n and the restore pair.
 
         All ranks must have the same number of tokens. n is the number of chunks. The restore pair says how
         backward gets two activations back: the rows that the experts received, and their hidden activation.
@@ -145,7 +145,7 @@ class PaddedCounts:
         )
 
     def _by_kernels(self, inputs: Inputs, agreed: AgreedChoice) -> Decision:
-        """Returns the decision to run by the persistent kernel, which itself counts the rows within capacity.
+        """Returns the decision to run by the persistent kernel, which counts its own rows within capacity.
 
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, with the operators that launch the kernel.
@@ -183,10 +183,10 @@ class PaddedCounts:
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Returns the row counts: the same number for all ranks and experts, because padding is counted.
+        """Returns the row counts. Padding is counted, so the number is the same for all ranks and experts.
 
-        device: the device of the counts that kernels read (`RankCounts.recv_device`). All other tensors are
-            in CPU memory.
+        device: the device for the field ``recv_device``, which kernels read. All other tensors are on the
+            host.
         """
         splits = self._splits
         # The solver's answer depends on this number of rows. So the number must not depend on the bins, which
@@ -197,14 +197,13 @@ class PaddedCounts:
         return splits.counts(num_ranks, device, max_tokens=max_tokens, needs_grad=self._key.needs_grad)
 
     def _pad_for(self, degrees: tuple[int, ...]) -> None:
-        """Divides the rows after padding into bins, so that the batch can be cut into chunks.
+        """Divides the padded rows into bins, from which chunks are built.
 
-        Padding gives every expert the same number of rows. A bin is a group of these rows, and has equally
-        many rows of each expert. All bins have the same size. A chunk consists of whole bins, so the number
-        of bins is a multiple of every n in ``degrees``.
+        Padding gives every expert the same number of rows. Each bin has the same number of rows of every
+        expert. A chunk consists of whole bins, so the number of bins is a multiple of every n in ``degrees``.
 
-        The number of bins is set once, for all numbers of chunks that the options allow. But with
-        ``pipeline="solve"`` it is set again whenever the solver may take other numbers of chunks than before.
+        Only the first call of this method divides the rows. With ``pipeline="solve"`` they are divided again
+        if ``degrees`` differ from those before.
 
         degrees: the numbers of chunks n that may be chosen.
         """
@@ -226,12 +225,11 @@ class PaddedCounts:
         - the padded rows, which can be sorted into chunks;
         - (E,) for each of E experts, the number of its rows that are not padding.
 
-        This method is called only if the call runs in chunks, and not by the persistent kernel. Perhaps the
-        constructor has left the routing to that kernel (`defer_routing`). The routing then has no values yet,
-        and this method computes them.
+        The method is for calls in chunks. If the routing was left to the persistent kernel, which does not
+        compute this call after all, the method also computes the routing.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules. If a tool such as PEFT has wrapped the experts: with the experts that
+            the wrapper calls.
         """
         if self._padded_rows is None:
             if self._deferred is not None:
@@ -244,12 +242,14 @@ class PaddedCounts:
 
 
 def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
-    """Compares the ranks' calls of a layer with ``pad_to_capacity``, and exchanges faults.
+    """Checks that all ranks make the same call of a layer with ``pad_to_capacity``, and exchanges faults.
 
-    All ranks must have the same number of tokens, and gradients must be needed on all ranks or on none. On
-    the CPU ranks compare every call. On CUDA the host would wait for the exchange, so ranks compare only two
-    sorts of calls: the first call with the values of ``key``, and a call in which activation checkpointing
-    routes the same tokens a second time.
+    The ranks' calls must have the same number of tokens, and the same answer whether gradients are needed. On
+    the CPU every call is checked. On CUDA the host would wait for the exchange, so only two sorts of calls
+    are checked:
+
+    - the first call with these values of ``key``;
+    - a call in which activation checkpointing routes the same tokens a second time.
 
     call: the call.
     routed: the call's tokens with their routing, and the fault of this rank.
@@ -288,11 +288,9 @@ def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
 
 
 def compares_always(device: torch.device) -> bool:
-    """Returns whether ranks compare every call of a layer with ``pad_to_capacity``: True on the CPU.
+    """Returns whether ranks compare their numbers of tokens in every call: on the CPU, but not on CUDA.
 
-    In a layer with ``pad_to_capacity`` every rank sends a fixed number of rows, so all ranks must have the
-    same number of tokens. The ranks compare that number and report faults. On CUDA each comparison would make
-    the host wait for the device. So the result is False on CUDA, and ranks compare only the first call with
-    each `PaddedCallKey`: number of tokens, dtype, and whether gradients are needed.
+    This is about layers with ``pad_to_capacity``. On CUDA each comparison would make the host wait for the
+    device, so ranks compare only the first call of each kind (`PaddedCallKey`).
     """
     return device.type != "cuda"

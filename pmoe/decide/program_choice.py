@@ -1,9 +1,11 @@
 """The choice of pass programs: which calls of a layer with ``Switches(program=True)`` they run.
 
-A program is a pass that was compiled into a list of calls, which C++ issues (`pmoe.program`). If programs
-cannot run a call of the layer, Python's engine (`pmoe.engine`) runs it on all ranks. pmoe then warns once for
-each reason. Three functions look for a reason, in this order. Each examines the facts on its line, and all
-ranks get the same answers:
+A program is a forward or backward pass that was compiled into a list of kernel launches and collectives. C++
+code issues this list without Python (`pmoe.program`). If a call cannot run as programs, the engine, which is
+written in Python (`pmoe.engine`), runs it on all ranks. pmoe then warns once for each reason.
+
+Three functions look for such a reason, one after the other. All ranks get the same answers. The table says
+what each function examines:
 
     takes_layer       options and modules of the layer
     call_refusal      the numbers of chunks, the restore pair and the row counts of a call
@@ -26,13 +28,13 @@ from pmoe.program.on_cuda import CudaBackend
 from pmoe.warn import warn_once
 
 MOST_ROWS = 2**31 - 1
-"""The largest number of rows that an index of a program can count: indices are int32."""
+"""The largest number of rows in a program, because a program's indices of rows are int32."""
 
 BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
-"""The backends that issue programs, by the type of the rows' device."""
+"""The backends that run programs, by the type of the rows' device."""
 
 _agreed: dict[tuple[object, ...], Programs | str] = {}
-"""Results of `agreed_programs` by the facts on which they depend."""
+"""A cache: the programs on which ranks agreed, or the reason against them, by layer shape and group."""
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
@@ -48,7 +50,7 @@ def layer_refusal(modules: LayerModules) -> str | None:
 def takes_layer(modules: LayerModules) -> bool:
     """Returns whether compiled pass programs may run calls of a layer. If not, warns of the reason.
 
-    Python's engine then runs all calls of the layer.
+    All ranks get the same answer.
     """
     why = layer_refusal(modules)
     if why is not None:
@@ -57,9 +59,10 @@ def takes_layer(modules: LayerModules) -> bool:
 
 
 def _warn(why: str) -> None:
-    """Warns that the engine runs a layer's calls, once for each reason.
+    """Warns that the engine runs a layer's calls instead of programs, once for each reason.
 
-    why: the reason, which ends the sentence. Its numbers, if it has any, come after a colon.
+    why: the reason, which ends the sentence "... falls back to the engine because". Numbers in it come after
+        a colon.
     """
     warn_once(f"program (True) falls back to the engine because {why}")
 
@@ -86,11 +89,11 @@ def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> s
 def agreed_programs(
     modules: LayerModules, inputs: Inputs, counts: RankCounts, choice: Choice
 ) -> Programs | None:
-    """Returns the compiled pass programs that run a call; None if Python's engine runs it.
+    """Returns the compiled pass programs that run a call; None if the engine must run it.
 
-    In the second case the function warns of the reason. All ranks get programs, or none does. The first call
-    for each dtype and each combination of sizes is a collective, because kernels or libraries may be missing
-    on some ranks.
+    If the result is None, the function warns of the reason. All ranks get programs, or none does. The first
+    call of this function for each dtype and each combination of sizes is a collective, because kernels or
+    libraries may be missing on some ranks.
 
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.
@@ -108,7 +111,9 @@ def agreed_programs(
 
 
 def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Programs | str:
-    """Returns the programs of layers like this one, or the reason why a rank cannot run them.
+    """Returns the programs for a layer's shapes and dtype, or the reason why a rank cannot run them.
+
+    Collective, unless the answer for these shapes and this dtype is in the cache.
 
     modules: the modules of the layer.
     x_TM: (T, M), the rows of a call.
@@ -141,7 +146,10 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
 def _connected(
     backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor
 ) -> Programs | str:
-    """Returns programs with a communicator for the layer's ranks, or why there is none. Collective."""
+    """Returns programs with a communicator for the layer's ranks, or why no communicator could be made.
+
+    Collective.
+    """
     ranks = modules.ranks
     try:
         communicator = backend.connect(ranks, x_TM.device) if shape.sends and ranks.size > 1 else None

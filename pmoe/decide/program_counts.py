@@ -1,7 +1,8 @@
 """Row counts of a layer whose calls may run as compiled programs: all ranks exchange the counts.
 
-After the exchange the ranks agree on the programs (`pmoe.decide.program_choice`). If no programs can run a
-call, the engine runs it, in the same chunks.
+A program is a pass that was compiled into a list of kernel launches and collectives, which C++ code issues.
+After the exchange the ranks agree on the programs (`pmoe.decide.program_choice`). A call that cannot run as
+programs is run by the engine, in the same chunks.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class ProgramSolverCounts(SolverCounts):
 
 
 def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-    """Adds the programs that run a call, if all ranks have them. Collective.
+    """Returns ``agreed`` with the programs that run the call, if all ranks have them. Collective.
 
-    agreed: the row counts and the choice of chunks. A call with few rows has no chunks, and gets no programs.
+    agreed: the row counts and the choice of chunks. A call of few rows has no chunks, and gets no programs.
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.
     """
@@ -51,7 +52,7 @@ def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) 
 
 
 def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
-    """Returns the decision to run a planned call by its programs; the same decision if it has none."""
+    """Returns a decision to run a call by its programs; the decision without a change if there are none."""
     plan = decision.plan
     if agreed.programs is None or plan is None:
         return decision

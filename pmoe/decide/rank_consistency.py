@@ -1,7 +1,8 @@
 """Compares a layer between its ranks: options and replicated values must be the same on all ranks.
 
-Replicated values are the values of the gate, the shared expert and callbacks. If options differed, ranks
-would wait for each other until the group's timeout, misread each other's messages, or train different models.
+Replicated values are the values of the gate, the shared expert and callbacks. If options or values differed,
+ranks would wait for each other until the group's timeout, misread each other's messages, or train different
+models.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ def check_same_options(modules: LayerModules) -> None:
 
     The function is a collective only in the following calls of a layer:
 
-    - the first call;
-    - the next call after an option, or a setting of the gate or the experts, was set on any rank;
-    - a call that is the first one of a layer on some ranks only;
+    - the first call, also if it is the first one on some ranks only;
+    - the next call after any rank has set an option, or a setting of the gate or the experts;
     - the next call after a new default process group has replaced a destroyed one.
 
     modules: the modules and options of the layer.
@@ -66,7 +66,7 @@ def check_same_options(modules: LayerModules) -> None:
 
 
 def note_settings(modules: LayerModules) -> None:
-    """Makes the layer compare options again in its next call after a setting of its modules is changed."""
+    """Notes that options were compared. If a setting of a module is set, the next call compares them again."""
     for module in (modules.gate, modules.experts, modules.shared_expert):
         if module is not None:
             note_comparison(module, modules.cache)
@@ -78,7 +78,7 @@ def compare_options(modules: LayerModules) -> bool:
     Returns False if all ranks hold equal experts, else True.
 
     Replicated parts are the parts of a layer that every rank holds: the gate, the shared expert and
-    callbacks. One reduction compares digests of the following between all ranks:
+    callbacks. One reduction compares digests (hashes) of the following between all ranks:
 
         options                       must be the same; else ValueError with the option, values and ranks
         kind of GPU                   must be the same; else ValueError with the kind of each rank's GPU
@@ -86,12 +86,11 @@ def compare_options(modules: LayerModules) -> bool:
         experts                       may differ or be equal; ValueError if the experts of one rank have
                                       overwritten the experts of the other ranks
 
-    The experts of one rank have overwritten the others if three conditions hold: the experts differed when
-    they were built, they are equal now, and they have changed on some ranks but not on all.
+    The experts of one rank have overwritten the others if they differed when they were built, are equal now,
+    and have changed on some ranks but not on all.
 
-    If experts of any rank were loaded from a state dict, `check_loaded` compares the experts instead. It is
-    stricter: ValueError if any two ranks hold equal experts, unless the user permits it by
-    ``experts.may_be_equal``.
+    If any rank's experts were loaded from a state dict, `check_loaded` compares the experts instead. It is
+    stricter: no two ranks may hold equal experts.
 
     All ranks raise the same errors and issue the same warnings.
     """
@@ -149,9 +148,9 @@ def kind_of_gpu(device: torch.device) -> str:
 
 
 def _gpus_that_differ(modules: LayerModules, mine: str) -> str:
-    """Returns the error message for ranks on different kinds of GPUs, with the kind of every rank.
+    """Returns the error message for ranks on different kinds of GPUs, with the kind of every rank's GPU.
 
-    Collective, because it collects the kinds. It is called only if a difference is known already.
+    The function is a collective: it collects the kinds. It is called only if the kinds are known to differ.
 
     modules: the modules and options of the layer.
     mine: the kind of this rank's GPU.
@@ -166,7 +165,9 @@ def _gpus_that_differ(modules: LayerModules, mine: str) -> str:
 
 
 def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> str:
-    """Returns the error message for options that differ between ranks. Collective: it collects the values.
+    """Returns the error message for options that differ between ranks.
+
+    The function is a collective: it collects the options' values from all ranks.
 
     modules: the modules and options of the layer.
     names: the names of the options that differ.
@@ -181,8 +182,8 @@ def _options_that_differ(modules: LayerModules, names: list[str], mine: str) -> 
 def _values_that_differ(modules: LayerModules, part: str) -> str:
     """Returns the warning for a replicated part of the layer that has different values on some ranks.
 
-    The warning names the first tensor that differs. It also lists the ranks in groups; the ranks of a group
-    have equal values of that tensor. Collective.
+    The warning names the first tensor that differs. It also lists which ranks have equal values of that
+    tensor. The function is a collective.
 
     modules: the modules and options of the layer.
     part: the name of the part, such as "gate".
@@ -216,14 +217,13 @@ NEW_LAYER = (
     "must call the layers of a group in the same order and equally often, and call a copy of a layer, or a "
     "layer that was loaded, on all ranks or on none"
 )
-"""The end of an error's sentence that begins with "rank 3": the rank waits, because it calls a new layer."""
+"""Why a rank waits for the other ranks in a layer's first call. Errors put "rank 3" (an example) before it."""
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:
     """Returns a text that lists the options of a layer that were set since its last call; "" for none.
 
-    Another rank may begin the same call without having set these options. That rank then raises an error with
-    this text.
+    If the options were not set on other ranks, those ranks raise an error with this text.
 
     words_before: {name of an option: the option as text when the ranks last compared options}.
     now: the layer's modules and options now.

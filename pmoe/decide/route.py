@@ -1,7 +1,7 @@
 """The first stage of a call: checks the input and calls the gate.
 
-If the input or the routing of one rank is wrong, the other ranks must not wait for the rows of that rank. So
-the rank sends the number of a `Fault` together with its row counts, and all ranks raise.
+If the input or the routing of one rank is wrong, that rank can send no rows, and the other ranks must not
+wait for them. So the rank sends the number of a `Fault` together with its row counts, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
     """Checks the input of a call and routes its tokens to experts.
 
     call: the call.
-    ask: a function (call, x_TM) that returns the checked routing. x_TM has the rows of the tokens: (T, M) for
-        T tokens and M = d_model columns. None takes `run_gate`, which calls the gate.
+    ask: a function of the call and x_TM that returns the checked routing. x_TM has the rows of the tokens:
+        (T, M) for T tokens and M = d_model columns. None for `run_gate`, which calls the gate.
 
-    On a single rank an error is raised at once. With several ranks, a rank that fails returns an empty batch
-    with the error, and takes part in the exchange of row counts. The exchange reports the fault, and all
-    ranks raise. Activation checkpointing runs a call twice. The second pass has no exchange, so in it the
-    rank raises at once.
+    With several ranks, a rank whose routing fails returns an empty batch with the error. The rank then takes
+    part in the exchange of row counts, which reports the fault, and all ranks raise. The error is raised at
+    once on a single rank, and in the second pass of activation checkpointing, which has no exchange.
     """
     modules = call.modules
     try:
@@ -56,7 +55,7 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
 
 
 def needs_gradients(call: Call, *tensors: Tensor) -> bool:
-    """Returns whether autograd on this rank needs gradients of parameters of the call, or of ``tensors``.
+    """Returns whether autograd on this rank needs gradients of ``tensors``, experts or callbacks.
 
     call: the call.
     tensors: the rows, and the routing weights or the parameters of the gate, of any shape.
@@ -116,14 +115,14 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
-    Three checks run on the device, so that the host does not wait. If a check fails, the result has the
-    number of a `Fault`, which the ranks exchange later. If several checks of this list fail, the result has
-    the fault of the last of them. A check fails if
+    Three faults are found on the device, so that the host does not wait:
 
     - values that a user's gate returned are outside their range (`clamped_with_fault`);
-    - logits are not finite, unless ``check_finite`` is False;
-    - activation checkpointing routes these tokens a second time, and the result is not that of the first
-      time.
+    - logits are not finite (not checked if ``check_finite`` is False);
+    - activation checkpointing routes these tokens a second time, and the routing has changed.
+
+    The result has the number of the `Fault`, which the ranks exchange later. If there are several faults, it
+    has the last one of this list.
     """
     modules = call.modules
     options = call.modules.options
@@ -173,7 +172,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
     """Returns which (token, choice) slots are within the capacity, (T, K) bool; None keeps all slots.
 
-    If the gate itself decides which slots are kept, the gate's answer is returned. With ``pad_to_capacity``
+    Some gates decide themselves which slots are kept; their answer is returned. With ``pad_to_capacity``
     slots are dropped later, when rows are padded.
 
     modules: the modules and options of the layer.
@@ -197,13 +196,12 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
 
     The kernels replace the gate's forward. They do three more things:
 
-    - They count the rows for each expert in each bin. Bins are equal ranges of tokens. The ranks exchange the
-      row counts of each bin.
+    - They count the rows for each expert in each bin. Bins are equal ranges of tokens.
     - They sort the (token, choice) slots, if the options fix the number of chunks.
     - They write this rank's messages of row counts, if row counts are exchanged.
 
-    If there are too many bins for the kernels, the kernels count all tokens as one bin. They then write no
-    messages, and the order in which they sort the slots is not used.
+    If there are too many bins for the kernels, they count all tokens as one bin. Then they write no messages,
+    and the order of the slots is not used.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
@@ -270,8 +268,8 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
-    Raises ValueError if the gate needs token ids that are missing, or if one of pmoe's own gates returns
-    scores for another number of experts than the layer has.
+    Raises ValueError if the gate needs token ids and there are none, or if one of pmoe's own gates returns
+    scores for too many or too few experts.
     """
     gate = call.modules.gate
     ids = call.token_ids
@@ -312,8 +310,8 @@ def check_num_experts(modules: LayerModules, num_scores: int | None) -> None:
 def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
     """Returns an empty batch with an error and its `Fault`, for a rank that could not route its tokens.
 
-    A fault is a number that ranks send with their row counts. With the empty batch the rank can take part in
-    the exchange of row counts, which reports the fault to all ranks.
+    With the empty batch the rank can take part in the exchange of row counts. The exchange reports the fault,
+    a number, to all ranks.
 
     call: the call.
     error: the error that this rank raises after the exchange.
@@ -341,9 +339,9 @@ def _nothing_routed(call: Call, error: Exception) -> RoutedBatch:
 def is_fetched(modules: LayerModules) -> bool:
     """Returns whether the experts' parameters may be on the meta device until the experts are called.
 
-    With offloading, a library such as accelerate loads the parameters in a hook when the experts are called.
-    So the result is True if the experts have any hook or a replaced forward method. The caller must then not
-    compare the device of the parameters with that of the input.
+    With offloading, a library such as accelerate loads the parameters in a hook, or in a forward method that
+    replaces the original one. So the result is True if the experts have any hook or a replaced forward
+    method. The device of the parameters then says nothing about the device on which they are computed.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 
@@ -352,8 +350,8 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     """Checks that the input is a plain tensor of the right shape, device and dtype.
 
     modules: the modules and options of the layer.
-    x: (..., M) with M = d_model; it must have the device of the parameters, and also the dtype of the
-        parameters unless autocast or FSDP's mixed precision casts x.
+    x: (..., M) with M = d_model, on the parameters' device. Its dtype must be that of the parameters, unless
+        autocast or FSDP's mixed precision casts x.
     like: a parameter of the layer (`LayerModules.reference_parameter`); None if there is none.
 
     Raises TypeError if x is not a tensor, and FaultError (a ValueError) for all other mistakes.
@@ -405,8 +403,8 @@ def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
         autocast is on                                            autocast's dtype
         FSDP2 shards the experts with mixed precision             the dtype to which FSDP2 casts them
         x and the gate have the same 16-bit dtype, and the        the dtype of x
-        experts are in float32, because FSDP's mixed precision
-        has cast x and the gate and does not manage the experts
+        experts are in float32: FSDP's mixed precision has cast
+        x and the gate, but not the experts
         none of these                                             None
 
     modules: the modules and options of the layer.

@@ -1,15 +1,15 @@
 """Row counts of a layer with ``pipeline="solve"``, whose number of chunks depends on the row counts.
 
 Rows are counted in bins, equal parts of the batch. A chunk consists of whole bins, so n chunks need a number
-of bins that is a multiple of n. The smallest multiple of all n from 1 to 16 is 720720, which is too many
-bins. So the number of bins is only a multiple of the last call's numbers of chunks. If the solver then takes
-other numbers of chunks, rows are counted again and the counts are exchanged again. Example:
+of bins that is a multiple of n. A multiple of all n from 1 to 16 would be too many bins: 720720. So the
+number of bins is only a multiple of the last call's numbers of chunks. If the solver then takes other numbers
+of chunks, rows are counted again and the counts are exchanged again. Example:
 
     The last call had 3 chunks in forward and 4 in backward.
-    This call counts rows in 12 bins, or in a multiple of 12 bins, and exchanges the counts.
+    This call counts rows in 12 bins (or a multiple of 12), and exchanges the counts.
     - If the solver takes 3 and 4 chunks again, these counts are used.
-    - If the solver takes 5 and 5 chunks, the call counts rows in 5 bins, or in a multiple of 5 bins, and
-      exchanges the counts a second time.
+    - If the solver takes 5 and 5 chunks, the call counts rows in 5 bins (or a multiple of 5), and exchanges
+      the counts a second time.
 
 All ranks take the same steps, because the solver's answer follows from numbers that all ranks have.
 """
@@ -55,9 +55,8 @@ class SolverCounts(ExactCounts):
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
         """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
-        Rows are counted in bins, equal parts of the batch, and a chunk consists of whole bins. If the rows
-        were counted for other numbers of chunks, they are counted again in other bins, which is collective.
-        The layer remembers the two numbers of chunks. In its next call it counts rows in bins that suit both.
+        If the rows were counted for other numbers of chunks, they are counted again, and the ranks exchange
+        the counts again. The layer stores the two numbers of chunks, for which its next call counts rows.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """
@@ -70,8 +69,8 @@ class SolverCounts(ExactCounts):
         """Returns row counts for some numbers of chunks, and the sorted (token, choice) slots of the call.
 
         Rows are counted in bins, equal parts of the batch. The number of bins is a multiple of each n in
-        ``degrees``, so whole bins can be joined to n chunks. The plan of the call is made from the slots. The
-        method is collective if rows must be counted again.
+        ``degrees``, so that n chunks consist of whole bins. The method is collective if rows must be counted
+        again.
 
         degrees: the numbers of chunks n. They follow from the largest number of tokens of any rank, so they
             are the same on all ranks.

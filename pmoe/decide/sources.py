@@ -1,4 +1,4 @@
-"""Chooses where a call's row counts come from: how many rows each rank sends to each expert."""
+"""Chooses the source of a call's row counts: the object that knows how many rows go to each expert."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pmoe.call.decision import CountsSource
 def counts_source(call: Call) -> CountsSource:
     """Routes a call and returns the source of its row counts: the first of seven that is possible.
 
-    Row counts say how many rows each rank sends to each expert. The seven sources, in the order in which they
-    are tried:
+    Row counts say how many rows each rank sends to each expert. These are the seven sources, in the order in
+    which they are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
@@ -19,9 +19,8 @@ def counts_source(call: Call) -> CountsSource:
         BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
                         rank, they exchange counts a second time
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
-        SolverCounts    the layer has pipeline="solve": ranks exchange counts for the numbers of chunks that
-                        they expect. If the solver then chooses other numbers of chunks, they exchange counts
-                        a second time
+        SolverCounts    the layer has pipeline="solve": ranks exchange counts for the last call's numbers of
+                        chunks. If the solver then chooses other numbers, they exchange counts a second time
         ExactCounts     all other calls: ranks exchange counts, and the host waits for them
     """
     modules = call.modules

@@ -7,10 +7,10 @@ experts. Three checks prevent this:
     state_dict()        records in ``_metadata`` which experts it holds        `_say_whose`
                         raises if the caller writes one file for all ranks     `_refuse_one_file`
     load_state_dict()   raises if the metadata names another rank's experts    `_check_whose`
-    the next call       if any rank has loaded a state dict: compares the      `check_loaded`
-                        experts of all ranks, and raises if two ranks hold
-                        equal ones. This also finds wrong state dicts that
-                        have no metadata (safetensors, or made by hand)
+    the next call       if any rank has loaded a state dict: raises if two     `check_loaded`
+                        ranks hold equal experts. This also finds wrong
+                        state dicts without metadata (safetensors, or made
+                        by hand)
 
 Loading is not a collective: one rank may load while the other ranks do not. So a rank that has loaded a state
 dict reports the loading together with the row counts of its next call. All ranks then compare their experts
@@ -35,9 +35,9 @@ from pmoe.experts.dtensor_layout import is_of_other_place
 from pmoe.experts.operands import local_part
 
 KEY = "pmoe.experts"
-"""The key of an `ExpertPlace` in the metadata of a state dict.
+"""The key of an `ExpertPlace` in the metadata of a state dict (``_metadata``).
 
-torch.save and torch.load keep this metadata (``_metadata``).
+torch.save writes this metadata into the file, and torch.load reads it.
 """
 
 CURE = (
@@ -55,8 +55,8 @@ class ExpertPlace:
     num_experts        number of experts of all ranks
     shard              index of this rank's part, if each expert's hidden columns are split over ranks; else 0
     num_shards         number of parts into which an expert is split; 1 if experts are not split
-    copy_part          index of this rank's part, if FSDP2 shards the copies of experts over ranks; else 0
-    num_copy_parts     number of these parts; 1 if FSDP2 does not shard experts
+    copy_part          index of this rank's part, if FSDP2 shards experts over ranks; else 0
+    num_copy_parts     number of parts into which FSDP2 splits experts; 1 if it does not
     rank               this rank in the group whose ranks together hold all experts
     num_ranks          size of that group
     """
@@ -90,7 +90,7 @@ class ExpertPlace:
         )
 
     def with_part_of(self, experts: Experts) -> ExpertPlace:
-        """Returns a copy of this record that also has this rank's part of experts that FSDP2 shards.
+        """Returns this record with ``copy_part`` and ``num_copy_parts`` as FSDP2 shards the experts.
 
         experts: this rank's experts.
         """
@@ -98,9 +98,10 @@ class ExpertPlace:
         return replace(self, copy_part=part.index, num_copy_parts=part.count)
 
     def differs_from(self, saved: ExpertPlace) -> bool:
-        """Returns whether a state dict holds other values of experts than this rank does.
+        """Returns whether a state dict holds values of experts that are not this rank's.
 
-        A state dict of experts that FSDP2 does not shard has all parts of them, also this rank's.
+        If the saved experts were not sharded by FSDP2, the state dict has whole experts, which suit each of
+        the ranks over which FSDP2 shards these experts now.
 
         saved: the record in the metadata of the state dict.
         """
@@ -112,11 +113,11 @@ class ExpertPlace:
 
     @property
     def holds(self) -> tuple[int, ...]:
-        """Returns the fields that say which values of the experts a rank holds.
+        """Returns the fields in which a saved record must equal this rank's own record.
 
-        A saved record fits this rank only if these fields are the same as in this rank's own record. The rank
-        and the number of ranks are not among these fields, because a rank of a group with a different size
-        may hold the same experts. The part of experts that FSDP2 shards is compared by `differs_from`.
+        They say which experts a rank holds, or which part of each. The number of the rank and the number of
+        ranks are not among them: in a group of another size a different rank may hold the same experts. The
+        parts of FSDP2 are not among them, either; `differs_from` compares these.
         """
         return self.first_expert, self.num_local_experts, self.num_experts, self.shard, self.num_shards
 
@@ -156,8 +157,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
     prefix: the name of the module in the model, with a dot at the end.
     local_metadata: the metadata of the module, to which the record is added.
 
-    Raises ValueError if the caller will write a single file with the state dict of one rank, because the
-    experts of the other ranks would be missing in it.
+    Raises ValueError if the caller will write the state dict of a single rank to a file. The experts of the
+    other ranks would be missing in it.
     """
     place: ExpertPlace = experts.place.with_part_of(experts)
     if place.num_ranks > 1:
@@ -169,8 +170,8 @@ def _say_whose(experts: Experts, state: Any, prefix: str, local_metadata: dict[s
 class Writer:
     """A function of another library that saves a checkpoint by writing the state dict of a single rank.
 
-    The checkpoint would have only the experts of that rank. So pmoe raises an error if one of these functions
-    calls ``state_dict()``.
+    The checkpoint would have only the experts of that rank. So pmoe raises an error if this function calls
+    ``state_dict()``.
 
     name: the name of the function in error messages.
     on_all_ranks: True if the function calls ``state_dict()`` on every rank, False if only on the rank that
@@ -199,7 +200,7 @@ ONE_FILE = {
 }
 """Functions that save a checkpoint by writing the state dict of a single rank, by (module, function).
 
-Lightning's strategies that write distributed files use functions that are not in this table.
+Lightning's strategies for distributed checkpoints use other functions, so they work.
 """
 
 DCP = "torch.distributed.checkpoint.state_dict"
@@ -213,15 +214,15 @@ DCP has the experts of one rank only.
 def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     """Raises ValueError if the caller of ``state_dict()`` will save the experts of one rank only.
 
-    Nothing in a call of ``state_dict()`` says how its result will be used. So this function searches the call
-    stack, from the nearest caller on, for a caller that it knows:
+    The arguments of ``state_dict()`` do not say how its result will be used. So this function searches the
+    call stack, from the nearest caller on, for a caller that it knows:
 
-    - A function that the table `ONE_FILE` lists writes one file, so the error is raised.
-    - torch's distributed checkpoint saves the experts of all ranks. The error is raised only if a full state
-      dict is asked for and the experts are plain tensors.
+    - a function in the table `ONE_FILE`: it writes one file, so the error is raised;
+    - torch's distributed checkpoint: it saves the experts of all ranks. The error is raised only if a full
+      state dict is asked for and the experts are plain tensors.
 
-    Unknown callers get no error here. If an unknown caller writes one file, loading that file on another rank
-    raises an error (`_check_whose`).
+    Other callers get no error here. If they write one file, the error comes later, when another rank loads
+    the file (`_check_whose`).
 
     experts: the experts of this rank.
     place: the record of which experts this rank holds.
@@ -272,12 +273,11 @@ def _check_whose(
     The first case that applies decides:
 
     - The values are certainly this rank's own (`_is_own`): nothing else is checked.
-    - The metadata records other experts than this rank holds: ValueError is raised, and published to the
-      other ranks.
-    - The metadata records that the experts of all ranks were equal when they were saved: nothing else is
-      checked.
-    - Otherwise the layer's next call compares the experts of all ranks. If two ranks hold equal experts, they
-      have loaded the file of a single rank, and that call raises.
+    - By the metadata, the state dict holds experts of another rank: ValueError is raised, and published to
+      the other ranks.
+    - By the metadata, the experts of all ranks were equal when they were saved: nothing else is checked.
+    - Otherwise the layer's next call compares the experts of all ranks, and raises if two ranks hold equal
+      experts: these ranks have loaded the same file.
     """
     place: ExpertPlace = experts.place.with_part_of(experts)
     parameters = {
@@ -318,10 +318,9 @@ def _is_own(value: Any, parameter: Tensor) -> bool:
 
     The answer is True in two cases:
 
-    - The value shares the memory of the parameter, because torch's distributed checkpoint has read into that
-      memory.
-    - The value is a DTensor over the same mesh object as the parameter, so it was made in this process. An
-      unpickled DTensor has a mesh object of its own, even if the meshes are equal.
+    - The value shares the memory of the parameter: torch's distributed checkpoint has read into that memory.
+    - The value is a DTensor with the same mesh object as the parameter: it was made in this process. A
+      DTensor from a file has another mesh object, even if the meshes are equal.
 
     value: a value of the state dict.
     parameter: the parameter into which the value will be loaded.
@@ -345,7 +344,7 @@ def check_loaded(modules: LayerModules) -> None:
     modules: the modules and options of the layer.
 
     Raises ValueError on all ranks if two ranks hold the same values. A user who wants equal experts sets
-    ``experts.may_be_equal`` on any rank. This check then raises no error, and resets the flag.
+    ``experts.may_be_equal`` on any rank. Then the function raises nothing, and resets the flag.
     """
     experts = modules.experts
     own = fingerprint(dict(experts.named_parameters())), experts.may_be_equal

@@ -1,10 +1,10 @@
 """Finds out whether the weights of experts have changed since an earlier call.
 
 Copies of busy experts can be used again in later calls while no rank's experts change: in evaluation, and
-between the micro-batches of one step. Two facts show most changes without reading values: torch counts the
-in-place changes of a tensor, and a new tensor has a new address. These two facts do not show a change such as
-``parameter.data.copy_(...)``, which optimizers use. So checksums of the values of experts that have copies
-are also compared.
+between the micro-batches of one step. Two numbers show most changes: torch's count of the in-place changes of
+a tensor, and the tensor's address in memory. They do not show a change such as
+``parameter.data.copy_(...)``, which optimizers use. So checksums of the values are also compared, for experts
+that have copies.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pmoe.experts.operands import local_part, value_names
 from pmoe.planner.copies import GOLDEN
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""{bytes of an element: integer type as which its bits are summed}.
+"""{bytes of an element: the integer type in which its bits are read for a checksum}.
 
-Sums are int64 and wrap around. An element of 8 bytes is summed as two integers of 4 bytes. As one int64, a
-changed sign would add 2**63 to the sum, so two changed signs would add up to 2**64, which is 0.
+An element of 8 bytes is read as two integers of 4 bytes. If it were read as one integer, the changes of two
+signs could cancel each other: each changes the sum by 2**63, and the sum is an int64 that wraps around.
 """
 
 ExpertsState = tuple[object, ...]
@@ -39,9 +39,10 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
 
     The record has the address of each parameter, torch's count of the parameter's in-place changes, and the
     setting of the experts, such as the adapter in use. If experts are a user's modules, it also has their
-    architecture, and addresses and counts of their buffers. The result is None if the record would miss
-    changes: if weights are computed from other parameters in each call, or if a wrapper has taken the place
-    of the experts.
+    architecture, and addresses and counts of their buffers.
+
+    The result is None if changes cannot be noticed: weights are computed from other parameters in each call,
+    or a wrapper computes other experts.
 
     modules: the modules of the layer.
     """
@@ -66,11 +67,10 @@ def state_of(modules: LayerModules) -> ExpertsState | None:
 def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
     """Returns checksums of the values of some of this rank's experts. The host waits for the device.
 
-    Each parameter of each expert has two checksums: weighted sums of the elements' bit patterns, read as
-    integers. In one checksum each column has its own odd weight; in the other checksum each row has its own
-    odd weight. So the checksums also change if two values change places. The weights follow no simple
-    pattern, so that regular changes, such as those of signs, do not cancel each other. Parameters that all
-    experts share are not copied, so they have no checksums.
+    Each parameter of each expert has two checksums. Both are weighted sums of its elements, whose bits are
+    read as integers. In one checksum the weight depends on the element's column, in the other on its row. So
+    the checksums also change if two elements change places. Parameters that all experts share have no
+    checksums, because they are not copied.
 
     modules: the modules of the layer.
     places: the experts, by their index among those of this rank.
@@ -91,7 +91,8 @@ def sums_of_bits(modules: LayerModules, places: Iterable[int]) -> ExpertsState:
 def _values_of(experts: Experts, place: int) -> list[Tensor]:
     """Returns those tensors of one expert that are copied if the expert gets a copy on another rank.
 
-    The tensors may have any shape. Parameters that all experts share are left out: they are not copied.
+    The tensors may have any shape. Parameters that all experts share are left out, because they are not
+    copied.
 
     experts: the experts of this rank.
     place: the expert's index among them.

@@ -66,7 +66,7 @@ def check_same_options(modules: LayerModules) -> None:
 
 
 def note_settings(modules: LayerModules) -> None:
-    """Notes that options were compared. If a setting of a module is set, the next call compares them again."""
+    """Notes that options were compared. After a change of a setting, the next call compares them again."""
     for module in (modules.gate, modules.experts, modules.shared_expert):
         if module is not None:
             note_comparison(module, modules.cache)
@@ -217,7 +217,7 @@ NEW_LAYER = (
     "must call the layers of a group in the same order and equally often, and call a copy of a layer, or a "
     "layer that was loaded, on all ranks or on none"
 )
-"""Why a rank waits for the other ranks in a layer's first call. Errors put "rank 3" (an example) before it."""
+"""Why a rank waits for the other ranks in a layer's first call. Errors begin with the rank, as "rank 3"."""
 
 
 def changed_options(words_before: Mapping[str, str], now: LayerModules) -> str:

@@ -18,7 +18,15 @@ these files:
     run               runs these steps in the first training steps, with decisions that all ranks share
     explain           reports what was chosen
 
-The files work on an instruction list (`instructions`): one entry for each operator call of the graph.
+Words of this folder:
+
+    instruction      one operator call of the graph, with its predicted seconds and bytes (`instructions`)
+    part             one of k pieces of the batch
+    range            a run of consecutive instructions that is cut into parts
+    axis             the dimension along which a tensor is cut into parts
+    weight gradient  in the order of a pass: any instruction whose result no all-to-all needs
+    hand over        give a gradient to autograd, whose hooks may start to reduce it over ranks
+    program          all graphs of the same layers and direction, for any input shapes
 
 Letters of this folder: T tokens of a rank, K choices of a token, S = T * K slots (a slot is one choice of one
 token), N rows (a row is a token's vector for one expert), E experts of all ranks, E_local experts of one

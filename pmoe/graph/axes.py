@@ -9,10 +9,9 @@ y = x @ w they are:
     None          1 (columns)   1
     1             0             SUM: each part gives a tensor of the whole shape, and y is their sum
 
-`infer` applies the rules to the nodes of a graph in order. It gives each tensor one axis, although the
-operators that read the tensor may prefer different axes. To add a rule for an operator of your own, write
-``RULES[torch.ops.my.op.default] = rule``. If an operator has no rule, or its rule does not allow the axes of
-its inputs, the operator runs once, on the whole batch.
+`infer` applies the rules to the nodes of a graph in order. It gives each tensor one axis. If an operator has
+no rule, or its rule does not allow the axes of its inputs, the operator runs once, on the whole batch. To add
+a rule for an operator of your own, write ``RULES[torch.ops.my.op.default] = rule``.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 
 IRREGULAR = "irregular"
-"""The axis of routed rows: each part has as many rows as the gate routes in it (the paper's A_irr)."""
+"""The axis of routed rows. The routing decides how many rows each part has (the paper's A_irr)."""
 
 SUM = "sum"
-"""The axis of a parameter's gradient: each part gives a tensor of the whole shape, and all are added."""
+"""The axis of a parameter's gradient. Each part gives a summand of the whole shape; all are added."""
 
 Axis = int | str | None
 """Type of a tensor's axis, along which the tensor is cut into parts of the batch.
@@ -106,7 +105,8 @@ def infer(
     graph: the graph.
     known_axes: the axes of inputs of the graph. Inputs that are not in this dict, such as parameters, are not
         cut: each part uses them whole.
-    free: inputs whose axis is not known. Each gets its axis from the first operator that is cut and reads it.
+    free: inputs whose axis is not known. The first operator that reads such an input and is cut decides the
+        axis.
     sequences: number of sequences or tokens in the batch. It is an int, or a symbol if it is not known when
         the graph is traced. A tensor is cut only along dimensions whose size is a multiple of this number.
         None allows all dimensions.
@@ -116,7 +116,8 @@ def infer(
         axes      the axis of each node; None if all parts use the node's whole result
         refused   for each node that cannot be cut, the reason
 
-    A node that cannot be cut runs once, on the whole batch. Later nodes can still cut its result into parts.
+    A node that cannot be cut runs once, on the whole batch. Its result can still be cut into parts, which
+    later nodes read.
     """
     inference = _Inference(known_axes, free, sequences)
     for node in graph.nodes:
@@ -134,8 +135,8 @@ def follow(
     body: the calls, in order.
     known_axes: axes of tensors that are computed before ``body``. Tensors that are not in this dict are not
         cut: each part uses them whole.
-    free: tensors that are computed before ``body``, and whose axis is not known. Each gets its axis from the
-        first operator that is cut and reads it.
+    free: tensors that are computed before ``body``, and whose axis is not known. The first operator that
+        reads such a tensor and is cut decides the axis.
     sequences: number of sequences or tokens in the batch. A tensor is cut only along dimensions whose size is
         a multiple of this number.
 
@@ -161,13 +162,13 @@ class _Inference:
     axes: the axis of each node that was added so far; a tuple for a node with several results.
     refused: for each node that cannot be cut, the reason.
 
-    A tensor is called free while its axis is undecided. The first operator that is cut and reads a free
-    tensor decides its axis. These tensors are free:
+    A tensor is free while its axis is undecided. The first operator that reads a free tensor and is cut
+    decides the axis. These tensors are free:
 
     - inputs that the caller passes as ``free``,
     - results of operators that cannot be cut, if `_behind` finds no axis for them,
     - results of operators that take no tensor,
-    - results of operators that have at least one free input, and no input that is already cut.
+    - results of operators with at least one free input and no input that is cut.
     """
 
     def __init__(self, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:
@@ -180,9 +181,9 @@ class _Inference:
     def add(self, node: fx.Node) -> None:
         """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
 
-        If the node cannot be cut, the reason is stored in ``refused``. The node then computes its whole
-        result, and later operators may still cut this result along the axis that `_behind` returns. If
-        `_behind` returns None, the result is free: the first operator that is cut and reads it decides its
+        If the node cannot be cut, the reason is stored in ``refused``, and the node computes its whole
+        result. The result gets the axis that `_behind` returns, along which later operators may cut it. If
+        `_behind` returns None, the result is free: the first operator that reads it and is cut decides the
         axis.
         """
         if node.op != "call_function":
@@ -198,12 +199,12 @@ class _Inference:
     def _behind(self, node: fx.Node) -> Any:
         """Returns the axis of the result of an operator that cannot be cut; a tuple for several results.
 
-        The operator runs once and computes its whole result. Operators that read the result may still cut it
-        into parts of the batch. The axis is the dimension along which they may do so. It is taken from the
-        first of the operator's inputs that is cut along a dimension:
+        The operator runs once and computes its whole result. Operators that read the result may cut it into
+        parts of the batch along the axis. The axis is found in these steps:
 
-        - If the result has the shape of this input, it gets the axis of this input.
-        - If the result has another shape, or no input is cut along a dimension, the axis is None.
+        1. Take the first of the operator's inputs that is cut along a dimension.
+        2. If the result has the shape of this input, the axis is this dimension.
+        3. If there is no such input, or the shapes differ, the axis is None.
         """
         source = next((tensor for tensor in tensors(node) if isinstance(self.axes[tensor], int)), None)
         if source is None:
@@ -220,10 +221,10 @@ class _Inference:
 
         The rule of the node's operator lists the ways to cut the operator (`Combination`): an axis for each
         input, and the axis of the result. The first combination that fits the axes of the node's inputs is
-        taken. An input that is free has no axis yet: it fits every combination that does not ask it for
-        `SUM`, and gets its axis from the combination that is taken.
+        taken. An input whose axis is undecided fits every axis except `SUM`. It gets its axis from the
+        combination that is taken.
 
-        Raises RefusedError if the operator has no rule, or if no combination fits: the node cannot be cut.
+        Raises RefusedError if the node cannot be cut: the operator has no rule, or no combination fits.
         """
         inputs = tensors(node)
         axes = self.axes
@@ -289,9 +290,8 @@ class _Inference:
     def _fits(self, node: fx.Node, axis: Axis) -> bool:
         """Returns whether a tensor already has this axis, or has no axis yet and may get it.
 
-        A free tensor (whose axis is undecided) was computed as a whole. It may get a dimension as its axis,
-        and is then cut along this dimension. It must not get `SUM`, because `SUM` means that each part has
-        computed a summand of the tensor.
+        A tensor without an axis was computed as a whole, and may still be cut along a dimension. It must not
+        get the axis `SUM`, which means that each part has computed a summand of the tensor.
 
         node: the node of the tensor.
         axis: the dimension along which the tensor would be cut; or `IRREGULAR`, `SUM` or None.
@@ -342,8 +342,6 @@ def _argument(node: fx.Node, name: str) -> Any:
 def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
     """Yields the ways to cut an operator along the same dimension of all its inputs and results.
 
-    There is one way for each dimension that is not in ``but``.
-
     node: the call of the operator.
     but: dimensions along which the operator cannot be cut, because it works along them. Softmax works along
         one dimension, for example. Negative numbers count from the last dimension.
@@ -364,8 +362,8 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
 def _is_pointwise(target: object) -> bool:
     """Returns whether an operator is pointwise (torch marks it so) and draws no random numbers.
 
-    An operator that draws random numbers cannot be cut: a dropout in parts would draw other numbers than the
-    dropout of the whole batch.
+    An operator that draws random numbers cannot be cut. For example, a dropout in parts would draw other
+    numbers than the dropout of the whole batch.
     """
     tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
@@ -374,9 +372,9 @@ def _is_pointwise(target: object) -> bool:
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a pointwise operator into parts: along each dimension of its result.
 
-    The operator broadcasts its inputs. If an input does not have the dimension, or has size 1 in it, all
-    parts use the whole input. If an input's first size is not known when the graph is traced, its rows may be
-    routed rows. The operator can then also be cut by these rows (`IRREGULAR`).
+    The operator broadcasts its inputs. All parts use the whole of an input that does not have the dimension,
+    or has size 1 in it. If the first size of an input is not known when the graph is traced, the input may
+    consist of routed rows. Then the operator can also be cut by these rows (`IRREGULAR`).
     """
     operands = tensors(node)
     if any(isinstance(shape(operand)[0] if shape(operand) else 1, torch.SymInt) for operand in operands):
@@ -397,8 +395,8 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
 def _copied(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a copy or conversion into parts: along each dimension, or as summands.
 
-    Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input. The sum of
-    copied summands is the copy of the sum.
+    Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input. The copies
+    of the summands add up to the copy of the input.
     """
     yield from _pointwise(node)
     yield Combination((SUM,), SUM)
@@ -444,8 +442,8 @@ def _norm(node: fx.Node) -> Iterator[Combination]:
 def _norm_backward(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut the gradient of a norm into parts: along dimensions that are not normalized.
 
-    All dimensions before the one that is cut must have size 1, because the kernels need contiguous means and
-    standard deviations. Each part gives summands (`SUM`) of the gradients of weight and bias.
+    Dimensions after the first one that has a size above 1 cannot be cut, because the kernels need contiguous
+    means and standard deviations. Each part gives summands (`SUM`) of the gradients of weight and bias.
     """
     operands = tensors(node)
     normalized = len(_number(node, 2))
@@ -461,9 +459,9 @@ def _norm_backward(node: fx.Node) -> Iterator[Combination]:
 def _convolution(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a convolution into parts: along the batch, or the channels of the result.
 
-    If the batch is cut, all parts use the whole weight and bias. The channels can be cut only if the
-    convolution has one group; all parts then use the whole input. The channels of the result are dimension 0
-    of the weight, in a transposed convolution dimension 1.
+    If the batch is cut, all parts use the whole weight and bias. If the channels are cut, all parts use the
+    whole input; this needs a convolution of one group. The channels of the result are dimension 0 of the
+    weight (dimension 1 in a transposed convolution).
     """
     _, _, *bias = tensors(node)
     yield Combination((0, None, *(None for _ in bias)), 0)
@@ -646,17 +644,16 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
 def _view(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a view into parts: pairs (dimension of the source, dimension of the result).
 
-    Two dimensions are a pair if the sizes to the left of the one in the source have the same product as the
-    sizes to the left of the other in the result. Example: (4, 6) viewed as (2, 2, 6) has two pairs: (0, 0),
-    with no sizes to the left, and (1, 2), with 4 to the left in the source and 2 * 2 in the result.
+    Dimension i of the source and dimension j of the result are a pair if source[:i] and result[:j] have the
+    same product. Example: (4, 6) viewed as (2, 2, 6) has two pairs: (0, 0), and (1, 2) because 4 = 2 * 2.
 
-    The view of part p of the source must be part p of the result. For this, the sizes of both dimensions must
-    also be multiples of the number of sequences in the batch, which `infer` checks later.
+    The view of part p of the source must be part p of the result. So the sizes of both dimensions must also
+    be multiples of the number of sequences in the batch, which `infer` checks later.
 
     - A dimension of size 1 cannot be cut.
     - ``expand`` can be cut along every dimension whose size stays the same.
-    - All other views can also be cut into summands (`SUM`), because the view of a sum equals the sum of the
-      viewed summands.
+    - All other views can also be cut into summands (`SUM`): the views of the summands add up to the view of
+      their sum.
 
     node: the call of the view.
     """
@@ -688,9 +685,9 @@ def _new(node: fx.Node) -> Iterator[Combination]:
 def _permute(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a permutation of dimensions into parts: along each dimension, or as summands.
 
-    If the input is cut along a dimension, the result is cut along the dimension that this one becomes.
-    Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input. The
-    permutation of a sum is the sum of the permuted summands.
+    If dimension i of the input becomes dimension j of the result, the result is cut along j if the input is
+    cut along i. Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input.
+    The permuted summands add up to the result.
     """
     rank = len(shape(node))
     order = list(range(rank))
@@ -730,8 +727,8 @@ def _order(node: fx.Node) -> Iterator[Combination]:
     """Yields the one way to cut a call of `order` into parts: along the tokens.
 
     `order` sorts the slots (choices of tokens) of a layer by expert. Its last input and its last result are
-    not cut. They hold, for each expert, the number of slots in earlier parts. Each part passes these counts
-    to the next part, so that all parts together respect the experts' capacity.
+    not cut: they count, for each expert, the slots in earlier parts. Each part passes these counts to the
+    next part, so that all parts together respect the experts' capacity.
     """
     operands = tensors(node)
     yield Combination((*(0 for _ in operands[:-1]), None), (IRREGULAR,) * 3 + (None,))

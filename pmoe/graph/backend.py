@@ -76,9 +76,9 @@ def backend(
 
 
 def changes_inputs() -> bool:
-    """Returns whether the graph that is being compiled changes in place an input that needs a gradient.
+    """Returns whether the graph in compilation writes to one of its inputs that need gradients.
 
-    If PyTorch has no record of the graph's inputs, the result is True.
+    The result is also True if PyTorch has no record of the graph's inputs.
     """
     context = torch._guards.TracingContext.try_get()
     if context is None or context.fw_metadata is None:
@@ -89,9 +89,9 @@ def changes_inputs() -> bool:
 def batch_inputs(inputs: Sequence[Any]) -> list[int]:
     """Returns the positions of those inputs of a graph whose first dimension is the batch.
 
-    Parameters, buffers and tensors without dimensions are left out. The first size of the first remaining
-    tensor is taken as the length of the batch. The result has the positions of all remaining tensors whose
-    first dimension has this length.
+    Parameters, buffers and tensors without dimensions are left out. The first remaining tensor gives the
+    length of the batch: its first size. The result has the positions of all remaining tensors with the same
+    first size.
     """
     tensor_positions = [
         position
@@ -114,8 +114,8 @@ def prepare() -> None:
     optimize_ddp                       off: DDP must not cut graphs between layers that communicate
     recompile_limit                    raised to accumulated_recompile_limit, because every block of a model
                                        may be compiled by itself
-    fail_on_recompile_limit_hit        on: a rank that has compiled too often raises an error. If it ran
-                                       without its graph, it would send other messages than the other ranks
+    fail_on_recompile_limit_hit        on: a rank that has compiled too often raises an error. Without a graph
+                                       it would send other messages than the other ranks
     """
     config: Any = torch._dynamo.config
     config.capture_dynamic_output_shape_ops = True

@@ -1,8 +1,8 @@
 """Captures MoELayers in graphs: traces `MoELayer.forward` as operators that the backend "pmoe" can move.
 
 The operators are those of `pmoe.graph.operators` and `pmoe.graph.messages`. If a layer cannot be captured,
-torch.compile breaks the graph at the layer, which then runs as it does without torch.compile. For any other
-backend, the layer is one operator (`pmoe.graph.one_operator`).
+torch.compile breaks the graph at the layer. The layer then runs as it does without torch.compile. All this is
+for the backend "pmoe": for any other backend, the layer is one operator (`pmoe.graph.one_operator`).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class CapturedCounts:
 def install(backend: Any) -> None:
     """Replaces `MoELayer.forward` by a function that torch.compile can trace for ``backend``.
 
-    When torch.compile traces a layer for ``backend`` and the layer can be captured, the graph gets the
-    operators of `_captured`. In all other cases the original forward pass runs.
+    If torch.compile traces for ``backend``, and the layer can be captured, the graph gets the operators of
+    `_captured`. Otherwise the original forward pass runs.
 
     backend: the backend function, as `torch.compile` receives it.
     """
@@ -154,7 +154,7 @@ def _is_traced_for_us() -> bool:
     """Returns whether torch.compile makes the present trace for one of the `BACKENDS`.
 
     torch.compile wraps a backend in several functions or objects. So the backend of the trace is unwrapped
-    before it is compared with the `BACKENDS`. A wrapper keeps the wrapped function in one of two attributes.
+    before it is compared with the `BACKENDS`.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -168,8 +168,8 @@ def _captured(layer: MoELayer, number: int, x: Tensor, token_ids: Tensor | None)
     """Computes a layer by the operators of this package, which the backend can cut and move in the graph.
 
     The stages are those of a layer outside a graph: gate, order, exchange of row counts, dispatch, experts,
-    combine. Two calls of the operator `experts` compute the rows: one computes the rows that stay on this
-    rank and does not wait for the dispatch, the other computes the rows that arrive from other ranks.
+    combine. The operator `experts` is called twice: for the rows that stay on this rank, which need not wait
+    for the dispatch, and for the rows that arrive from other ranks.
 
     layer: the layer.
     number: the number that stands for the layer in the graph (`pmoe.graph.operators.number_of`).

@@ -3,9 +3,9 @@
 Operators that compute are timed on the tensors of that step. Their seconds are stored in a file by operator,
 shapes and dtypes, so that the next run only reads them.
 
-All-to-alls are not timed in a step, because ranks wait for each other in them. Their seconds are computed
-from their bytes: alpha + beta * bytes. alpha comes from the profile of the process group (`pmoe profile`),
-beta from one long message (`link_of`).
+All-to-alls are not timed in a step, because a part of their time is waiting for other ranks. Their seconds
+are computed from their bytes: alpha + beta * bytes. alpha comes from the profile of the process group
+(`pmoe profile`), beta from one long message (`link_of`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Cost:
     seconds: time on the device; for an all-to-all, time on the link. 0 for an input.
     num_bytes: bytes that the call allocates for its result; 0 if the result is a view. For an input, the
         bytes of the input.
-    view_of: None if the result is no view. For a view, the name (`label`) of the call or input that owns the
-        memory.
+    view_of: the name (`label`) of the call or input whose memory the result is a view of; None if the result
+        is no view.
     """
 
     seconds: float
@@ -68,7 +68,7 @@ class Costs:
         self.seconds: dict[str, float] = self._stored()
 
     def _stored(self) -> dict[str, float]:
-        """Returns the measured seconds in the file of costs. If it cannot be used, warns and returns {}."""
+        """Returns the measured seconds in the file of costs. If the file is unusable, warns, returns {}."""
         remedy = "they are measured again, and the file is replaced"
 
         def read() -> dict[str, float]:
@@ -83,7 +83,7 @@ class Costs:
         return read_or_default({}, "stored costs of operators are not used", read)
 
     def save(self) -> None:
-        """Writes the measured seconds to the file. If that fails, warns; the next run then measures again.
+        """Writes the measured seconds to the file. If writing fails, warns.
 
         Seconds that another run has stored in the meantime stay in the file.
         """
@@ -120,8 +120,8 @@ class Profiled(fx.Interpreter):
     """Runs a graph once, call by call, and measures the cost of each call.
 
     cost_by_label: the cost of each call and of each input, by its `label`.
-    bases: for each node, a list with one entry for each tensor in the node's result. The entry is the label
-        of the node that owns the tensor's memory, if the tensor is a view, and None if it is not.
+    bases: for each node, a list with one entry for each tensor in the node's result: for a view, the label of
+        the node that owns the memory; otherwise None.
     """
 
     def __init__(self, module: fx.GraphModule, costs: Costs, link: Callable[[float], float]) -> None:
@@ -129,8 +129,8 @@ class Profiled(fx.Interpreter):
 
         module: the graph.
         costs: known seconds of operators. Newly measured seconds are added to this object.
-        link: function from the bytes of an all-to-all to its seconds. Its argument is the number of bytes
-            that this rank sends or the number that it receives, whichever is larger.
+        link: function from the bytes of an all-to-all to its seconds. Its argument is the larger of two
+            numbers: the bytes that this rank sends, and the bytes that it receives.
         """
         super().__init__(module)
         self.cost_by_label: dict[str, Cost] = {}
@@ -234,16 +234,14 @@ def link_of(
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
     With one rank, the predicted seconds are 0. With several ranks, alpha (the fixed time of a message) comes
-    from the profile of the process group. beta (the time per byte) is measured by one long message. The
-    length of the message is chosen so that it takes about `LONG_SECONDS`, but it has at most ``most_bytes``.
-
-    The profile has a beta, too, but it is not used. It was measured on messages of a few milliseconds, so one
-    interruption may have changed it much. The predicted seconds of every long message would then be wrong.
+    from the profile of the process group. beta (the time per byte) is measured by one message that takes
+    about `LONG_SECONDS`. The profile's own beta is not used: it comes from short messages, in which one
+    interruption makes a large error.
 
     ranks: the ranks of the all-to-alls.
     device, dtype: device and dtype of the measured message.
-    most_bytes: how many bytes a measurement may allocate. All ranks use the largest number of any rank. If
-        beta was measured before with a limit below this number / `WIDER`, it is measured again.
+    most_bytes: how many bytes the measured message may have. All ranks use the largest number of any rank. If
+        an earlier measurement had a much lower limit, beta is measured again.
 
     Collective: all ranks must call it together.
     """
@@ -266,21 +264,21 @@ def link_of(
 
 
 LONG_SECONDS = 0.1
-"""Seconds that a message should take by which `link_of` measures the time per byte."""
+"""Seconds that the message of `link_of` should take, which measures the time per byte."""
 
 LINKS: dict[tuple[str, torch.device, torch.dtype], tuple[LineCost, float]] = {}
-"""Measured costs of all-to-alls, and the limit of bytes of each measurement (`link_of`).
+"""Measured costs of all-to-alls, each with the limit on the bytes of the measured message (`link_of`).
 
-The keys are the name of the group, the device and the dtype. A limit is infinite if there was none, or if the
-measured message was as long as it should be.
+The keys are the name of the group, the device and the dtype. The limit is infinite if the message was not
+shortened by a limit.
 """
 
 
 def packed_bytes(module: fx.GraphModule) -> float:
     """Returns the bytes of the routed rows of one MoE layer of a graph: the layer with the most bytes.
 
-    A layer copies each token to one row for each of its experts. In a backward graph, the rows are gradients.
-    A forward pass of the layer allocates at least twice these bytes: the rows and the experts' outputs.
+    A routed row is a copy of a token for one of its experts; in a backward graph it is the gradient of one. A
+    forward pass of the layer allocates at least twice these bytes: the rows and the experts' outputs.
 
     module: the graph as it was traced.
 

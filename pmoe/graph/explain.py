@@ -40,7 +40,7 @@ class PassSeconds:
     """A callable that runs and times the passes of a program, for `explain`.
 
     A program (`pmoe.graph.run.Program`) is the state of all graphs of the same layers and direction.
-    `explain` stores this object as the program's ``watch``. Each pass is then run by a call of this object.
+    `explain` stores this object in the program, which then calls the object to run each pass.
 
     durations: the seconds of each pass that was run so far.
     """
@@ -52,8 +52,8 @@ class PassSeconds:
         """Runs and times one pass. Returns the results of the pass.
 
         module: the graph.
-        boxed: the arguments of the graph, in a list that the pass empties, so that each can be freed after
-            its last use.
+        boxed: the arguments of the graph, in a list. The pass empties the list, so that each argument can be
+            freed after its last use.
         """
         clock = clock_like(boxed)
         begin = clock()
@@ -131,9 +131,9 @@ def explain(model: nn.Module, *example: Any, options: Mapping[str, Any] | None =
     example: the arguments of a call of the model.
     options: the options of ``torch.compile``, by name (`pmoe.graph.options.Options`).
 
-    A step is a forward pass. If parameters need gradients, a backward pass follows. Its loss is made up: the
-    mean of the squares of the model's first result. The ``grad`` of the parameters does not change. Every
-    rank must call `explain`.
+    A step is a forward pass, and a backward pass if parameters need gradients. The loss is the mean of the
+    squares of the model's first result. The ``grad`` of the parameters does not change. Every rank must call
+    `explain`.
 
     Raises ValueError if no layer of the model was captured and communicates. Raises ValueError or TypeError
     for a bad option.
@@ -193,7 +193,7 @@ def _reduced(program: Program) -> Counter[str]:
 def _behind(order: Iterable[Instruction]) -> dict[str, str]:
     """Returns {name of an instruction: name of the last all-to-all before it, or "" if there is none}.
 
-    An all-to-all itself gets its own name.
+    For an all-to-all the value is its own name.
 
     order: the instructions, in order.
     """
@@ -211,7 +211,8 @@ def bars_of(direction: str, ran: Sequence[Simulated[Instruction]], free: Collect
     direction: "forward", "backward" or "inference".
     ran: instructions with their predicted start and end, in seconds. An instruction that takes 0 seconds gets
         no bar.
-    free: names of the instructions for which no all-to-all waits. They get a colour of their own.
+    free: names of the weight gradients: instructions whose results no all-to-all needs. They get a colour of
+        their own.
     """
     return [
         Span(
@@ -232,11 +233,11 @@ def _kind(instruction: Instruction, free: Collection[str]) -> str:
     """Returns the kind of an instruction's bar in the timeline, which decides the bar's colour.
 
     The kind is "message" for an all-to-all, "reduction" for the reduction of a gradient, "experts" for the
-    computation of experts, and "dense" for other computation. A kind of computation begins with "free " if
-    no all-to-all waits for the instruction.
+    computation of experts, and "dense" for other computation. If no all-to-all needs the instruction's
+    result, the kind is "free experts" or "free dense".
 
     instruction: the instruction of the bar.
-    free: names of the instructions for which no all-to-all waits.
+    free: names of the instructions whose results no all-to-all needs.
     """
     if instruction.communicates:
         return "message"

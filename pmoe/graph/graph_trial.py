@@ -1,8 +1,8 @@
 """Runs a graph whose batch is cut into parts, only to measure its costs. Such a run is a trial.
 
 A step frees each saved tensor after its last use. Trials run before the step and read the same tensors, so a
-trial cannot free them. A trial must still take no more memory than the step. So it frees other tensors
-earlier than a step does, as the table shows. A block is the rows that one call of `experts` computes.
+trial cannot free them. To take no more memory than the step, it frees other tensors earlier than a step does.
+The table shows which. A block is the rows that one call of `experts` computes.
 
     tensor                              freed in a step             freed in a trial
     results of the graph, such as       by the caller of the        after the last call of the graph that

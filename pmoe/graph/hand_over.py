@@ -2,11 +2,12 @@
 
 Autograd calls a compiled backward graph as one node, which returns all gradients at once. A data-parallel
 wrapper reduces a gradient over ranks when autograd adds the gradient to ``grad``. So without this file, no
-reduction could begin before the whole graph has run. With this file, the node of the graph returns before the
-graph runs. It returns tensors that stand for the gradients (`PendingGradient`). Each input of the forward
-graph that needs a gradient gets an autograd node of its own (`HandOver`). In the backward pass, this node
-runs the backward graph until the gradient of its input exists. Example for a model with transformer blocks
-and a head:
+reduction could begin before the whole graph has run.
+
+With this file, the node of the graph returns before the graph runs. It returns placeholders for the gradients
+(`PendingGradient`). Each input of the forward graph that needs a gradient has an autograd node of its own
+(`HandOver`). In the backward pass, this node runs the graph until the gradient of its input exists. Example
+for a model with transformer blocks and a head:
 
     autograd node                         what it does
     backward graph                        runs nothing; returns pending gradients
@@ -43,13 +44,13 @@ from pmoe.graph.operators import LAYERS
 Box = list[Tensor]
 """A list with one gradient, which is taken out when the gradient is handed over to autograd.
 
-So no reference to the gradient is left in the graph's pass.
+After that, the code of the graph has no reference to the gradient.
 """
 
 GradientSteps = Iterator[tuple[int, Box]]
 """A backward pass as an iterator: each ``next`` runs it up to the next gradient, and returns that gradient.
 
-It returns the number of the gradient among the results of the graph, and a `Box` with the gradient.
+The gradient is returned in a `Box`, with its number among the results of the graph.
 """
 
 
@@ -89,9 +90,8 @@ class GradientPass:
 class PendingGradient(Tensor):
     """A tensor in place of a gradient that is not computed yet. Reading it computes the gradient.
 
-    running: the pass that computes the gradient, as a weak reference. If an autograd node fails, autograd may
-        keep this tensor after the backward pass. The weak reference lets the pass and its memory be freed
-        even then.
+    running: the pass that computes the gradient, as a weak reference, so that this tensor does not keep the
+        pass and its memory alive. Autograd may keep the tensor for long if an autograd node fails.
     number: the number of the gradient among the results of the graph.
     """
 
@@ -139,9 +139,9 @@ class PendingGradient(Tensor):
 def computed(gradient: Any) -> Any:
     """Returns the value of a gradient. For a `PendingGradient`, runs the pass until the value exists.
 
-    The pass keeps no reference to the value. So AccumulateGrad, the autograd node that adds it to ``grad``,
-    need not copy it. A gradient may be a tensor that holds other tensors, as a DTensor holds a local tensor.
-    Such a gradient is built again from the computed values of the tensors that it holds.
+    The pass keeps no reference to the value. So the autograd node that adds the value to ``grad``
+    (AccumulateGrad) need not copy it. A gradient that holds other tensors, as a DTensor holds a local tensor,
+    is built again from their computed values.
     """
     if isinstance(gradient, PendingGradient):
         return gradient.computed_box().pop()
@@ -180,14 +180,13 @@ class GraphInputs:
     """The inputs of a compiled forward graph. The backward graph hands their gradients over to autograd.
 
     names: a name for each result of the backward graph, equal on all ranks that trace the same code.
-    owners: for each result of the backward graph, the number of the input of which it is the gradient.
-    may_stop: whether the backward graph may stop when a gradient is computed, to hand it over. For this, each
-        input of the forward graph that needs a gradient must be the result of a `HandOver`. torch raises an
-        error if code changes such a result in place. So ``may_stop`` is False if the forward graph changes
-        one of these inputs in place.
+    owners: for each gradient that the backward graph returns, the number of the input to which it belongs.
+    may_stop: whether the backward graph may stop at a computed gradient and hand it over. False if the
+        forward graph writes to an input that needs a gradient: such inputs come from a `HandOver`, and torch
+        raises an error if the result of an autograd function is changed in place.
     layers: numbers of the layers in the graph that communicate; () before the backward graph is compiled.
-    order: function that returns the numbers of the backward graph's results in the order in which they will
-        be handed over. Before this order is known, the function returns [].
+    order: function that returns the order in which gradients will be handed over, as their numbers among the
+        backward graph's results. It returns [] before the order is known.
     group: the ranks over which the gradients of the last call are reduced. If they are not reduced, a group
         of one rank.
     reduced_bytes: {name of a parameter: bytes of its gradient}, without the parameters of experts.
@@ -226,9 +225,8 @@ class GraphInputs:
         unknown.
 
         module: the backward graph.
-        layers: numbers of the layers in the graph that communicate. Stored as the attribute ``layers``.
-        order: function that returns the numbers of the graph's results in the order in which they will be
-            handed over. Stored as the attribute ``order``.
+        layers: the new value of the attribute ``layers``.
+        order: the new value of the attribute ``order``.
         """
         results: Any = module.graph.output_node().args[0]
         if not self.may_stop or len(results) != len(self.names):
@@ -289,8 +287,8 @@ class GraphInputs:
 def _parts(value: object) -> list[str]:
     """Returns the suffixes with which the gradients of one input are named: [""] for a plain input.
 
-    If the input is a tensor that holds other tensors, such as a DTensor, AOTAutograd passes those tensors to
-    the graph in its place. There is then one suffix for each of them, such as "._local_tensor".
+    An input that holds other tensors, such as a DTensor, is passed to the graph as these tensors. It has one
+    suffix for each of them, such as "._local_tensor".
 
     value: the input.
     """
@@ -304,18 +302,18 @@ def _parts(value: object) -> list[str]:
 
 
 def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSteps) -> list[Any] | None:
-    """Returns stand-ins (`PendingGradient`) for the results of a backward graph that has not run yet.
+    """Returns placeholders (`PendingGradient`) for the results of a backward graph that has not run yet.
 
-    Must be called in a backward pass of autograd. The graph's pass then runs step by step: each time autograd
-    needs the next gradient, the pass runs until this gradient exists. At the end of autograd's backward pass,
-    the rest of the graph's pass runs.
+    Must be called in a backward pass of autograd. The graph then runs step by step: each time autograd needs
+    a gradient, the graph runs until this gradient exists. The rest of the graph runs at the end of autograd's
+    backward pass.
 
     module: the graph.
     arguments: the arguments of the graph. Sizes that are symbols in the graph are read from them.
     steps: the graph's pass, as an iterator that yields its gradients.
 
     Returns None in two cases: if the size of a result does not follow from the arguments, or if a result is
-    something else than a tensor, an argument of the graph or None.
+    not a tensor, an argument of the graph or None.
     """
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     running = GradientPass(steps)

@@ -8,7 +8,7 @@ reductions of gradients over ranks, because they use the same link. All other in
     communicate                    | all-to-all of rows       |
 
 The instructions of the compute lane run in the order of the list. While an all-to-all runs, the compute lane
-goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3).
+goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3). The function
 `pmoe.planner.simulator.simulate` predicts when each instruction runs.
 """
 
@@ -28,15 +28,15 @@ class Instruction:
 
     name: the call's name. Graphs with the same operators have the same names (`pmoe.graph.lower.label`).
     waits: names of the instructions whose results this one reads.
-    holds: names of the instructions and graph inputs whose memory this instruction reads. If it reads a view,
-        the name is that of the instruction or input that owns the view's memory.
+    holds: names of the instructions and graph inputs whose memory this instruction reads. For a view, this is
+        the instruction or input that owns the memory.
     seconds: predicted time of the call, if nothing else runs on its lane.
     lane: the queue on which the call runs, `COMPUTE` or `COMMUNICATE`.
     num_bytes: bytes that the call allocates for its result.
     is_counts: whether the call is an exchange of row counts.
-    selects: whether the call only selects one of the results of another call. That other call allocates the
-        memory of its results. In every order of instructions, this instruction comes directly after it.
-    hands_over: True if the instruction calls no operator, but hands a gradient over to autograd
+    selects: whether the call only selects one of the results of another call. It allocates no memory, and
+        comes directly after the other call in every order of instructions.
+    hands_over: True if the instruction hands a gradient over to autograd, and calls no operator
         (`pmoe.graph.hand_over`). If the gradient is reduced over ranks, the instruction's lane is
         `COMMUNICATE`, and its seconds are those of the reduction.
     """

@@ -68,11 +68,9 @@ def label(node: fx.Node) -> str:
 
     - A call of an operator has the name that `name_all` gave it. Graphs with the same operators get the same
       names, although torch's own names of their nodes may differ.
-    - A call that computes a size gets no name from `name_all`. Its label is torch's name, followed by
-      ", unnamed".
-    - An input of the graph has torch's name, followed by ", input". Torch may give an input of a backward
-      graph the name of a call, if the input is the result of this call in the forward graph. Without the
-      addition, the names of the input and of another call could be equal.
+    - A call that computes a size has torch's name, followed by ", unnamed".
+    - An input of the graph has torch's name, followed by ", input". Without the addition, an input and a call
+      could have the same name.
     """
     unnamed = f"{node.name}, unnamed" if node.op == "call_function" else f"{node.name}, input"
     name: str = node.meta.get("label", unnamed)
@@ -82,8 +80,8 @@ def label(node: fx.Node) -> str:
 def name_all(graph: fx.Graph) -> None:
     """Labels each call by its operator and a running number: "mm_0", "mm_1", "experts_0".
 
-    Calls that compute a size get no label. Only graphs that torch.compile traced for changing shapes have
-    such calls. If these were labelled, calls of the same operator could have different numbers in two graphs.
+    Calls that compute a size get no label. Only graphs for changing shapes have such calls, and the numbers
+    must be the same in graphs for fixed shapes.
     """
     counts: Counter[str] = Counter()
     for node in graph.nodes:
@@ -119,9 +117,8 @@ def merge_weight_gradients(graph: fx.Graph) -> None:
     """Merges the `experts_weight_gradient` calls of each layer into one, which adds gradients in place.
 
     For each layer, a traced graph has one call for rows that stayed on their rank, and one for rows that came
-    from other ranks. If the batch is cut, there are two calls for each part. The graph adds the gradients
-    that the calls give for the same parameter. Two calls are merged only if nothing but these additions uses
-    their results.
+    from other ranks. If the batch is cut, each part has these two calls. The graph then adds the gradients
+    of the same parameter. Calls are merged only if nothing but these additions uses their results.
     """
     nodes_of_layer: dict[int, list[fx.Node]] = {}
     for node in graph.find_nodes(op="call_function", target=OPS.experts_weight_gradient.default):
@@ -151,8 +148,8 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
     first, second: two calls of `experts_weight_gradient`. The position is that of the parameter's gradient
         among the results of each call.
 
-    Returns None if the calls cannot be merged. They cannot be merged if something besides the addition uses a
-    gradient, or if the two calls have gradients of different parameters.
+    Returns None if the calls cannot be merged: something besides the addition uses a gradient, or the two
+    calls have gradients of different parameters.
     """
     sums: dict[int, fx.Node] = {}
     for block in (first, second):
@@ -169,8 +166,8 @@ def _sums(first: fx.Node, second: fx.Node) -> dict[int, fx.Node] | None:
 def boxed(tensor: Tensor) -> list[Tensor]:
     """Returns a list with ``tensor`` as its only element, so that the tensor can be freed early.
 
-    The generated code keeps a reference to the list, but none to the tensor. So code that pops the tensor
-    from the list has the only reference to the tensor.
+    The generated code keeps a reference to the list, but none to the tensor. After the tensor was popped from
+    the list, the code that popped it has the only reference.
     """
     return [tensor]
 
@@ -299,7 +296,7 @@ def failed_at(module: fx.GraphModule, error: BaseException) -> str:
     """Returns the label of the call that raised an error; for a MoELayer's call, with the layer's number.
 
     The traceback of the error holds a line of the module's generated code. This line begins with the name of
-    the node whose call failed. If no such line is found, "the results" is returned.
+    the node whose call failed. Returns "the results" if the traceback has no line of this code.
 
     module: a module that `lowered` returned.
     error: the error that it raised.

@@ -6,7 +6,8 @@ rows each rank sends:
     exchange_counts   every rank gets the numbers of rows that it will receive
     exchange_rows     sends the rows; its gradient is the same exchange in the other direction
 
-Each is one operator when a graph is traced. `pmoe.graph.lower` then replaces it by its start and its wait.
+Each of the two is one operator when a graph is traced. `pmoe.graph.lower` then replaces the operator by a
+start and a wait.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def start_counts(counts: Tensor, slot: Tensor, dtype: torch.dtype, layer: int) -
     """Starts the exchange of row counts, without waiting for it. Returns the exchange, for `wait_counts`.
 
     counts: (E + 1,), as `order` returns them: this rank's number of rows for each of the E experts of all
-        ranks, and as the last element the code of a fault in this rank's routing, or 0 for no fault.
+        ranks. The last element is the code of a fault in this rank's routing, or 0 for no fault.
     slot: (S,), the sorted slots (a slot is one choice of one token). Only their number S is read.
     dtype: dtype of the rows that will be sent.
     layer: the number that stands for the layer (`number_of`).
@@ -70,8 +71,8 @@ def exchange_counts(
     E is the number of experts of all ranks, E_local of one rank, and W the number of ranks. S is the number
     of slots (a slot is one choice of one token).
 
-    counts: (E + 1,), as `order` returns them: this rank's number of rows for each expert, and as the last
-        element the code of a fault in this rank's routing, or 0 for no fault.
+    counts: (E + 1,), as `order` returns them: this rank's number of rows for each expert. The last element is
+        the code of a fault in this rank's routing, or 0 for no fault.
     slot: (S,), the sorted slots, as `order` returns them. Only the length is read: it gives the number of
         tokens.
     dtype: dtype of the rows that will be sent.
@@ -126,8 +127,8 @@ def regrouped(rows: Sequence[Tensor], counts_WE: Tensor, *, back: bool) -> list[
 class Exchanging:
     """An all-to-all of rows that has been started. The constructor starts it, `wait` returns received rows.
 
-    The operator `exchange_rows` starts an exchange and waits for it. The constructor has the same arguments
-    as this operator:
+    The constructor has the same arguments as the operator `exchange_rows`, which starts an exchange and waits
+    for it:
 
     rows: the tensors to send, (N, ...) each for N rows.
     send_WE, recv_WE: (W, E_local) int64 on the host, numbers of rows to and from each of W ranks, for each of

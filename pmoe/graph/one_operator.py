@@ -5,10 +5,10 @@ graph, the layer is one operator, `run_and_keep`. It runs the layer exactly as w
 its options, on any number of ranks. The graph does not break at the layer (``fullgraph=True``). The backward
 pass is one operator too, `run_backward`.
 
-`run_and_keep` keeps the autograd graph of the layer's run, and `run_backward` runs this graph backward. A
-number connects the two calls: `run_and_keep` returns it in a tensor, the *ticket*, which `run_backward` gets
-as an argument. A kept graph is freed by its backward pass, or together with the ticket if there is no
-backward pass.
+`run_and_keep` keeps the autograd graph of the layer's run, and `run_backward` runs this graph backward. The
+kept graph has a number. `run_and_keep` returns this number in a tensor, the *ticket*, and `run_backward`
+takes the ticket as an argument. The backward pass frees the kept graph. If there is no backward pass, the
+kept graph is freed together with the ticket.
 
 Several kinds of modules run like this (`pmoe.call.operator_kinds`): a MoELayer, at the end of this file, and
 experts of transformers and torchtitan, in files of `pmoe.integrations`.
@@ -108,16 +108,15 @@ def run_and_keep(
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
-    parameters: the module's parameters. As arguments, they show the graph on which parameters the results
-        depend. The module itself reads its own attributes, which must be the same tensors.
+    parameters: the module's parameters. They are arguments so that the graph knows on which parameters the
+        results depend. The module reads its own attributes, which must be the same tensors.
     is_trained: for each of ``parameters``, whether it needs a gradient.
     needs_grad: for each of ``inputs``, whether it needs a gradient.
     autocast: the dtype of autocast; None if autocast is off.
 
-    The kept autograd graph reads the copies, not the inputs. The compiler may overwrite an input before
-    backward runs, and compute it again for its own use. If no input and no parameter needs a gradient, there
-    are no copies. The ticket is the number of the kept graph, an int64 scalar on the host; 0 if no graph was
-    kept.
+    The kept autograd graph reads the copies of the inputs, because the compiler may overwrite the inputs
+    before backward. If no input and no parameter needs a gradient, there are no copies. The ticket is the
+    number of the kept graph, an int64 scalar on the host; 0 if no graph was kept.
 
     Raises RuntimeError if ``parameters`` are not the module's own, as under ``torch.func.functional_call``.
     """
@@ -151,8 +150,8 @@ def run_and_keep(
 def _check_own(module: nn.Module, own_parameters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Raises RuntimeError if the graph's parameters are not those of the module.
 
-    The module computes with its own. ``torch.func.functional_call`` in compiled code replaces parameters only
-    while the code is traced.
+    The module computes with its own parameters. ``torch.func.functional_call`` replaces them only while
+    compiled code is traced, so the graph could have others.
 
     own_parameters: the module's parameters.
     parameters: the graph's parameters.
@@ -242,8 +241,8 @@ def _(gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     """Saves for `_backward` the ticket, and the tensors that the module's own autograd graph reads.
 
-    `run_and_keep` has stored this graph in `KEPT` under a number. The ticket is a tensor with this number.
-    Autograd keeps the values of the saved tensors until backward.
+    `run_and_keep` has stored this graph in `KEPT` under a number, and the ticket is a tensor with this
+    number. The compiler keeps the values of the saved tensors until backward.
     """
     _, _, tensors, _, parameters, ctx.is_trained, ctx.needs_grad, _ = inputs
     trained = [each for each, trains in zip(parameters, ctx.is_trained, strict=True) if trains]
@@ -284,9 +283,9 @@ def _with_autograd() -> Any:
 def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Runs the ``with`` block without the hooks of ``tensors`` (`torch.Tensor.register_hook`).
 
-    Autograd calls these hooks with the gradients that the operator returns. The ``with`` block runs the
-    autograd graph that the operator kept (`KeptGraph`). This graph would call the hooks, too, so each hook
-    would run twice.
+    The ``with`` block runs the autograd graph that the operator kept (`KeptGraph`). Without this function,
+    each hook would run twice: the kept graph would call it, and autograd calls it with the gradients that the
+    operator returns.
     """
     hooks = [tensor._backward_hooks or {} for tensor in tensors]
     before = [dict(own) for own in hooks]
@@ -329,7 +328,7 @@ def _forward(
 
 
 outside: Callable[..., Tensor] = torch._dynamo.disable(_forward, reason=OUTSIDE)
-"""`MoELayer.forward` outside of the graph, which torch.compile breaks here."""
+"""`MoELayer.forward` as a function at which torch.compile breaks the graph, so that it runs outside."""
 
 LAST: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary()
 """The record of each layer's last run, without its auxiliary loss."""
@@ -338,8 +337,8 @@ LAST: weakref.WeakKeyDictionary[nn.Module, LastCall] = weakref.WeakKeyDictionary
 class LastCallInGraph(LastCall):
     """The record of a layer's call that ran in a compiled graph.
 
-    Of the three fields, only the auxiliary loss (``l_aux``) is a result of the graph. The row counts and the
-    report are not known when the graph is traced, so they are read from `LAST` when a user asks for them.
+    The auxiliary loss (``l_aux``) is a result of the graph. The row counts and the report are not known when
+    the graph is traced, so they are read from `LAST` when a user asks for them.
 
     number: the number that stands for the layer in the graph.
     """
@@ -375,8 +374,10 @@ def forward_in_graph(
 
     Returns the layer's output, in the shape of x.
 
-    The graph breaks at the layer in two cases: if x is of a tensor subclass, which the layer first converts;
-    and in torch.export, because the graph names the layer by a number that another process does not know.
+    The graph breaks at the layer in two cases:
+
+    - x is of a tensor subclass, which the layer first converts;
+    - in torch.export, because the graph has a number for the layer, which another process does not know.
     """
     if type(x) is not Tensor or torch.compiler.is_exporting():
         return outside(layer, x, token_ids, mask)

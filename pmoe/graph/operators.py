@@ -7,7 +7,7 @@ A slot is one choice of one token: a rank with T tokens and K experts for each h
     experts                    computes the rows
     join                       sums the rows of each token
     experts_input_gradient     gradient of the rows, which is sent back to the ranks of the tokens
-    experts_weight_gradient    gradient of the parameters, for which no all-to-all waits (Lancet, section 4)
+    experts_weight_gradient    gradient of the parameters, which no all-to-all needs (Lancet, section 4)
 
 The gradient of `pack` is `join`, and the other way round. All-to-alls are in `pmoe.graph.messages`. Rows are
 not padded: their number is a size that is known only when the graph runs.
@@ -41,7 +41,7 @@ _NEXT = itertools.count()
 
 
 def number_of(layer: nn.Module) -> int:
-    """Returns the number by which operators name a layer, because an operator cannot take a module.
+    """Returns the number that stands for a layer in operators, which cannot take a module as an argument.
 
     A layer gets its number at the first call of this function.
     """
@@ -79,8 +79,7 @@ def order(
 
     expert_TK: (T, K) int64, the expert of each slot.
     keep_TK: (T, K) bool, True for the slots that the gate keeps; None if the gate keeps all slots.
-    logits: the router's logits, of any shape. Logits that are not finite are a fault. If this is None,
-        nothing is checked.
+    logits: the router's logits, of any shape. Logits that are not finite are a fault. None checks nothing.
     used_E: (E,) int64, the number of slots of each expert in earlier parts of the batch.
     capacity: largest number of rows of an expert; -1 for no limit. Ignored if keep_TK is not None.
     layer: the number that stands for the layer (`number_of`).
@@ -89,11 +88,10 @@ def order(
 
         slot      (S,) slots in sorted order: | sent, by expert | stay on this rank, by expert | dropped |
         position  (S,) the inverse: the position of each slot in the sorted order
-        counts    (E + 1,) int64: the number of rows of each expert, without dropped rows; as the last element
+        counts    (E + 1,) int64: the number of rows of each expert, without dropped rows. The last element is
                   the code of a `Fault`, or 0 for no fault
-        used_E    (E,) int64: the argument ``used_E`` for the next part of the batch (Lancet, section 2.3). If
-                  ``capacity`` limits the rows, each expert's slots in expert_TK are added to the argument
-                  of this call. Otherwise this is a copy of the argument
+        used_E    (E,) int64: the argument ``used_E`` for the next part of the batch (Lancet, section 2.3). It
+                  is this call's argument, plus the slots of this part if ``capacity`` limits the rows
     """
     modules = modules_of(layer)
     used_E = used_E.clone()
@@ -271,9 +269,9 @@ def experts_input_gradient(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of the experts' input rows and routing weights, and three more tensors.
 
-    `experts_weight_gradient` needs the three more tensors. They are the gradient of T_M, T_M after the
-    nonlinearity, and ``grad`` times the routing weight. T_M is the hidden activation of the experts before
-    the nonlinearity. N is the number of rows, M = d_model.
+    T_M is the hidden activation of the experts before the nonlinearity. The last three results are inputs of
+    `experts_weight_gradient`: the gradient of T_M, T_M after the nonlinearity, and ``grad`` times the routing
+    weight. N is the number of rows, M = d_model.
 
     grad: (N, M), the gradient of the experts' output T_DO.
     rows, weight_N, counts_RE, parameters, layer: the arguments of `experts` in the forward pass.
@@ -340,9 +338,9 @@ def _experts_setup(ctx: Any, inputs: Any, output: Any) -> None:
 def _experts_backward(ctx: Any, grad: Tensor, _hidden: Tensor) -> Any:
     """Returns the gradients of the arguments of `experts`. Two operators compute them.
 
-    `experts_input_gradient` gives the gradients of the rows, which are needed at once, because they are sent
-    back to other ranks. `experts_weight_gradient` gives the gradients of the parameters. It can run later,
-    while another all-to-all runs.
+    `experts_input_gradient` computes the gradients of the rows. They are needed at once, because they are
+    sent back to other ranks. `experts_weight_gradient` computes the gradients of the parameters. It can run
+    later, while an all-to-all runs.
     """
     rows, weight_N, hidden, counts_RE, *parameters = ctx.saved_tensors
     grad_rows, grad_weight_N, *pending = experts_input_gradient(

@@ -10,7 +10,7 @@ from pmoe.arguments import check_count, check_flag, check_kind
 from pmoe.text import parse_bytes
 
 SLACK = 1.05
-"""The default memory limit, as a multiple of the peak memory of the graph in the order of its trace."""
+"""The default memory limit, divided by the peak memory of the graph in the order of its trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,8 @@ class Options:
         part is computed. With 1 nothing is cut.
     weight_gradients: whether gradients of weights are computed while all-to-alls run.
     memory_limit: the most memory that the inputs and results of a pass may take at one time, in bytes or as a
-        string such as "2GiB". None allows `SLACK` times the memory that the pass takes in the order in which
-        it was traced.
+        string such as "2GiB". None allows `SLACK` times the peak memory of the order in which the pass was
+        traced.
 
     Raises ValueError or TypeError for a bad value.
     """
@@ -56,7 +56,7 @@ class Options:
         """Returns the memory limit of a pass in bytes.
 
         traced: peak bytes of the pass if its operators run in the order in which they were traced. The limit
-            is at least this number, because perhaps no other order needs less memory.
+            is at least this number, so that there is always an order within the limit.
         """
         memory_limit = self.memory_limit
         return (

@@ -8,7 +8,7 @@ are chosen on the first graph of rank 0. Each other graph of the program is comp
     the same instructions, several sequences       the same ranges are cut, along the sequences
     other instructions, or 0 or 1 sequence         each layer of a range is cut by itself, along its tokens
 
-In both cases each layer has the same number of parts, so all ranks send the same messages in the same order.
+In both cases each layer has the same number of parts. So all ranks send the same messages in the same order.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RangePlan:
 
 
 class GraphSplit:
-    """A graph with all that is needed to cut it into parts of the batch.
+    """A graph, and the dimensions along which its tensors can be cut into parts of the batch.
 
     size: the number of sequences in the batch, as text. It is the name of a symbol if the trace does not know
         the number.
@@ -73,7 +73,7 @@ class GraphSplit:
         """Finds the dimension along which each tensor can be cut. Moves calls that would interrupt a range.
 
         A range is a run of consecutive calls that is cut into parts of the batch. A call that cannot be cut
-        is moved to the end of the graph, if no all-to-all waits for it.
+        is moved to the end of the graph, if no all-to-all needs its result.
 
         module: the graph. The order of its calls may change.
         input_axes: for each input of the graph that is cut, the dimension along which it is cut.
@@ -99,11 +99,10 @@ class GraphSplit:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Moves each call that interrupts a layer behind the layer.
+        """Makes the calls of each MoELayer consecutive: moves other calls between them behind the layer.
 
-        A call interrupts a layer if it comes between the layer's first and last call, but does not belong to
-        the layer. The method is for backward graphs whose inputs do not have the batch as first dimension. In
-        these graphs each layer is cut along its tokens, which is possible only if no call interrupts it.
+        The method is for backward graphs whose inputs do not have the batch as first dimension. In these
+        graphs each layer is cut along its tokens, which is possible only if its calls are consecutive.
         """
         for route in self._routes:
             nodes = list(self._module.graph.nodes)
@@ -122,11 +121,11 @@ class GraphSplit:
     def saved(self) -> dict[str, int]:
         """Returns {name or shape of a result of a forward graph: dimension along which it is cut}.
 
-        Each result has two keys, its name and its shape as text. `backward_axes` looks up the inputs of the
-        backward graph in this dict. They are of two kinds:
+        Each result has two keys, its name and its shape as text. `backward_axes` uses this dict to find the
+        axes of the backward graph's inputs. There are two kinds of inputs:
 
-        - tensors that forward saved: each has the name of a result of the forward graph;
-        - gradients of forward's results: they have other names, so they are found by their shapes.
+        - tensors that forward saved, found by the name of the forward graph's result;
+        - gradients of forward's results, found by the shape of the result.
 
         Results that are not cut along a dimension are left out.
         """
@@ -147,9 +146,9 @@ class GraphSplit:
 
         A range is a run of consecutive instructions that is cut. A range must not end at these positions:
 
-        - Between a call that makes routed rows and the last call that reads these rows. Only inside the range
-          is it known which rows belong to which part.
-        - Between a call with several results and the nodes that select one of them. Only single tensors can
+        - between a call that makes routed rows and the last call that reads these rows: outside the range it
+          is not known which rows belong to which part;
+        - between a call with several results and the nodes that select one of them: only single tensors can
           be joined.
 
         instructions: the instructions of the graph, with their costs.
@@ -229,9 +228,9 @@ def _tokens(body: Sequence[fx.Node]) -> Mapping[fx.Node, Axis]:
 def backward_axes(forward: GraphSplit, graph: fx.Graph) -> dict[fx.Node, Axis]:
     """Returns the axes of a backward graph's inputs: the dimensions along which they are cut into parts.
 
-    The axis of an input is that of the result of the forward graph to which the input belongs. For a tensor
-    that was saved for backward, this result is found by its name. The gradient of a result ("tangents_...")
-    has another name than the result, which is therefore found by its shape.
+    Each input belongs to a result of the forward graph, and has the axis of this result. A tensor that was
+    saved for backward has the same name as its result. A gradient ("tangents_...") has the same shape as its
+    result.
 
     forward: the forward graph.
     graph: the backward graph.
@@ -252,7 +251,7 @@ def _text(node: fx.Node) -> str:
 
 
 def _put_last(graph: fx.Graph, refused: Mapping[fx.Node, str]) -> None:
-    """Moves calls that cannot be cut to the end of the graph, if no all-to-all waits for them.
+    """Moves calls that cannot be cut to the end of the graph, if no all-to-all needs their results.
 
     Calls that read the results of moved calls are moved too. An example is the auxiliary loss, which needs
     the whole batch. In the middle of the graph it would interrupt the calls that are cut.

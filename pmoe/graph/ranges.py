@@ -34,8 +34,8 @@ class Range:
 
     first, last: names of the range's first and last instruction.
     k: number of parts.
-    lag: how many parts the second stage of a MoELayer (experts, combine) is behind its first stage (gate,
-        dispatch). The second stage of part p runs after the first stage of part p + lag (`turns`).
+    lag: the number of parts by which the second stage of a MoELayer (experts, combine) is behind its first
+        stage (gate, dispatch). The second stage of part p runs after the first stage of part p + lag.
     """
 
     first: str
@@ -51,8 +51,8 @@ class PartCosts:
     The keys are the names of the instructions.
 
     part: seconds of the instruction for one part, on average over the parts.
-    join: seconds for joining the parts of the instruction's result to one tensor. They are joined if an
-        instruction that is not cut into these parts reads the result.
+    join: seconds for joining the parts of the instruction's result to one tensor. This is done if an
+        instruction outside the range reads the result.
     """
 
     part: Mapping[str, float]
@@ -61,12 +61,12 @@ class PartCosts:
 
 @dataclass(frozen=True)
 class Cuttable:
-    """The instructions of a graph, and which of them may be computed on one part of the batch at a time.
+    """The instructions of a graph, and which of them can be computed part by part of the batch.
 
-    A range is a run of consecutive instructions that are all computed like this, part by part.
+    A range is a run of consecutive instructions that are computed part by part.
 
     instructions: the instructions, in order.
-    ends: for each instruction, whether a range may end directly before it. The last entry, one more, is for
+    ends: for each instruction, whether a range may end directly before it. One more entry at the end is for
         the end of the graph.
     can: for each instruction, whether it can be computed part by part.
     """
@@ -82,9 +82,9 @@ def stages(body: Iterable[T], ends_stage: Callable[[T], bool]) -> list[list[T]]:
     A stage is some computation followed by one or more all-to-alls. The last stage may have none.
 
     body: consecutive instructions that are cut into parts of the batch.
-    ends_stage: function that returns True for an all-to-all of rows, and False for all other instructions,
-        even for an exchange of row counts. If an exchange of row counts ended a stage too, the gates of all
-        parts would run before the rows of the first part are sent.
+    ends_stage: function that returns True for an all-to-all of rows, and False for all other instructions. It
+        returns False for an exchange of row counts: if this ended a stage too, the gates of all parts would
+        run before the rows of the first part are sent.
 
     Returns the instructions of each stage.
     """
@@ -103,9 +103,9 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
     """Returns the order in which a pipeline runs the stages of each part of the batch: pairs (stage, part).
 
     A MoELayer has two stages: the first ends with its dispatch, the second with its combine. The two stages
-    of a layer take turns. After the first stage of one part, the second stage of an earlier part may run.
-    All parts of a layer run before the next layer begins, because some ranks' graphs can only be cut layer by
-    layer, and all ranks must send their messages in the same order.
+    of a layer take turns: after the first stage of one part comes the second stage of an earlier part. All
+    parts of a layer run before the next layer begins. This is the same on ranks whose graphs can only be cut
+    layer by layer, so all ranks send their messages in the same order.
 
     num_stages: number of stages of the pipeline, two for each layer.
     k: number of parts.
@@ -136,9 +136,9 @@ def lags(k: int) -> list[int]:
 def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -> list[Instruction]:
     """Returns the tasks of a range that runs as a pipeline over k parts of the batch, in their order.
 
-    A range is a run of consecutive instructions. A task stands for one part of several consecutive
-    instructions that belong to one stage and use the same lane (computation or communication). Stages and
-    parts run in the order of `turns`. A task waits only for tasks of its own part.
+    A range is a run of consecutive instructions. A task is one part of several consecutive instructions.
+    These belong to one stage and use the same lane (computation or communication). Stages and parts run in
+    the order of `turns`. A task waits only for tasks of its own part.
 
     body: the instructions of the range.
     k: number of parts.
@@ -195,8 +195,8 @@ def pipeline_seconds(
 def alone(body: Sequence[Instruction], costs: PartCosts) -> list[Instruction]:
     """Returns the instructions of an uncut range, changed so that the time of the range can be predicted.
 
-    A range is a run of consecutive instructions. Results from outside the range count as complete, so no
-    instruction waits for them. The seconds of each instruction are taken from ``costs``.
+    A range is a run of consecutive instructions. In the result no instruction waits for an instruction
+    outside the range, and each has the seconds from ``costs``.
 
     body: the instructions of the range.
     costs: the costs of the instructions in one part.
@@ -251,9 +251,9 @@ def solve(graph: Cuttable, costs: Mapping[int, PartCosts]) -> tuple[float, list[
 def _groups(graph: Cuttable, seconds: Mapping[str, float]) -> list[int]:
     """Joins consecutive instructions to groups of about equal time, so that fewer ranges must be compared.
 
-    Returns the index at which each group begins, and the number of instructions as the last element. G, the
-    intended number of groups, is `GROUPS_A_LAYER` for each MoELayer. A group ends at the first allowed
-    position at which its computation takes at least 1 / G of the seconds of all computation.
+    Returns the index at which each group begins, and the number of instructions as the last element. There
+    should be G groups: `GROUPS_A_LAYER` times the number of MoELayers. So a group ends at the first allowed
+    position at which it takes at least 1 / G of the seconds of all computation.
 
     graph: the instructions, and where a group may end.
     seconds: {name of an instruction: its seconds}.

@@ -10,14 +10,13 @@ In the line "compute", "head" and "block" are the operators that compute the gra
 of a transformer block. In the line "communicate", they are the reductions of these gradients. S is a
 dispatch, R a combine.
 
-The plan is FSMoE's gradient partition (section 5) for a whole graph. Two kinds of plans are compared, and the
-one with the fastest predicted pass is taken:
+A gap is a time in which the link is idle. The plan is FSMoE's gradient partition (section 5) for a whole
+graph. Two kinds of plans are compared, and the one with the fastest predicted pass is taken:
 
-- Each gradient takes the first gap on the link in which its whole reduction ends before the next all-to-all
-  begins.
+- Each gradient takes the first gap into which its whole reduction fits.
 - Gradients may also take gaps that are too short. An all-to-all then waits for the rest of a reduction.
 
-The place of a gradient is the number of all-to-alls that begin before the gradient is handed over. All ranks
+The place of a gradient is a number: how many all-to-alls begin before the gradient is handed over. All ranks
 use the same places. Otherwise all-to-alls and reductions that use the same process group could begin in
 different orders on two ranks.
 """
@@ -32,10 +31,10 @@ from dataclasses import dataclass
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline, total_seconds
 
 SHARES = (1.0, 0.5, 0.0, -math.inf)
-"""Fractions of a reduction that must fit into a gap on the link. The plan with the fastest pass is taken.
+"""Fractions of a reduction that must fit into a gap on the link. All are tried; the fastest pass is taken.
 
-With 1 no all-to-all is delayed, with 0 any gap is long enough, and with -inf each gradient is handed over as
-soon as it exists.
+With 1 no all-to-all is delayed. With 0 any gap is long enough. With -inf each gradient is handed over as soon
+as it exists.
 """
 
 
@@ -74,14 +73,16 @@ def plan_hand_overs(
     Returns the instructions of the pass that is predicted to be fastest, in order. For each gradient, one
     instruction that hands it over is added.
 
-    The place of a gradient is the number of all-to-alls that begin before the gradient is handed over.
-    Predictions are not exact. So if gradients are reduced, all passes that take at most `TIE` times the
-    seconds of the fastest pass count as equally fast. The choice has two steps:
+    The place of a gradient is the number of all-to-alls that begin before the gradient is handed over. The
+    choice has two steps:
 
-    - For each order of the instructions, several ways to place the gradients are compared. Of the equally
-      fast ways, the one that delays all-to-alls least is taken.
-    - The resulting passes, one for each order, are compared. Of the equally fast passes, the one in which
-      reductions begin earliest on average is taken.
+    1. For each order of the instructions, several ways to place the gradients are compared. Of the fastest
+       ways, the one that delays all-to-alls least is taken.
+    2. The resulting passes, one for each order, are compared. Of the fastest passes, the one in which
+       reductions begin earliest on average is taken.
+
+    Predictions are not exact. So if gradients are reduced, all passes that take at most `TIE` times the
+    seconds of the fastest one count as fastest, too.
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
@@ -103,8 +104,8 @@ def _in_order(
 
     The place of a gradient is the number of all-to-alls that begin before the gradient is handed over. If
     ranks have agreed on places, these are used. Otherwise several ways to place the gradients are compared.
-    All ways that take at most `TIE` times the seconds of the fastest way count as equally fast. Of these, the
-    one that delays all-to-alls least is taken.
+    Of the ways that take at most `TIE` times the seconds of the fastest one, the one that delays all-to-alls
+    least is taken.
 
     order: the instructions of the pass, in the order to keep.
     gradients: the gradients that the pass returns.
@@ -141,17 +142,16 @@ def hand_over_places(
 
     Returns {name of a gradient: number of all-to-alls that begin before it is handed over}.
 
-    Reductions and all-to-alls use the same link. In the predicted timeline of the pass without reductions,
-    the link is idle between some all-to-alls. Reductions should fill these idle times. Each gradient gets the
-    first idle time after its computation into which the fraction ``share`` of its reduction fits. Gradients
-    that are computed earlier choose first. If a reduction fits into no idle time, its gradient is handed over
-    after the last all-to-all.
+    Reductions and all-to-alls use the same link. Between some all-to-alls the link is predicted to be idle.
+    Reductions should fill these gaps. The gradients choose one after the other, in the order in which they
+    are computed. Each takes the first gap after its computation into which the fraction ``share`` of its
+    reduction fits. If there is no such gap, it is handed over after the last all-to-all.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
     seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced, and
         are handed over as soon as they are computed.
-    share: the fraction of a reduction that must fit into the idle time; 1 for the whole reduction.
+    share: the fraction of a reduction that must fit into the gap; 1 for the whole reduction.
     """
     begun = 0
     earliest = {"": 0}
@@ -194,18 +194,18 @@ def with_hand_overs(
 ) -> list[Instruction]:
     """Returns a pass with one more instruction for each gradient, which hands it over at its place.
 
-    A place is the stretch of the pass from the start of one all-to-all to the start of the next. A gradient
-    is handed over as soon as it is computed, but not before its place begins. If the gradient would be
-    computed only after its place ends, the instructions that compute it are moved into the place.
+    The place of a gradient is the number p of all-to-alls that begin before it is handed over. So it is
+    handed over after the start of all-to-all p and before the start of the next one, as soon as it is
+    computed. If it would be computed later, the instructions that compute it are moved forward.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    place_of: {name of a gradient: number of all-to-alls that begin before its place}. Gradients without an
-        entry are handed over after the last all-to-all.
+    place_of: {name of a gradient: its place}. Gradients without an entry are handed over after the last
+        all-to-all.
     seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
 
-    Raises ValueError if a gradient needs the result of an all-to-all that comes after the gradient's place.
-    This happens only if the graphs of two ranks differ.
+    Raises ValueError if a gradient needs the result of an all-to-all that comes after its place. This happens
+    only if the graphs of two ranks differ.
     """
     by_name = {instruction.name: instruction for instruction in order}
     # Gradients that are not handed over yet, the one with the lowest place first.
@@ -253,10 +253,9 @@ def with_hand_overs(
             hand_over(waiting)
 
     def open_place() -> None:
-        """Hands over the gradients whose place begins now.
+        """Hands over the gradients whose place is the number of all-to-alls that have begun.
 
-        A gradient that is not computed yet is noted, and handed over as soon as it is computed. The place of
-        a gradient is the number of all-to-alls that begin before the gradient is handed over.
+        A gradient that is not computed yet is noted, and handed over as soon as it is computed.
         """
         while pending and pending[0][0] <= begun:
             gradient = heapq.heappop(pending)[-1]
@@ -293,9 +292,9 @@ def by_source(gradients: Iterable[Gradient], seconds: Mapping[str, float]) -> di
 
 
 def places_in(order: Iterable[Instruction], gradients: Sequence[Gradient]) -> dict[str, int]:
-    """Returns {name of a gradient: number of all-to-alls that begin before it is handed over}.
+    """Returns {name of a gradient: number of all-to-alls that begin before the gradient is handed over}.
 
-    order: the instructions of the pass, with one instruction for each gradient that hands it over.
+    order: the instructions of the pass. For each gradient there is one instruction that hands it over.
     gradients: the gradients.
     """
     by_instruction = {gradient.instruction: gradient.name for gradient in gradients}

@@ -11,9 +11,10 @@ agree on something, then each rank runs its graph:
     3      the costs that rank 0 has measured         the graph in the order that follows from these costs
 
 Step 2 is left out if no range is cut. Steps 1 and 2 measure the costs of operators. Measured costs differ
-between ranks, but all ranks must run operators in the same order. So all ranks use the costs of rank 0. Ranks
-agree only in these steps, which all ranks run together. Later, one rank may compile a graph for other shapes
-while the other ranks do not.
+between ranks, but all ranks must run operators in the same order. So all ranks use the costs of rank 0.
+
+All ranks run these steps together. Later steps need no agreement, because one rank may then compile a graph
+for other shapes while the other ranks do not.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
 from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
-"""Operators by which tracing checks that row counts are not negative. They are removed from graphs."""
+"""Operators in a trace that check that row counts are not negative. They are removed from graphs."""
 
 Key = tuple[str, tuple[int, ...]]
 """Type of a program's key: its direction, and the numbers of its layers that communicate, in order."""
@@ -67,12 +68,11 @@ class Program:
     """State that all graphs of the same layers and the same direction share, for any input shapes.
 
     key: the direction, and the numbers of the layers that communicate.
-    steps: number of training steps that have begun on this rank. The count stops when `is_agreed` becomes
-        True.
+    steps: number of training steps that have begun on this rank, until ranks have agreed (`is_agreed`).
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
-    is_agreed: whether all ranks have the plan, costs and places of rank 0. The order of the calls follows
-        from these.
+    is_agreed: whether all ranks have the plan, costs and places of rank 0, from which the order of the calls
+        follows.
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
     places: {name of a gradient of a backward graph: number of all-to-alls that begin before the gradient is
         handed over}.
@@ -142,8 +142,8 @@ class GraphRunner:
         batch: positions of the inputs of a forward graph that hold the batch, along their first dimension.
         is_tiny: whether the batch has 0 or 1 sequence. torch.compile traces such small batches with other
             operators.
-        cuttings: for each direction, the `GraphSplit`: how the graph of this direction can be cut. This graph
-            adds its own. A backward graph reads the `GraphSplit` of the forward graph.
+        cuttings: {direction: `GraphSplit`, which says how the graph of the direction can be cut}. This graph
+            adds its own entry. A backward graph reads the entry of the forward graph.
         graph_inputs: the inputs of the forward graph, whose gradients a backward graph hands over.
         """
         for node in reversed(list(module.graph.nodes)):
@@ -190,11 +190,11 @@ class GraphRunner:
             last use.
 
         In the first steps, in which operators are measured and ranks agree, the graph runs to its end. Later,
-        a backward graph may return before it has run. Its results then stand for gradients
-        (`PendingGradient`), and the graph runs further each time autograd needs one of the gradients.
+        a backward graph may return before it has run. Its results are then placeholders for gradients
+        (`PendingGradient`). Each time autograd needs one of the gradients, the graph runs until it exists.
 
-        If ranks run different graphs, ValueError is raised on every rank. If the graph raises RuntimeError,
-        this error is raised again with rank, operator call and layer in its message.
+        Raises ValueError on every rank if ranks run different graphs. Raises RuntimeError with rank, operator
+        call and layer in its message if the graph raises one.
         """
         ranks = self.ranks
         program = self.program
@@ -226,7 +226,7 @@ class GraphRunner:
             raise self._failure(error) from error
 
     def _steps(self, boxed: list[Any]) -> GradientSteps:
-        """Runs the graph. Each time a gradient is handed over, yields (its number, list with the gradient).
+        """Runs the graph. Yields (number of a gradient, list with the gradient) for each that is handed over.
 
         The number is the position of the gradient among the results of the graph.
 
@@ -260,7 +260,7 @@ class GraphRunner:
         self._run = lowered(module, self._ordered(module))
 
     def _hand_over_order(self) -> list[int]:
-        """Returns the order in which gradients are handed over: their positions among the graph's results.
+        """Returns the order in which gradients are handed over, as their positions among the graph's results.
 
         The result is [] if the order is not known yet.
         """
@@ -274,13 +274,12 @@ class GraphRunner:
         ranks: the ranks of the graph's all-to-alls.
         boxed: the arguments of the graph, in a list that the run empties.
 
-        Returns the results of the uncut graph. Rank 0 also chooses what later steps cut, and stores the
-        choice in the program:
+        Returns the results of the uncut graph. Rank 0 also chooses the ranges that later steps cut, and
+        stores the choice in the program:
 
         - In a forward graph, `solve` chooses ranges and numbers of parts by the measured costs.
-        - In a backward graph, either everything that can be cut is cut, or nothing. The uncut graph is
-          compared with the graph in each number of parts and each order of stages. The fastest within the
-          memory limit is chosen.
+        - In a backward graph, either everything that can be cut is cut, or nothing. The number of parts and
+          the order of stages are those with the fastest pass within the memory limit.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -324,10 +323,10 @@ class GraphRunner:
     def _next_step(self, ranks: Ranks, boxed: list[Any]) -> Sequence[Any] | None:
         """Runs a training step after the first. All ranks take the ranges of rank 0, then its costs.
 
-        - Step 2: all ranks take the ranges that rank 0 has chosen. If there are any, the graph with these
-          ranges cut is run and measured, and its results are returned.
+        - Step 2: all ranks take the ranges that rank 0 has chosen. If there are any, the graph is run and
+          measured with these ranges cut, and its results are returned.
         - Step 3, or step 2 if there are no ranges: all ranks take the costs of rank 0. None is returned. The
-          caller can then run the graph in its final order.
+          caller then runs the graph in its final order.
 
         ranks: the ranks of the graph's all-to-alls.
         boxed: the arguments of the graph, in a list that a run empties.
@@ -406,8 +405,8 @@ class GraphRunner:
         """Finds the order of a module's calls that is predicted to be fastest within the memory limit.
 
         Orders that move weight gradients beside all-to-alls are compared with the module's own order. In each
-        order, gradients are handed over to autograd at the places on which the ranks have agreed. As long as
-        the ranks have not agreed, the places that make the pass fastest are used.
+        order, gradients are handed over to autograd at the places on which the ranks have agreed. Before the
+        agreement these are the places that make the pass fastest.
 
         module: the graph, possibly in parts.
         costs: the cost of each call and input, by label.
@@ -415,8 +414,9 @@ class GraphRunner:
         Returns
 
             the instructions in the module's own order
-            the instructions in the fastest order; if no order is within the limit, in the module's own order
-            the peak bytes of the fastest order
+            the instructions in the fastest order within the limit, or in the module's own order if there is
+            none
+            the peak bytes of that order
             the memory limit in bytes
         """
         program = self.program
@@ -466,8 +466,8 @@ def _source(node: fx.Node) -> str:
 def _by_origin(module: fx.GraphModule, costs: dict[str, Cost]) -> PartCosts:
     """Returns the costs of a graph in parts, by the label of the call that was cut.
 
-    module: the graph in parts. The node of each part has the label of the call that was cut in
-        meta["origin"]. A node that joins parts has this label in meta["joins"].
+    module: the graph in parts. The node of a part has, in meta["origin"], the label of the call that was cut.
+        A node that joins parts has this label in meta["joins"].
     costs: the measured cost of each node, by the label of the node itself.
     """
     part: dict[str, list[float]] = {}
@@ -491,7 +491,7 @@ def check_same_graphs(ranks: Ranks, module: fx.GraphModule, is_tiny: bool, key: 
     ranks: the ranks of the graph's all-to-alls.
     module: this rank's graph.
     is_tiny: whether this rank's batch has 0 or 1 sequence. The graph of so small a batch has other operators
-        than graphs of larger batches. So only the all-to-alls of this graph are compared.
+        than graphs of larger batches, so only its all-to-alls are compared.
     key: the direction of the graph, and the numbers of its layers that communicate.
 
     Collective: one reduction of a digest. If the digests differ, the ranks also gather their operators.

@@ -35,20 +35,20 @@ from pmoe.graph.ranges import Range, stages, turns
 aten: Any = torch.ops.aten
 moe: Any = torch.ops.pmoe_graph
 SIZED = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default)
-"""Operators whose second argument is the sizes of the result, one of which may be -1: inferred from the
+"""Operators whose second argument is the sizes of the result. One size may be -1: it follows from the
 others.
 """
 
 MADE = (aten.select_backward.default, aten.slice_backward.default, aten.new_zeros.default)
-"""Operators whose second argument is the sizes of the result, none of which may be -1."""
+"""Operators whose second argument is the sizes of the result. No size may be -1."""
 
 COUNTED: dict[object, int] = {
     aten.native_group_norm.default: 3,
     aten.native_group_norm_backward.default: 5,
 }
-"""Operators that have the length of the batch among their arguments, and the position of that argument.
+"""{operator that takes the length of the batch as an argument: position of this argument}.
 
-It is the length of dimension 0 of their first tensor.
+The length of the batch is the first size of the operator's first tensor.
 """
 
 VIEWS = (
@@ -80,8 +80,8 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 
     tensor: (...) of any shape.
     dim: the dimension along which the tensor is cut.
-    sequences: number of sequences in the batch. The dimension may be longer, if it has several tokens (or
-        rows) for each sequence. A part has all tokens of its sequences.
+    sequences: number of sequences in the batch. If the dimension has several tokens (or rows) for each
+        sequence, a part has all tokens of its sequences.
     part: number of the part, from 0 to k - 1.
     k: number of parts.
     """
@@ -100,8 +100,8 @@ def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: 
         each expert.
     by_expert: whether rows are sorted by expert first.
 
-    In the result, rows of the same sender and expert are in the order of the parts. In this example with 1
-    sender, 2 experts and 2 parts, a are rows of expert 0 and b are rows of expert 1:
+    In the result, rows of the same sender and expert are in the order of the parts. Example with 1 sender and
+    2 parts, in which a0 and a1 are rows of expert 0, and b0 and b1 are rows of expert 1:
 
         part 0         a0 b0
         part 1         a1 b1
@@ -177,8 +177,7 @@ def cut_ranges(
     A range is a run of consecutive operator calls.
 
     module: the old module with its graph.
-    ranges: the ranges to cut. The value of each range is a tensor whose first size is the length of the batch
-        (in sequences or tokens).
+    ranges: {range to cut: a tensor whose first size is the length of the batch (in sequences or tokens)}.
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
 
     In the new graph, a call that was cut has one node for each part. Each of these nodes has the call's
@@ -262,8 +261,7 @@ class _Cutter:
     whole: for a node of the old graph, the node of the new graph that has its value for the whole batch.
     sequences: length of the batch in the range that is being cut. It is a number, or a node of the new graph
         that computes the number.
-    kept: for a tensor that forward saved for a layer, the layer's `Route` (its calls in a backward graph) and
-        the tensor's name in `Route.kept`.
+    kept: {tensor that forward saved for a layer: the layer's `Route`, and the tensor's name in `Route.kept`}.
     routed: for the `Route` of each layer, one dict for each part. The dict has the nodes with the part's
         sorted slots, row counts and rows, by the names of `Route.kept`.
     """
@@ -280,8 +278,8 @@ class _Cutter:
     def run(self, ranges: Mapping[Range, fx.Node]) -> fx.GraphModule:
         """Copies the old graph in its order, with ranges cut into parts. Returns the new module.
 
-        ranges: the ranges (runs of consecutive calls) to cut. The value of each range is a tensor whose first
-            size is the length of the batch.
+        ranges: {range (run of consecutive calls) to cut: a tensor whose first size is the length of the
+            batch}.
         """
         calls = [node for node in self.module.graph.nodes if node.op == "call_function"]
         place_of = {label(node): index for index, node in enumerate(calls)}
@@ -315,8 +313,8 @@ class _Cutter:
         """Returns the length of the batch: a number, or a node that computes the length when the graph runs.
 
         batch: a tensor of the old graph whose first size is the length of the batch.
-        route: a layer's `Route`, if ``batch`` is not computed yet. The length then follows from the number of
-            slots (choices of tokens) that forward saved for the layer. None if ``batch`` is already computed.
+        route: None if ``batch`` is computed at this point of the new graph. Otherwise a layer's `Route`: the
+            length then follows from the number of slots (choices of tokens) that forward saved for the layer.
         """
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):
@@ -332,8 +330,8 @@ class _Cutter:
         """Adds the operator calls that compute a layer's sorted slots and row counts for every part.
 
         A slot is one choice of one token. The added calls come before all other calls of the graph. One of
-        them is an exchange of row counts. If it came later, it would wait for the link until other rows are
-        sent, and the host would wait, too.
+        them is an exchange of row counts, for which the host waits. If it came later, it would have to wait
+        until rows are sent.
 
         route: the calls of the layer in the backward graph.
         batch: a tensor of the old graph whose first size is the length of the batch.
@@ -358,10 +356,9 @@ class _Cutter:
             parts.append(dict(zip(ORDER, (slot_p, position_p, send_p, own_p, recv_p), strict=True)))
 
     def _routed(self, node: fx.Node, part: int) -> fx.Node:
-        """Returns the node of the new graph that holds one part's rows of a tensor that forward saved.
+        """Returns the node of the new graph with one part's rows of a tensor that forward saved.
 
-        The first time that this method is called for a part of a tensor, it adds a call to the new graph that
-        selects the rows of the part.
+        The first call for a part of a tensor adds to the new graph the call that selects the rows.
 
         node: the saved tensor, a node of the old graph.
         part: number of the part.
@@ -441,8 +438,8 @@ class _Cutter:
 
             old_node: the input, a node of the old graph.
 
-            An input that was computed before the range is not cut yet. If it must be cut along a dimension,
-            the first use of a part adds a call to the new graph that cuts out this part.
+            An input that was computed before the range is not cut yet. If it must be cut along a dimension, a
+            call that selects the part is added to the new graph.
             """
             if old_node not in new_nodes:
                 axis = self.axes.get(old_node)
@@ -488,7 +485,7 @@ class _Cutter:
     def _join(self, node: fx.Node, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
         """Returns a node of the new graph that joins the parts of a call's result.
 
-        The way in which parts are joined depends on the axis along which the call was cut:
+        The axis along which the call was cut decides how the parts are joined:
 
             a dimension   the parts are concatenated
             SUM           the parts are added
@@ -528,8 +525,7 @@ class _Cutter:
         """Returns a node of the new graph with the sum of the summands that the parts of the batch compute.
 
         For example, each part of the batch computes a summand of a weight's gradient. A summand is added
-        directly after the call that computes it, so only the running sum stays in memory. If all summands
-        were added at the end, the summands of all parts would be in memory at the same time.
+        directly after the call that computes it, so that only the running sum stays in memory.
 
         values: the summands, nodes of the new graph in the order of the graph.
         """
@@ -562,8 +558,8 @@ def _maker(node: fx.Node, axes: Mapping[fx.Node, Any]) -> tuple[fx.Node, int]:
     """Returns the operator of a MoELayer that made an irregular tensor, and which of its results it is.
 
     A tensor is irregular if its size in each part depends on the routing. It holds rows, row counts or slots.
-    Only some operators of a MoELayer (`MAKERS`) make irregular tensors. Other operators, such as pointwise
-    operators, may have changed the tensor after it was made.
+    The operators in `MAKERS` make irregular tensors. Other operators, such as pointwise operators, may have
+    computed this tensor from the one that was made.
 
     node: the node of the tensor.
     axes: for each node, the dimension along which it is cut.
@@ -601,4 +597,4 @@ def _layout(node: fx.Node, place: int, axes: Mapping[fx.Node, Any]) -> tuple[fx.
 MAKERS = frozenset(
     getattr(moe, name).default for name in ("order", "exchange_counts", "pack", "exchange", "experts")
 )
-"""Operators of a MoELayer whose results have a length that depends on the routing, in each part."""
+"""Operators of a MoELayer whose results have, in each part, a length that depends on the routing."""

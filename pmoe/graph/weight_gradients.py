@@ -5,15 +5,15 @@
     moved        compute      | dX2 | dW2 |      | dX1 | dW1 |
                  communicate        | all-to-all |
 
-dX is the gradient of a layer's input, for which the next all-to-all may wait. dW is the gradient of the
-layer's weights, for which no all-to-all waits. In "moved", dW2 runs while rows are sent.
+dX is the gradient of a layer's input, which the next all-to-all may need. dW is the gradient of the layer's
+weights, which no all-to-all needs. In "moved", dW2 runs while rows are sent.
 
-In this file, every instruction (operator call) that no all-to-all waits for counts as a weight gradient. It
-may run at any time after the instructions whose results it reads. If it runs while all other computation
-waits for an all-to-all, the pass does not get longer.
+In this file, a weight gradient is any instruction (operator call) whose result no all-to-all needs, not even
+indirectly. It may run at any time after the instructions whose results it reads. If it runs while all other
+computation waits for an all-to-all, the pass does not get longer.
 
-Some instructions only select one of the results of another instruction. They always come directly after that
-instruction. Until they have run, all of its results stay in memory, also those that nothing reads.
+An instruction may only select one of the results of another instruction. It always comes directly after the
+other one. Until then all results of the other one stay in memory, also those that nothing reads.
 
 The list schedule (`listed`) usually gives faster orders than Lancet's pass (`assign`, `placed`).
 `pmoe.graph.run` predicts the seconds of both orders, and takes the faster one that fits into memory.
@@ -33,9 +33,9 @@ Listing = Sequence[Instruction]
 
 
 def weight_gradients(instructions: Listing) -> set[str]:
-    """Returns the names of the instructions for which no all-to-all waits, not even indirectly.
+    """Returns the names of the instructions whose results no all-to-all needs, not even indirectly.
 
-    These instructions can be moved, to run beside an all-to-all. Most of them compute gradients of weights.
+    These instructions can run beside an all-to-all. Most of them compute gradients of weights.
     """
     needed: set[str] = set()
     for instruction in reversed(instructions):
@@ -51,12 +51,12 @@ def weight_gradients(instructions: Listing) -> set[str]:
 def labels(instructions: Listing) -> dict[str, set[str]]:
     """Returns, for each all-to-all, the names of the weight gradients that can run beside it.
 
-    A weight gradient is any instruction that no all-to-all waits for. It can run beside an all-to-all if both
-    conditions hold (Lancet, section 4.1):
+    A weight gradient is any instruction whose result no all-to-all needs. It can run beside an all-to-all if
+    both conditions hold (Lancet, section 4.1):
 
-    - It does not wait for this all-to-all, directly or through other instructions.
-    - All instructions that it waits for come before the all-to-all. Weight gradients among them may come
-      after the all-to-all, because they can be moved too.
+    - It does not need the result of this all-to-all, not even indirectly.
+    - The instructions whose results it reads come before the all-to-all, unless they are weight gradients,
+      which can be moved, too.
 
     instructions: the pass, in order.
     """
@@ -86,10 +86,10 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
 def assign(instructions: Listing) -> dict[str, str]:
     """Assigns weight gradients to all-to-alls beside which they run (Lancet, Algorithm 1).
 
-    A weight gradient is any instruction that no all-to-all waits for. The all-to-alls choose one after the
-    other, in the order of the pass. The time to fill is at first the seconds of the all-to-all. The weight
-    gradient whose seconds are closest to the time to fill is assigned, and its seconds are subtracted from
-    the time to fill. This is repeated until the time is filled, or until no weight gradient is left.
+    A weight gradient is any instruction whose result no all-to-all needs. The all-to-alls choose one after
+    the other, in the order of the pass. Each has a time to fill: at first its own seconds. It takes the
+    weight gradient whose seconds are closest to the time to fill, and subtracts these seconds. It repeats
+    this until the time is filled, or no weight gradient is left.
 
     instructions: the pass, in order.
 
@@ -111,13 +111,13 @@ def assign(instructions: Listing) -> dict[str, str]:
 def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instruction]:
     """Returns the instructions with each assigned weight gradient directly after its all-to-all.
 
-    A weight gradient is any instruction that no all-to-all waits for.
+    A weight gradient is any instruction whose result no all-to-all needs.
 
     instructions: the pass, in order.
     assigned: {name of a weight gradient that is moved: name of its all-to-all}.
 
-    If a moved weight gradient waits for other weight gradients, those are put directly before it. If other
-    weight gradients wait for the moved one, they come after it. All other instructions keep their order.
+    Weight gradients whose results a moved one reads are put directly before it. Those that read its result
+    come after it. All other instructions keep their order.
     """
     by_name = {instruction.name: instruction for instruction in instructions}
     free = weight_gradients(instructions)
@@ -132,9 +132,9 @@ def placed(instructions: Listing, assigned: Mapping[str, str]) -> list[Instructi
     order: dict[str, Instruction] = {}
 
     def take(name: str) -> None:
-        """Adds an instruction to the result, after the weight gradients that it waits for.
+        """Adds an instruction to the result, after the weight gradients whose results it reads.
 
-        If other instructions only select one of this instruction's results, they are added directly after it.
+        Instructions that only select one of its results are added directly after it.
 
         name: the name of the instruction. If it was added before, nothing is done.
         """
@@ -178,18 +178,16 @@ def listed(
     A lane is a queue of instructions. All-to-alls run on the communicate lane, all other instructions on the
     compute lane. All-to-alls keep their order, because it must be the same on every rank.
 
-    An instruction that no all-to-all waits for counts as a weight gradient. The compute lane runs the first
-    ready instruction that is not a weight gradient. If there is none, because every instruction that is not a
-    weight gradient waits for an all-to-all, the compute lane has a gap. It then runs the weight gradient
-    whose seconds are closest to the length of the gap.
+    A weight gradient is any instruction whose result no all-to-all needs. The compute lane runs the first
+    other instruction that is ready. If there is none, the lane has a gap until an all-to-all ends. In the gap
+    it runs the weight gradient whose seconds are closest to the length of the gap.
 
     instructions: the pass, in order.
     limit: a number of bytes. While more bytes are allocated, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
     input_bytes: {name of an input of the graph: its bytes}.
-    reductions: {name of an instruction: seconds of the reduction of its result}, for each instruction whose
-        result is a gradient that is reduced over ranks. While the link is idle, weight gradients that a
-        reduction waits for run before all other computation.
+    reductions: {name of an instruction whose result is reduced over ranks: seconds of the reduction}. While
+        the link is idle, weight gradients that a reduction needs run before all other computation.
     """
     return _List(instructions, limit, kept, input_bytes or {}, reductions or {}).run()
 
@@ -199,7 +197,7 @@ class _List:
 
         by_name      {name of an instruction: the instruction}
         place        the position of each instruction in the pass that `listed` was called with
-        free         names of the weight gradients: instructions that no all-to-all waits for
+        free         names of the weight gradients: instructions whose results no all-to-all needs
         sorter       counts how many of its inputs each instruction still waits for
         ready        names of instructions whose inputs have all been scheduled
         uses         {name of a result or input of the graph: number of instructions that still have to read
@@ -208,7 +206,7 @@ class _List:
         limit        a number of bytes; while more are allocated, weight gradients that free memory run first
         live_bytes   bytes that are allocated now
         reductions   {name of an instruction whose result is reduced over ranks: seconds of the reduction}
-        reduced      names of the weight gradients that a reduction waits for
+        reduced      names of the weight gradients that a reduction needs
         messages     names of the all-to-alls that are not scheduled yet, the next one last
         now          time until which the compute lane is scheduled, in seconds
         link_free    time at which the communicate lane becomes free, in seconds
@@ -282,11 +280,10 @@ class _List:
     def _fill(self) -> None:
         """Fills a gap, in which all computation waits for an all-to-all, with a weight gradient.
 
-        A weight gradient is an instruction that no all-to-all waits for. The one whose seconds are closest to
-        the length of the gap is scheduled. A weight gradient that takes more than twice the gap is not
-        considered, because it would delay other instructions by more than the gap. If no weight gradient is
-        short enough, nothing runs in the gap. ``now``, the time until which the compute lane is scheduled,
-        then becomes the end of the gap.
+        A weight gradient is an instruction whose result no all-to-all needs. The one whose seconds are
+        closest to the length of the gap is scheduled. One that takes more than twice the gap is left out: it
+        would delay other instructions by more than the gap. If no weight gradient is short enough, nothing
+        runs in the gap.
         """
         until = min(self.later[0][0] if self.later else float("inf"), self._message_begins())
         gap = until - self.now
@@ -315,7 +312,7 @@ class _List:
     def _offer(self, place: int, name: str) -> None:
         """Puts an instruction that can begin now into ``pool`` (weight gradients) or ``chain`` (others).
 
-        A weight gradient is any instruction that no all-to-all waits for.
+        A weight gradient is any instruction whose result no all-to-all needs.
 
         place: the instruction's position in the pass that `listed` was called with.
         name: the instruction's name.
@@ -332,7 +329,7 @@ class _List:
 
         - An instruction that only selects one of the results of another instruction is scheduled at once.
         - Computation that can begin now goes to ``pool`` if it is a weight gradient, otherwise to ``chain``.
-        - Computation that reads the result of an all-to-all that is still running goes to ``later``.
+        - Computation whose inputs are not complete yet goes to ``later``.
         - An all-to-all goes to none of them, because it is in ``messages`` from the start.
         """
         for name in self.sorter.get_ready():
@@ -380,6 +377,6 @@ class _List:
     def _freeing(self) -> bool:
         """Returns whether any weight gradient that can begin now frees more bytes than it allocates.
 
-        A weight gradient is an instruction that no all-to-all waits for.
+        A weight gradient is an instruction whose result no all-to-all needs.
         """
         return any(self._freed(name) > self.by_name[name].num_bytes for name in self.pool)

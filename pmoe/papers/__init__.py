@@ -13,4 +13,14 @@ lancet_figures                 Lancet: section 7, Figs. 2 and 6
 scale                          steps of large models on many ranks, simulated
 assumptions                    what the reproductions assume (assumptions.md), and the numbers that
                                the papers print (printed.json)
+
+Words of this folder:
+
+    row        a copy of a token for one of its experts; in a figure or table, one of its lines
+    layer 0    COMET's first fused kernel: dispatch and the first product of the experts
+    layer 1    COMET's second fused kernel: the second product and combine
+    tile       a block of rows and columns of a product, which one thread block computes
+    division   how the thread blocks of a fused kernel are divided into computing and communicating ones
+    testbed    a cluster on which FSMoE's authors measured
+    lane       a queue that runs its tasks one after another, such as the link
 """

@@ -29,9 +29,7 @@ def section(page: str, title: str) -> Mapping[str, str]:
 
 
 def wrapped(texts: Mapping[str, str]) -> Iterator[str]:
-    """Yields the entries of a list with two columns, names and texts, wrapped to 110 characters.
-
-    An entry is a string. It has several lines if its text is long.
+    """Yields a string for each name and its text, in two columns, wrapped to 110 characters.
 
     texts: the texts by name.
     """

@@ -2,9 +2,9 @@
 
 A fused kernel has 132 thread blocks, of which n_c communicate and all others compute (section 3.2.2). Fig. 8
 is about the best n_c. This file simulates how long a kernel takes with each n_c, to find the best one. The
-rates of the GPUs are for this reproduction only, no layer of pmoe uses them. ASSUMPTIONS lists what is
-assumed where the paper says nothing. Nothing is fitted to the paper. The output shows where simulation and
-paper differ.
+rates of the GPUs are for this reproduction only: no layer of pmoe uses them. ASSUMPTIONS has the assumptions
+where the paper says nothing. Nothing is fitted to the paper. The output shows where simulation and paper
+differ.
 
 Letters are the paper's (Table 1): M tokens of all ranks, N width of a token (pmoe's d_model), K width of an
 expert's hidden layer (d_hidden), W = TP * EP ranks (TP tensor-parallel, EP expert-parallel), n_c
@@ -75,9 +75,9 @@ def best_division(
     Returns the division, and the kernel's seconds with this division.
 
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns
-    after which sums are sent. COMET measures all candidates (section 3.2.2). This function simulates them, in
-    the order of their lower bounds (`min_seconds`), until a bound exceeds the best result. If several
-    divisions are equally fast, the smallest n_c is taken, then the largest T_N.
+    after which sums are sent. COMET measures all divisions (section 3.2.2). This function simulates them, in
+    the order of their lower bounds (`min_seconds`), until a bound exceeds the best result. Of equally fast
+    divisions it takes the one with the smallest n_c, then the one with the largest T_N.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).
@@ -106,9 +106,9 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    Computing blocks, communicating blocks and the link between ranks work side by side. For each of the
-    three, the function adds the seconds of work that cannot overlap. The bound is the largest of the three
-    sums. The table lists the work in each sum:
+    Computing blocks, communicating blocks and the link between ranks work side by side. Each of the three has
+    work that it must do piece by piece. The bound is the time of the one that takes longest. The table lists
+    the work of each:
 
                                layer 0                            layer 1
         computing blocks       all tiles                          all tiles + sending the last chunk
@@ -153,10 +153,10 @@ def min_seconds(
 
 
 _RESOLUTION = 200
-"""Number of equal steps into which the time of a kernel is divided for drawing."""
+"""Number of equal steps into which a drawing divides the time of a kernel."""
 
 _LEVELS = 25
-"""Number of equal steps into which the height of a row is divided for drawing."""
+"""Number of equal steps into which a drawing divides the height of a row."""
 
 
 def busy_bars(
@@ -166,18 +166,19 @@ def busy_bars(
 ) -> list[Span]:
     """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw a row for each, so a row of the timeline stands for many
-    blocks. A bar in the row stands for those blocks that work on the same thing at the same time:
+    A kernel has too many thread blocks to draw a row for each. A bar in a row stands for the blocks that work
+    on the same part of the kernel's work at the same time. Its height is the fraction of the row's blocks
+    that do. A part is
 
-        COMET's layer 0 (dispatch and first product)    the tokens of one source rank
-        COMET's layer 1 (second product and combine)    one chunk of columns
+        in COMET's layer 0 (dispatch and first product)    the tokens of one source rank
+        in COMET's layer 1 (second product and combine)    one chunk of columns
 
-    The height of a bar is the fraction of all blocks of the row that work on this thing. Time is cut into 200
-    steps, and heights are rounded to 1/25. Neighbouring steps with the same height become one bar.
+    Time is cut into 200 steps, and heights are rounded to 1/25. Neighbouring steps with the same height
+    become one bar.
 
     run: tasks of the kernel with their start and end. A task's ``lane`` names its block, such as "block 17".
     lanes: the rows of the timeline: {name of a row: (prefix, number of blocks)}. A block belongs to the row
-        if its name starts with the prefix, such as "block", or with one of several prefixes.
+        if its name starts with the prefix, such as "block". There may be several prefixes, in a tuple.
     origin: seconds from the start of the drawing to the start of the kernel.
     """
     marks = np.linspace(0.0, makespan(run), _RESOLUTION + 1)
@@ -211,12 +212,11 @@ def busy_bars(
 
 
 ASSUMPTIONS = assumptions("comet")
-"""Assumptions, by name, where the paper says nothing or says something in several ways.
+"""Assumptions, by name, where the paper says nothing or is ambiguous.
 
-They were written before the first simulation. Before that, an estimate by hand gave n_c = 23 communicating
-blocks for tensor parallelism over 8 ranks, with blocks of 27 GB/s, about half the assumed rate. After the
-first simulation, the order of sums and the order of tiles that are not full were changed: they are now as in
-cuda/comet.
+They were written before the first simulation. After it, two of them were changed to agree with cuda/comet:
+the order of sums, and the order of tiles that are not full. An earlier estimate by hand, with blocks of 27
+GB/s (about half the assumed rate), gave n_c = 23 for tensor parallelism over 8 ranks.
 """
 
 H800 = DeviceRates(
@@ -227,7 +227,7 @@ H800 = DeviceRates(
     link_bytes=160e9,
     signal_seconds=2e-6,
 )
-"""Rates of one of the paper's eight devices, as ASSUMPTIONS give them."""
+"""Rates of one of the paper's eight GPUs, by ASSUMPTIONS."""
 
 
 MODELS: Mapping[str, Model] = {name: Model(**row) for name, row in printed("comet table 2").items()}
@@ -319,7 +319,7 @@ def _mixtral(tokens: int, tp: int) -> tuple[Arriving, Returning]:
 def _at_one_tile(layer: Returning, device: DeviceRates) -> tuple[Division, float]:
     """Finds the best number of communicating blocks in COMET's layer 1, if sums are sent tile by tile.
 
-    T_N, the number of columns after which sums are sent, is then the width of one tile, 256.
+    Sums are sent after each T_N columns; here T_N is the width of one tile, 256.
 
     Returns the best division of the blocks, and the simulated seconds of layer 1 with this division.
 
@@ -358,7 +358,7 @@ def moves(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 # ---- the fused layer beside the chunked one
 
 DRAWN_TOKENS = 16384
-"""M (tokens of all ranks) of the layer that is drawn: Fig. 11's, Mixtral 8x7B with EP = 8 and TP = 1."""
+"""M (tokens of all ranks) of the layer in the drawing: that of Fig. 11, Mixtral 8x7B with EP = 8, TP = 1."""
 
 
 def chunked_run(
@@ -420,7 +420,7 @@ def chunked_run(
 
 
 def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
-    """Returns how many of ``rows`` rows belong to a chunk, if n chunks share them as evenly as possible.
+    """Returns the number of rows of a chunk, if n chunks share ``rows`` rows as evenly as possible.
 
     chunk: number of the chunk, from 0 to n - 1.
     """
@@ -431,9 +431,9 @@ def _rows_of_chunk(rows: int, chunk: int, n: int) -> int:
 def beside() -> list[dict[str, Any]]:
     """Returns the simulated seconds of Mixtral's layer with EP = 8: with fused kernels, and in chunks.
 
-    EP is the number of ranks over which the experts are distributed. The first row is for COMET's two fused
-    kernels, which run one after the other. Each has its best division into communicating and computing thread
-    blocks. The other rows are for pmoe's schedule in 1, 2, 4 and 8 chunks.
+    EP is the number of ranks over which the experts are distributed. The first row of the result is for
+    COMET's two fused kernels, which run one after the other, each with its best division into communicating
+    and computing thread blocks. The other rows are for pmoe's schedule in 1, 2, 4 and 8 chunks.
     """
     arriving, returning = _mixtral(DRAWN_TOKENS, tp=1)
     first, first_seconds = best_division(arriving, H800)

@@ -1,8 +1,8 @@
 """Simulates COMET's Figs. 10, 12, 13 and 14: the time of a layer by COMET and by four other systems.
 
 COMET is simulated as two fused kernels. Each has its best division into communicating and computing thread
-blocks (`pmoe.papers.comet_figures`). The four other systems launch more kernels. Each of them is simulated as
-pmoe's forward schedule in chunks (micro-batches). Every launch of a kernel costs time. `pmoe simulate comet
+blocks (`pmoe.papers.comet_figures`). The four other systems launch more kernels, and every launch costs time.
+They are simulated as pmoe's forward schedule in chunks (micro-batches). The command `pmoe simulate comet
 --assumptions` prints the assumptions, which were written down before the first run.
 
 Letters are the paper's: M tokens of all ranks, E experts, topk experts of a token, W = EP * TP ranks (expert
@@ -36,7 +36,7 @@ L20 = DeviceRates(
     link_bytes=25e9,
     signal_seconds=2e-6,
 )
-"""Rates of one of the eight L20 GPUs, connected by PCIe, of the paper's section 5.4."""
+"""Rates of one L20 GPU. Section 5.4 of the paper has eight of them, connected by PCIe."""
 
 MIXTRAL = MODELS["Mixtral 8x7B"]
 CHUNKS = (1, 2, 4, 8)
@@ -46,10 +46,10 @@ TOKENS = (2048, 4096, 8192, 16384, 32768)
 """Numbers of tokens (M) in Fig. 10. The paper's text does not list them."""
 
 LAYOUTS = ((8, 1), (4, 2), (2, 4), (1, 8))
-"""Sizes of expert-parallel and tensor-parallel groups, (EP, TP), in Fig. 12 and in Fig. 14 on the right."""
+"""Pairs (EP, TP), the sizes of expert- and tensor-parallel groups, in Fig. 12 and in Fig. 14, right."""
 
 STRUCTURES = tuple(itertools.product((8, 16, 32), (2, 4, 8)))
-"""Numbers of experts and of experts of a token, (E, topk), in Fig. 13.
+"""Pairs (E, topk) in Fig. 13: the number of experts, and the number of experts of a token.
 
 The paper's text does not list them.
 """
@@ -80,8 +80,9 @@ class SystemTime(NamedTuple):
 def chunk_launches(n: int, local_experts: int) -> int:
     """Returns the number of launches of a forward pass in n chunks, if each expert has its own kernels.
 
-    Gate and routing have 20 launches. Each chunk has 2 collectives and 2 kernels that arrange rows. In each
-    chunk, each expert of the rank has 3 kernels: two products and an activation.
+        gate and routing            20
+        each chunk                  4: 2 collectives, and 2 kernels that arrange rows
+        each expert in each chunk   3: two products and an activation
 
     n: number of chunks.
     local_experts: number of experts of the rank.
@@ -121,8 +122,8 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
     product and combine.
 
     An expert's share is the fraction of all rows that the expert receives. The shares of the 8 experts are
-    evenly spaced around their mean. The busiest rank has the largest share. It is assumed that every rank
-    sends as many rows as the busiest rank receives.
+    evenly spaced around their mean. The busiest rank has the largest share. By assumption, every rank sends
+    as many rows as the busiest rank receives.
 
     model: sizes of the layer. It has 8 experts.
     tokens: tokens of all ranks.
@@ -146,8 +147,8 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
 def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: DeviceRates) -> dict[str, Any]:
     """Returns one row of a figure: the fields of ``case``, and each system's seconds for a forward pass.
 
-    The field "no launches_seconds" has COMET's seconds without the time of launches. FasterMoE has no tensor
-    parallelism, so its field is None if the case has TP (the size of a tensor-parallel group) above 1.
+    The field "no launches_seconds" has COMET's seconds without the time of launches. The field of FasterMoE,
+    which has no tensor parallelism, is None if the case has TP > 1 (the size of a tensor-parallel group).
 
     case: the numbers by which the rows of the figure differ, such as {"M": 8192}.
     layers: work of one rank in COMET's layer 0 (dispatch and first product) and layer 1 (second product and
@@ -224,8 +225,8 @@ FIGURES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
 def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Yields COMET's mean speed-ups over the other systems: a row for each figure.
 
-    A row has the name of the figure, the simulated mean for each system, and in the field "paper" what the
-    paper prints.
+    A row has the name of the figure, the simulated mean for each system, and the paper's means in the field
+    "paper".
 
     figures: the rows of each figure, by the figure's name in `FIGURES`.
     """

@@ -5,12 +5,12 @@ product, the sum of each token's rows, and combine.
 
 A lane is a queue that runs its tasks one after another. Each thread block is a lane, and so is the link. A
 task computes a tile of a product or sends a piece (16 rows, which are sent together). A rank has B persistent
-blocks. n_c of them communicate, and the other G = B - n_c compute. Computing block b takes the tiles b, b +
-G, b + 2 G, ... of one list. In cuda/comet the warps of a communicating block send pieces side by side. In
-this model a block sends one piece after another, at the rate of all its warps together.
+blocks. n_c of them communicate, and the other G = B - n_c compute. The tiles of a product are in a list, from
+which computing block b takes the tiles b, b + G, b + 2 G, ... A communicating block sends one piece after
+another, at the rate of all its warps together. (In cuda/comet its warps send pieces side by side.)
 
-The level of a row says how many ranks away its source rank is: rows from rank + level have this level. It is
-assumed that all ranks do the same at the same time, so only one rank is simulated. While this rank receives
+The level of a row says how many ranks away its source rank is: rows from rank + level have this level. By
+assumption, all ranks do the same at the same time, so only one rank is simulated. While this rank receives
 rows from rank + level, it sends the same number of its own rows to rank - level. So one lane stands for both
 directions of its link.
 
@@ -27,10 +27,10 @@ every rank receives rows of level 1, 2, ... in order. A tile starts when its pie
     S1   pieces of rows for rank - 1, which receives them as rows of level 1
 
 In layer 1, the columns of the result are cut into chunks of T_N columns, and tiles are computed chunk by
-chunk. When a chunk is computed, the communicating blocks sum the rows that each token has on this rank. They
-write the sums to the ranks that own the tokens (to this rank, to rank + 1, ...). Each rank first sends the
-sums of chunk c. Then it adds, for the tokens that it owns, the sums of all ranks for chunk c - 1 (section
-3.1.2, Fig. 6).
+chunk. A rank owns the tokens of its own batch. When a chunk is computed, the communicating blocks sum the
+rows that each token has on this rank. They write the sums to the tokens' owners (to this rank, to rank + 1,
+...). Each owner adds the sums that it gets from all ranks. A rank sends the sums of chunk c before it adds
+those of chunk c - 1 (section 3.1.2, Fig. 6).
 
     computing blocks      E0 E0 E1 E1 E2 E2
     communicating blocks  .  .  R0 .  R1 O0 R2 O1 O2
@@ -89,10 +89,9 @@ class DeviceRates:
 class Arriving:
     """Sizes of COMET's layer 0 on one rank: rows arrive, and are multiplied by the experts' first weights.
 
-    rows_WE: rows_WE[level][expert] is the number of rows for this expert, one of this rank's experts, that
-        arrive from one source rank. The level says how many ranks away the source is: this rank has level 0,
-        the next rank has level 1, and so on. All ranks do the same, so this rank also sends this number of
-        rows to the rank that is ``level`` ranks before it.
+    rows_WE: rows_WE[level][expert] is the number of rows that arrive for one of this rank's experts from rank
+        + level (level 0 is this rank itself). All ranks do the same, so this rank also sends this number of
+        rows to rank - level.
     reduction: elements of a row (d_model).
     columns: columns of the product (d_hidden).
     element_size: bytes of an element.
@@ -119,11 +118,10 @@ class Returning:
     """Sizes of COMET's layer 1 on one rank: rows are multiplied, summed by token, and sent back.
 
     rows_E: number of rows of each expert of this rank.
-    partials_W: partials_W[level] is the number of sums that this rank sends to one other rank: the rank that
-        is ``level`` ranks after it (0 is this rank). It sends a sum for each token of that rank that has rows
-        on this rank. All ranks do the same, so this number of sums also arrives from the rank that is
-        ``level`` ranks before it.
-    tokens: tokens that this rank owns.
+    partials_W: partials_W[level] is the number of sums that this rank sends to rank + level (level 0 is this
+        rank itself): one sum for each token of that rank that has rows here. All ranks do the same, so this
+        number of sums also arrives from rank - level.
+    tokens: tokens of this rank's batch.
     reduction: elements of a row before the product (d_hidden).
     columns: columns of the product (d_model).
     element_size: bytes of an element.
@@ -159,9 +157,8 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 
     The tp ranks of a tensor-parallel (TP) group hold the same experts, with 1 / tp of the hidden units each.
     So every row goes to all tp ranks of the group. Each rank sums its partial results of a token's rows, and
-    sends the sum to the rank that owns the token.
-
-    The number of tokens that have rows on a rank is the expected value for randomly chosen experts.
+    sends the sum to the token's own rank. Experts are chosen at random, so the number of tokens that have
+    rows on a rank is an expected value.
 
     model: sizes of the layer.
     tokens: tokens of all ranks, divided evenly among them.
@@ -190,9 +187,9 @@ def even_layer(model: Model, tokens: int, *, ep: int, tp: int = 1) -> tuple[Arri
 # ---- tasks of blocks and links
 
 BAND = 16
-"""Number of row tiles (128 rows each) that form a band.
+"""Number of row tiles (128 rows each) in a band.
 
-All columns of a band are computed before the next band. This order keeps the band's rows in the cache.
+All tiles of a band are computed before the next band, so that the band's rows stay in the cache.
 """
 PIECE_ROWS = 16
 """Rows of a piece. One signal tells the receiver that all rows of a piece have arrived."""
@@ -204,14 +201,13 @@ class FusedTask:
 
     name: the task's name, unique in a launch of the kernel.
     lane: the queue that runs the task. "block 17" is a computing block, "comm 3" a communicating block,
-        "link" the link to other ranks. A task that stands for a signal or for the end of a chunk has a lane
-        of its own, so it delays only the tasks that wait for it.
+        "link" the link to other ranks. A signal, or the end of a chunk, is a task in a lane of its own, so it
+        delays only the tasks that wait for it.
     waits: names of the tasks that must end before this task starts.
     kind: a key of `pmoe.planner.timeline.LEGEND`, which gives the task's colour and meaning.
-    part: in COMET's layer 0 (dispatch and first product) the level, which is the distance in ranks from this
-        rank to the rank that sends the rows. In layer 1 (second product and combine) the index of the chunk
-        of columns.
-    seconds: how long the task takes if no other task slows it.
+    part: in COMET's layer 0 (dispatch and first product) the level of the rows: how many ranks away the
+        sending rank is. In layer 1 (second product and combine) the index of the chunk of columns.
+    seconds: seconds of the task if no other task slows it.
     """
 
     name: str
@@ -282,8 +278,7 @@ class Launch:
         """Adds the tasks with which a communicating block reads rows, and writes them to a rank's memory.
 
         The block reads the memory of its own rank. Bytes for another rank then pass the link, one write after
-        another. The block starts when all its earlier writes except the last one have passed the link. So
-        only few bytes wait for the link.
+        another. When the block starts, at most one earlier write of the block still waits for the link.
 
         Returns the name of the task that ends when all bytes have arrived.
 
@@ -314,8 +309,8 @@ class Launch:
 class Tile:
     """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: the highest level of the tile's rows (for some tiles a higher one, see `tile_order`). Rows of this
-        level come from rank + level, and arrive last. The tile can start when they have arrived.
+    level: the highest level of the tile's rows; in the last row of the grid it may be higher (`tile_order`).
+        Rows of this level come from rank + level. The tile can start when they have arrived.
     expert: number of the expert on this rank.
     row, column: position of the tile in the grid of the expert's tiles.
     """
@@ -329,17 +324,17 @@ class Tile:
 def tile_order(layer: Arriving) -> list[Tile]:
     """Returns layer 0's tiles in the order in which computing blocks take them (section 3.1.2 and Fig. 5).
 
-    An expert's result is a grid of tiles. Tiles are sorted by these keys, the most important key first:
+    An expert's result is a grid of tiles. Rows of level l come from rank + l, and the level of a tile is the
+    highest level of its rows. Tiles are sorted by these keys, the most important key first:
 
-    1. the level of the tile. Rows of level l come from rank + l, and the level of a tile is the highest level
-       of its rows. So the first tiles are those whose rows are all from this rank;
-    2. the expert;
-    3. the band, which is 16 neighbouring rows of the grid;
-    4. the column of the grid;
-    5. the row of the grid.
+    1. the level (so the first tiles are those whose rows are all from this rank)
+    2. the expert
+    3. the band (16 neighbouring rows of the grid)
+    4. the column of the grid
+    5. the row of the grid
 
-    The tiles in the last row of an expert's grid may be only partly filled. These tiles have the level W - 1
-    (W is the number of ranks), even if their rows have lower levels, as in cuda/comet/order.h.
+    If the last row of an expert's grid has tiles that are not full, their level is W - 1, the largest of all
+    (W is the number of ranks), as in cuda/comet/order.h.
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -363,7 +358,7 @@ def tile_order(layer: Arriving) -> list[Tile]:
 def fused_dispatch_tasks(layer: Arriving, device: DeviceRates, n_c: int) -> list[FusedTask]:
     """Returns the tasks of COMET's layer 0: sending pieces of rows, and tiles of the product.
 
-    A piece has at most 16 rows. The communicating blocks take the pieces in turn. A tile waits for the pieces
+    A piece is at most 16 rows. The communicating blocks take the pieces in turn. A tile waits for the pieces
     that hold its rows.
 
     layer: numbers and sizes of the rows.
@@ -410,13 +405,12 @@ def fused_combine_tasks(
     2. The owner adds the partial sums of all ranks.
 
     Partial sums are sent in pieces of 16 rows. The pieces for this rank's own tokens come first, then those
-    for rank + 1, and so on. The communicating blocks take the pieces in turn. They also share the work of the
-    second sums of this rank's tokens.
+    for rank + 1, and so on. The communicating blocks take the pieces in turn. They also share the second
+    sums, those of this rank's own tokens.
 
-    To simulate fewer tasks, all work that a block does without waiting is one task. A task of a computing
-    block is all tiles of one chunk that the block computes. A task of a communicating block is all pieces of
-    one chunk that the block sends to one rank. Computing blocks take as long as with a task for each tile.
-    Only the link is less exact, because all pieces of a task pass the link as one message.
+    To simulate fewer tasks, one task of a computing block is all its tiles of a chunk, and one task of a
+    communicating block is all its pieces of a chunk for one rank. This changes the time only a little: all
+    pieces of a task pass the link as one message.
 
     layer: numbers and sizes of the rows.
     device: rates of the device.
@@ -470,8 +464,7 @@ def fused_combine_tasks(
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     """Deals groups of rows to blocks in pieces. Returns how many rows of every group each block gets.
 
-    The blocks take pieces in turn. The first piece of a group goes to the block after the one that got the
-    last piece of the previous group.
+    The blocks take pieces in turn. A new group begins with the block after the last one.
 
     counts: number of rows of each group.
     blocks: number of blocks.

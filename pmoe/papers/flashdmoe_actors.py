@@ -1,4 +1,4 @@
-"""Simulates FlashDMoE's kernel as tasks of actors, and the layers with which the kernel is compared.
+"""Simulates FlashDMoE's kernel as tasks of actors, and the layers to which the kernel is compared.
 
 A rank's kernel has three kinds of actors (section 4.2 of the FlashDMoE thesis). They run side by side:
 
@@ -21,10 +21,9 @@ An example with two tiles of rows, numbered 0 and 1:
     U0       the subscriber notices that results of tile 0 have arrived
     O0       these results are added to the output
 
-The kernel is compared with a synchronous layer, which runs one task after another in one chunk. The sizes of
-the layer, the writes to other ranks and the synchronous layer are taken from the simulation of COMET
-(`pmoe.papers.comet_tasks`). All assumptions were fixed before the first run, and nothing was fitted to the
-thesis.
+The kernel is compared to a synchronous layer, which runs one task after another in one chunk. Both use the
+sizes and the writes to other ranks of the simulation of COMET (`pmoe.papers.comet_tasks`). All assumptions
+were fixed before the first run, and nothing was fitted to the thesis.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ H100_HALF = replace(H100, block_flops=495e12 / 132)
 """Rates of one of the thesis's eight devices, in 16-bit types."""
 
 DECODE = 0.2e-6
-"""Seconds that the subscriber takes to read one message: a tile of rows has arrived."""
+"""Seconds that the subscriber takes to read one message, which says that a tile of rows has arrived."""
 
 SCHEDULE = 0.1e-6
 """Seconds that the scheduler takes to hand out the tasks of one tile of rows."""
@@ -99,14 +98,14 @@ def actor_tasks(
         R   a tile of results passes the link
         O   a tile of returned results is added to the output
 
-    It is assumed that all ranks do the same tasks. If ``late`` is 0, they do them at the same time. So when
-    this rank sends results to rank - d, rank + d sends results to this rank.
+    By assumption, all ranks do the same tasks, and at the same time if ``late`` is 0. So while this rank
+    sends results to rank - d, rank + d sends results to this rank.
 
     layer: the number of rows that arrive, for each level and expert. Rows that rank + d sends have level d.
     device: rates of the device.
     late: seconds by which the next rank, rank + 1, is behind this rank.
-    ends: {name of a task: the time in seconds at which the task ends if no rank is late}. It is needed only
-        if ``late`` is above 0.
+    ends: {name of a task: the time in seconds at which the task ends if no rank is late}. Needed only if
+        ``late`` is above 0.
     """
     processors = device.blocks - 1
     kernel = Launch(device, processors)
@@ -154,9 +153,10 @@ def actor_tasks(
 def first_come(tasks: Iterable[FusedTask], processors: int) -> list[Simulated[FusedTask]]:
     """Simulates tasks. A processor that becomes free takes the task that has been ready for longest.
 
-    Returns the tasks with their start and end in seconds. If a task names a processor, the name is ignored,
-    because the scheduler gives tasks to any free processor. The link, the subscriber and the scheduler also
-    run their tasks in the order in which these become ready.
+    Any free processor may take a task, also if the task names another processor. The link, the subscriber and
+    the scheduler run their tasks in the same way: first come, first served.
+
+    Returns the tasks with their start and end in seconds.
 
     tasks: the tasks. Each must wait only for tasks before it in the list.
     processors: number of processors.
@@ -192,8 +192,8 @@ def rank_layer(
 ) -> tuple[Arriving, Returning]:
     """Returns one rank's work in the MoE layer of section 6.1 of the FlashDMoE thesis, in two halves.
 
-    The halves are those of COMET's two kernels. The first half is dispatch and the first product (COMET's
-    "layer 0"), the second half is the second product and combine ("layer 1").
+    The first half is dispatch and the first product (COMET's "layer 0"), the second half is the second
+    product and combine ("layer 1").
 
     ranks: number of ranks.
     tokens: tokens of a rank.

@@ -59,8 +59,8 @@ def latencies(gpus: int, tokens: int, experts: int) -> dict[str, float]:
     """Returns {"name of a system ms": milliseconds of a forward pass, launches of kernels included}.
 
     FlashDMoE computes in float32 and the other systems in 16 bits, as in the thesis (section 6.1.1). One more
-    entry, "Megatron-TE, float32 ms", is the time that Megatron-TE would take in float32. With this entry,
-    FlashDMoE can be compared with a system of the same precision.
+    entry, "Megatron-TE, float32 ms", is the time that Megatron-TE would take in the same precision as
+    FlashDMoE.
 
     gpus: number of GPUs.
     tokens: tokens of a GPU.
@@ -114,7 +114,7 @@ def speed_ups(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[di
 
         figure                          the name of the figure
         GPUs                            the number of GPUs
-        over                            the system that is compared with FlashDMoE; "all" for all systems
+        over                            the system to which FlashDMoE is compared; "all" for all systems
         most                            the largest simulated speed-up over this system, or over any system
         over Megatron-TE in float32     the largest simulated speed-up over Megatron-TE in float32
         thesis                          the speed-up that the thesis prints
@@ -178,10 +178,10 @@ def late_peers() -> list[dict[str, Any]]:
 
         all-to-all, p95    a ratio from the thesis: the 95th percentile of an all-to-all's time, divided by
                            its usual time
-        late ms            milliseconds of the delay, computed as (ratio - 1) times those of an all-to-all
+        late ms            the delay in milliseconds: (ratio - 1) * milliseconds of an all-to-all
         synchronous ms     milliseconds that the delay adds to a layer that runs one task after another
         actors ms          milliseconds that the delay adds to FlashDMoE's kernel
-        hidden %           percentage of the delay that does not make FlashDMoE's kernel slower
+        hidden %           the percentage of the delay that is not added to FlashDMoE's kernel
     """
     alone = makespan(actor_run(8))
     _, exchange = synchronous_seconds(8)
@@ -203,8 +203,8 @@ def ways_by_size() -> list[dict[str, Any]]:
         pair        COMET's two fused kernels
         pipeline    pmoe's schedule in chunks
 
-    There are 8 ranks, and none is late. Three more fields, "actors, late" and so on, are for the case that
-    one of the other ranks is late.
+    There are 8 ranks, and none is late. Three more fields, "actors, late" and so on, are for a pass in which
+    another rank is late.
     """
     rows = list[dict[str, Any]]()
     for tokens in SIZES:
@@ -243,9 +243,9 @@ def tables() -> dict[str, list[dict[str, Any]]]:
 
 
 LANES = {"link": ("link", 1), "subscriber": ("subscriber", 1), "scheduler": ("scheduler", 1)}
-"""Rows of the drawing, by name, except the row of the processors.
+"""Rows of the drawing, without the row of the processors: {name of a row: (prefix, number of lanes)}.
 
-A row is (first letters of the names of its tasks' lanes, number of these lanes).
+The names of the row's lanes begin with the prefix.
 """
 
 

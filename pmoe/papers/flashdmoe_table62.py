@@ -1,7 +1,7 @@
 """Computes FlashDMoE's Table 6.2: bytes of the symmetric tensor, in which ranks receive rows.
 
-Each rank has this tensor, with the same shape and address, so that each rank can write rows into the tensor
-of every other rank. The FlashDMoE thesis calls the bytes of the tensor Size(L). See its sections 5.3 and 6.8.
+Each rank has this tensor, with the same shape and address, so each rank can write rows into the tensor of
+every other rank. The FlashDMoE thesis calls the bytes of the tensor Size(L), in its sections 5.3 and 6.8.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def table62() -> list[dict[str, Any]]:
     Size(L)               the computed memory of the symmetric tensor
     paper                 the memory of the symmetric tensor that the thesis prints
     bookkeeping, paper    the memory for bookkeeping that the thesis prints
-    rest                  the memory for bookkeeping minus the memory of a hidden activation; we guess that
-                          this activation takes most of the memory for bookkeeping
+    rest                  the memory for bookkeeping, minus that of a hidden activation, which is probably
+                          most of it
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

@@ -1,8 +1,8 @@
 """Simulates FSMoE's Figs. 6 to 8: training steps of whole models by six systems.
 
 A model is a number of equal layers, each with attention and MoE. The costs, numbers of chunks and schedules
-of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). The systems differ in the time at which they
-all-reduce the gradients of the layers:
+of one layer are those of Table 5 (`pmoe.papers.fsmoe_table5`). The systems all-reduce the gradients of the
+layers at different times:
 
     DeepSpeed-MoE, Tutel    after the backward pass
     Tutel-Improved          gradients of a layer during attention of the next layer of the backward pass
@@ -64,14 +64,14 @@ def by_table2(testbed: Testbed, layer: LayerConfiguration, measured: Mapping[str
     products = num_products(layer)
 
     def through(line: LineCost, operation: str, times: int, size: float) -> LineCost:
-        """Returns ``line`` with another beta, so that it gives the seconds that Table 2 lists.
+        """Returns ``line`` with another beta, so that it gives the seconds of an operation in Table 2.
 
         The new beta is (seconds in Table 2 - times * alpha) / size.
 
         line: the line of one operation, seconds = alpha + beta * size.
         operation: name of the operation in ``measured``.
-        times: how often the operation runs in the time that Table 2 lists.
-        size: size of all these runs together, in bytes or floating-point operations.
+        times: number of runs of the operation to which the seconds in Table 2 belong.
+        size: size of these runs together, in bytes or floating-point operations.
         """
         seconds = measured[operation] * MS - times * line.alpha_seconds
         return LineCost(line.alpha_seconds, seconds / size)
@@ -92,7 +92,7 @@ def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
     """Returns a testbed with another number of nodes.
 
     In a collective between nodes, the fraction (nodes - 1) / nodes of the bytes leaves its node. The seconds
-    per byte (beta) of these collectives are changed in proportion to this fraction.
+    per byte (beta) of these collectives are proportional to this fraction.
 
     testbed: the testbed.
     nodes: the new number of nodes.
@@ -122,7 +122,7 @@ TESTBEDS: Mapping[str, Testbed] = {
     "B, Table 2": _of_table2(TESTBED_B, "fsmoe table 2, Mixtral-7B, testbed B"),
     "B, Fig. 5": TESTBED_B,
 }
-"""The testbeds by name. A name says which testbed it is, and from which table or figure its costs are."""
+"""The testbeds, by the paper's letter and the table or figure from which the costs are taken."""
 
 # ---- systems
 
@@ -171,8 +171,8 @@ class ModelStep(NamedTuple):
     def staged(self, stages: int, micro_batches: int) -> float:
         """Returns the seconds of a step with pipeline parallelism by GPipe.
 
-        This object is the step of one pipeline stage with one micro-batch. All stages take equally long. The
-        gradients are all-reduced once, with the last micro-batch.
+        This object has the seconds of one pipeline stage for one micro-batch. All stages take equally long.
+        The gradients are all-reduced once, with the last micro-batch.
 
         stages: number of pipeline stages.
         micro_batches: number of micro-batches of a step.
@@ -193,8 +193,8 @@ def model_steps(
     model: sizes of the model.
     tokens: number of tokens of a sample. Each node has one sample.
     testbed: the cluster.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     layer = model.layer(tokens)
     costs = moe_costs(layer, testbed)
@@ -226,10 +226,10 @@ def lina_seconds(
 ) -> float:
     """Returns the seconds that all-reduces of gradients add to a backward pass with Lina's fixed pieces.
 
-    A piece is a fixed number of gradient bytes (`LINA_BYTES`). While experts or attention are computed, the
-    link between nodes is idle. The all-reduce of a piece starts in such a time, as soon as all bytes of the
-    piece are computed. A piece is always reduced as a whole, even if this takes longer than the link is idle.
-    Gradients that are not reduced during the pass are reduced after it.
+    A piece is a fixed number of gradient bytes (`LINA_BYTES`). The link between nodes is idle while experts
+    or attention are computed. A piece whose bytes are all computed starts its all-reduce when the link is
+    idle. It is always reduced as a whole, even if this takes longer than the link is idle. Gradients that are
+    not reduced during the pass are reduced after it.
 
     layers: number of layers.
     costs: seconds of the stages of an MoE layer's forward pass.
@@ -275,9 +275,8 @@ def _partitioned(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. Only the result depends on this number. The partition is always computed for 1,
-        as in Table 5 (with 1 they do not slow each other).
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run. The partition is always computed for the factor 1, as in Table 5.
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(
@@ -328,8 +327,8 @@ def _seconds(steps: Mapping[str, ModelStep]) -> dict[str, float]:
 def figure6(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 6 over DeepSpeed-MoE: a row for each testbed and model.
 
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     rows = []
     for (name, testbed), model in itertools.product(TESTBEDS.items(), MODELS):
@@ -346,8 +345,8 @@ def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
     There is a row for each number of tokens of a sample (L), number of GPUs, and model.
 
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     testbed = TESTBEDS["A, Table 2"]
     settings = [(512, 48), (1024, 48), (2048, 48), (1024, 16), (1024, 32)]
@@ -364,8 +363,8 @@ def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
     There is a row for each model.
 
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     testbed = on_nodes(TESTBEDS["A, Table 2"], 6 // STAGES)
     rows = []
@@ -378,13 +377,13 @@ def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
 
 def _models_of_a() -> dict[str, WholeModel]:
-    """Returns the models of Fig. 6 on Testbed A, by name, with their numbers of layers on that testbed."""
+    """Returns the models of Fig. 6 by name, with the numbers of layers that they have on Testbed A."""
     layers = printed("fsmoe figure 6")["A"]
     return {name: MODELS[name]._replace(layers=number) for name, (number, _) in layers.items()}
 
 
 def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Yields FSMoE's mean speed-ups: a row for each figure and each system that FSMoE is compared with.
+    """Yields FSMoE's mean speed-ups: a row for each figure and each system to which FSMoE is compared.
 
     In a row, "over" is the system, "here" the simulated mean, and "paper" the mean that the paper prints.
 
@@ -399,8 +398,8 @@ def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[s
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables of Figs. 6 to 8 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     six, seven, eight = figure6(contention), figure7(contention), figure8(contention)
     by_figure = {"6, A and B": [row for row in six if row["testbed"] != "B, Fig. 5"]}

@@ -1,8 +1,9 @@
 """Simulates FSMoE's Table 5: 1,458 layers, five systems, one testbed (Section 6.3, Testbed B).
 
 The layers are those of Table 4. Their costs come from Fig. 5 and from ASSUMPTIONS, which were written before
-any result was seen. A testbed is a cluster of the paper. Its rates are for this reproduction only, no layer
-of pmoe uses them. `pmoe.papers.fsmoe_models` simulates whole models (Figs. 6 to 8), on both testbeds.
+any result was seen. A testbed is a cluster on which the paper's authors measured. Its rates are for this
+reproduction only: no layer of pmoe uses them. Whole models (Figs. 6 to 8) are simulated in
+`pmoe.papers.fsmoe_models`.
 
 Letters: B samples, L tokens of a sample, M = d_model, H = d_hidden, f capacity factor, n chunks. The GPUs of
 a node are a model-parallel group, which splits attention and experts.
@@ -26,7 +27,7 @@ from pmoe.planner.simulator import makespan, simulate_slowed, task_seconds
 from pmoe.schedule.tasks import Kind, Lane, PassDirection, Stages, finished, make_task
 
 ASSUMPTIONS = assumptions("fsmoe")
-"""Assumptions, by name, where the paper says nothing or says something in several ways."""
+"""Assumptions, by name, where the paper says nothing or is ambiguous."""
 
 MS = 1e-3
 TOP_K = 2
@@ -135,8 +136,8 @@ class Attention(NamedTuple):
     def hidden_seconds(self, one_lane: bool) -> float:
         """Returns how many seconds of an all-reduce between nodes can run beside attention's backward pass.
 
-        one_lane: whether collectives inside the node and between nodes wait for each other. The all-reduce
-            can then run only beside the matrix products.
+        one_lane: whether collectives inside the node and between nodes wait for each other. If so, the
+            all-reduce can run only beside the matrix products.
         """
         return 2 * self.compute + (0 if one_lane else self.all_gather + self.reduce_scatter)
 
@@ -161,8 +162,8 @@ def num_products(layer: LayerConfiguration) -> int:
 def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
     """Returns the floating-point operations of one matrix product of the experts on one GPU.
 
-    Each GPU of a node has an equal part of every expert's hidden units. So the product has all rows that the
-    node receives, and this GPU's hidden units.
+    Each GPU of a node has an equal part of every expert's hidden units. So a GPU multiplies all rows that the
+    node receives, but only by its own part of the hidden units.
 
     layer: sizes of the layer.
     testbed: the cluster.
@@ -171,7 +172,7 @@ def product_flops(layer: LayerConfiguration, testbed: Testbed) -> float:
 
 
 def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerCosts:
-    """Returns the cost of each stage of the MoE layer's forward pass, from the testbed's measured lines.
+    """Returns the cost of each stage of the MoE layer's forward pass, from the testbed's cost lines.
 
     layer: sizes of the layer.
     testbed: the cluster. It has a line alpha + beta * size for the seconds of each operation.
@@ -191,7 +192,7 @@ def moe_costs(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> LayerC
 def attention(layer: LayerConfiguration, testbed: Testbed = TESTBED_B) -> Attention:
     """Returns the seconds of attention's forward pass on a testbed.
 
-    The backward pass of attention computes twice as long, and sends equally many bytes.
+    The backward pass of attention computes twice as long, and sends the same number of bytes.
 
     layer: sizes of the layer.
     testbed: the cluster. It has a line alpha + beta * size for the seconds of each operation.
@@ -262,9 +263,9 @@ CONTENTION = 1.25
 DEGREES = range(1, MAX_DEGREE + 1)
 
 PAPER: Mapping[str, float] = printed("fsmoe table 5")
-"""Speed-ups over Tutel that Table 5 prints for Testbed B, by system. It has no row for DeepSpeed-MoE."""
+"""Speed-ups over Tutel that Table 5 prints for Testbed B, by system. DeepSpeed-MoE is not in the table."""
 PAPER_DIFFERING = 912
-"""Layers of the 1,458 with different best numbers of chunks in forward and backward (Section 2.3)."""
+"""How many of the 1,458 layers have different best numbers of chunks in the two passes (Section 2.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +290,7 @@ class SystemPlan:
 def tutel_degree(costs: LayerCosts) -> int:
     """Returns the number of chunks with which both passes together are fastest in Tutel's schedule.
 
-    Tutel uses one number of chunks for both passes. In its schedule, all collectives run one after another.
+    In this schedule, all collectives run one after another. Both passes have the same number of chunks.
 
     costs: seconds of the stages of the MoE layer's forward pass.
     """
@@ -307,8 +308,8 @@ def tutel_degree(costs: LayerCosts) -> int:
 def plans(layer: LayerConfiguration) -> dict[str, SystemPlan]:
     """Returns {name of a system: its decisions for a layer on Testbed B}.
 
-    The decisions do not know that collectives slow each other, because each system's planner measures each
-    lane alone. A lane is computation, collectives inside the node, or collectives between nodes.
+    A lane is computation, collectives inside the node, or collectives between nodes. The systems measure each
+    lane by itself, so their decisions do not consider that collectives slow each other.
 
     layer: sizes of the layer.
     """
@@ -347,8 +348,8 @@ def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float 
 
     layer: sizes of the layer.
     plan: what the system decides: the numbers of chunks, and when gradients are all-reduced.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. With 1 they do not slow each other.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run; 1 for none.
     """
     costs, dense = moe_costs(layer), attention(layer)
     end = TESTBED_B.all_reduce(plan.end_bytes)
@@ -381,8 +382,8 @@ def forward_seconds(
     dense: seconds of attention's forward pass.
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     options = papers_schedule("forward", one_lane)
     return dense.compute + dense.all_gather + dense.reduce_scatter + _pass(costs, n, options, 0.0, contention)
@@ -405,15 +406,15 @@ def backward_seconds(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     t_gar: seconds of the all-reduce of gradients that runs during the MoE layer's backward pass.
     t_ar: seconds of the all-reduce of gradients that runs during attention's backward pass.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     seconds = _pass(costs.backward(), n, papers_schedule("backward", one_lane), t_gar, contention)
     return seconds + _dense_backward(dense, t_ar, one_lane, contention)
 
 
 def papers_schedule(direction: PassDirection, one_lane: bool) -> ScheduleOptions:
-    """Returns options for the schedule of the FSMoE paper.
+    """Returns the options with which pmoe builds the schedule of the FSMoE paper.
 
     In this schedule, each chunk of a backward pass has one task for all gradients of the experts.
 
@@ -437,14 +438,14 @@ def best_degrees(costs: LayerCosts, one_lane: bool) -> tuple[int, tuple[DegreeSe
 
 @functools.cache
 def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, contention: float) -> float:
-    """Returns the simulated seconds of a pass of an MoE layer in n chunks, in which collectives collide.
+    """Returns the simulated seconds of a pass of an MoE layer in n chunks, if collectives slow each other.
 
     costs: seconds of the stages of this pass.
     n: number of chunks.
     options: the direction of the pass, and options of its schedule.
     t_gar: seconds of an all-reduce of gradients that runs during this pass; 0 for none.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     seconds = stage_seconds(costs, n, options, t_gar)
     return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
@@ -461,8 +462,8 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
     dense: seconds of attention's forward pass.
     t_ar: seconds of the all-reduce of gradients.
     one_lane: whether collectives inside the node and between nodes share one lane.
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run.
     """
     tasks = [
         make_task(Kind.ALL_GATHER, -1, ["dT"], ["gathered"]),
@@ -485,9 +486,9 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
 def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[str, float]]:
     """Returns a function from the set of busy lanes to the speed of each lane, for `simulate_slowed`.
 
-    A lane is a queue of tasks. While the lane for collectives between nodes and the lane for collectives
-    inside the node are both busy, each has the speed 1 / contention. Otherwise all lanes have the speed 1
-    (see ASSUMPTIONS).
+    A lane is a queue of tasks. There is one for collectives between nodes and one for collectives inside the
+    node. While both are busy, each has the speed 1 / contention. Otherwise all lanes have the speed 1 (see
+    ASSUMPTIONS).
     """
     lanes = (Lane.COMMUNICATE, Lane.INTRA_NODE)
     both: Mapping[str, float] = dict.fromkeys(lanes, 1 / contention)
@@ -501,8 +502,8 @@ def _contended_speeds(contention: float) -> Callable[[frozenset[str]], Mapping[s
 def planned() -> list[tuple[LayerConfiguration, Mapping[str, SystemPlan]]]:
     """Returns the layers of Table 4, each with {name of a system: its decisions for the layer}.
 
-    The number of attention heads changes no cost, so every layer is given one head. Layers that differ only
-    in heads then become equal, and share one cached result.
+    The number of attention heads changes no cost. So every layer gets one head here: layers that differed
+    only in heads are then equal, and share one cached result.
     """
     return [
         (layer, plans(layer)) for layer in (replace(configuration, heads=1) for configuration in table4())
@@ -519,8 +520,8 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
         mean, smallest, largest  mean, smallest and largest speed-up over Tutel among all layers
         paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. The least value is 1, with which they do not slow each other.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run; 1 for none.
     """
     seconds = {
         name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
@@ -540,9 +541,10 @@ def differing_degrees() -> dict[str, int]:
     The result has these entries:
 
     layers             number of all layers
-    differing          number of layers that differ if gradients are all-reduced in backward, as in FSMoE
-    without gradients  number of layers that differ if no gradients are all-reduced in backward
-    paper              number of layers that differ in the paper
+    differing          number of layers with two different numbers of chunks, if gradients are all-reduced in
+                       backward, as in FSMoE
+    without gradients  the same number, if no gradients are all-reduced in backward
+    paper              the number in the paper
     """
     degrees_of_layers = [best_degrees(moe_costs(layer), False) for layer, _ in planned()]
     return {
@@ -559,9 +561,8 @@ def differing_degrees() -> dict[str, int]:
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables for Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: while a collective between nodes and a collective inside the node both run, each takes this
-        many times as long. The table for Table 5 has the results for 1 (they do not slow each other) and
-        for this number.
+    contention: factor by which a collective inside the node and one between nodes slow each other while both
+        run. The table for Table 5 has the results for 1 (no slow-down) and for this number.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

@@ -1,11 +1,13 @@
 """Simulates Lancet's evaluation (section 7) and its Figs. 2 and 6, from stated costs of operators.
 
 Lancet changes a training graph in two ways. It moves weight gradients beside all-to-alls, and it cuts ranges
-of operators into parts of the batch. The results show how much time each way saves. The models are GPT-2 with
-a Switch layer (an MoE layer with one expert for each token) in every other block and two experts on each GPU.
-They are simulated on two clusters. The seconds of an operator follow from its floating-point operations and
-bytes, at stated rates. The code that changes graphs is pmoe's own (`pmoe.graph`). Tutel's pipeline is written
-in this file. `ASSUMPTIONS` were fixed before the first run. Nothing was fitted to the paper.
+(runs of consecutive operators) into parts of the batch. The results show how much time each way saves.
+
+The models are GPT-2 with a Switch layer in every other block, and two experts on each GPU. A Switch layer is
+an MoE layer with one expert for each token. The models are simulated on two clusters. The seconds of an
+operator follow from its floating-point operations and bytes, at stated rates. The code that changes graphs is
+pmoe's own (`pmoe.graph`). Tutel's pipeline is written in this file. `ASSUMPTIONS` were fixed before the first
+run. Nothing was fitted to the paper.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pmoe.graph.weight_gradients import listed
 from pmoe.papers.assumptions import assumptions, printed
 
 ASSUMPTIONS = assumptions("lancet")
-"""Assumptions that the evaluation needs, because section 7 leaves them open; texts by name."""
+"""Assumptions, by name, where the paper's section 7 says nothing."""
 
 
 class GPUCluster(NamedTuple):
@@ -89,8 +91,8 @@ class Operator(NamedTuple):
     flops: floating-point operations of a matrix product.
     moved: bytes that an operator without matrix product reads and writes in memory.
     sent: bytes that an all-to-all sends.
-    has_weight: for a matrix product, whether one of its factors is a weight, whose gradient backward
-        computes.
+    has_weight: whether the operator is a matrix product with a weight. Backward then computes the gradient of
+        the weight.
     """
 
     name: str
@@ -200,8 +202,7 @@ class SimulatedStep:
     """Seconds of a simulated pass or step.
 
     seconds: total seconds.
-    exposed: the part of ``seconds`` during which nothing is computed, because all computation waits for
-        all-to-alls.
+    exposed: the seconds in which nothing is computed, because all computation waits for all-to-alls.
     """
 
     seconds: float
@@ -226,8 +227,8 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
     """Returns the seconds of a forward pass whose operators Lancet's dynamic programme cuts into parts.
 
-    The programme chooses ranges (runs of consecutive operators). The operators of a range run once for each
-    part of the batch, so that all-to-alls of one part run beside the computation of another part.
+    The programme chooses ranges (runs of consecutive operators). A range runs once for each part of the
+    batch, so that all-to-alls of one part run beside the computation of another part.
 
     works: operators of the forward pass, in order.
     seconds: function from an operator and a number of parts to the seconds of one part.
@@ -365,8 +366,8 @@ def figure2() -> list[dict[str, Any]]:
     A row has these fields. Those that end in "ms" are milliseconds:
 
         all-to-all ms, experts ms, other ms   time of all-to-alls, of experts, and of all other operators
-        all-to-all / experts                  time of all-to-alls divided by that of experts; up to 3.36 in
-                                              the paper
+        all-to-all / experts                  time of all-to-alls divided by time of experts; the paper's
+                                              largest value is 3.36
         Orig. ms                              a step if all operators run one after another
         Curr. ms                              a step if all-to-alls overlap with experts only
         Opt. ms                               a step if all-to-alls overlap with all computation
@@ -414,9 +415,9 @@ FIGURE6_CASES = {"(a)": (SMALL, 24), "(b)": (LARGE, 8)}
 """The parts of Fig. 6 by name: (model, number of sequences on each GPU)."""
 
 SPANS = (0.0, 0.5, 1.0, 2.0, 4.0, math.inf)
-"""Milliseconds of operators before and after each MoE layer that are cut together with the layer.
+"""How many milliseconds of operators before and after each MoE layer are in the layer's range.
 
-With infinity, all operators that are nearer to the layer than to another MoE layer are cut together with it.
+With infinity, the range has all operators that are nearer to the layer than to another MoE layer.
 """
 
 
@@ -466,9 +467,8 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
 
     works: operators of the forward pass, in order.
     seconds: function from an operator and a number of parts to the seconds of one part.
-    span: the operators before the dispatch take at most this many seconds together, as do the operators
-        after the combine. An operator between two MoE layers can only belong to the range of the nearer
-        layer.
+    span: the most seconds that the operators before the dispatch take together, and the operators after the
+        combine. An operator between two MoE layers can only belong to the range of the nearer layer.
     k: number of parts.
     """
     instructions = forward(works, seconds)
@@ -488,7 +488,7 @@ def cut_seconds(works: Sequence[Operator], seconds: Callable[..., float], span: 
 
 
 def _within(instructions: Sequence[Instruction], span: float) -> int:
-    """Returns how many instructions, counted from the first, take at most ``span`` seconds together."""
+    """Returns the largest number of first instructions that take at most ``span`` seconds together."""
     return sum(
         sofar <= span for sofar in itertools.accumulate(instruction.seconds for instruction in instructions)
     )

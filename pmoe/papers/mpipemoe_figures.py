@@ -4,9 +4,8 @@ Fig. 8 compares three systems. FastMoE has one chunk. FasterMoE splits a rank's 
 they are sent (Fig. 5a). PipeMoE splits the rows along the tokens (Fig. 5b). PipeMoE is the paper's pipeline
 without reuse of memory. Fig. 12 shows the time of PipeMoE's step for several numbers of chunks.
 
-The drawing below shows both splits for 4 ranks and 2 chunks. The first table lists the rows of one rank: two
-for each destination rank. The digits in the other tables are the numbers of the chunks (0 or 1) in which
-these rows are sent.
+The drawing below shows both splits for 4 ranks and 2 chunks. The rank has two rows for each destination rank,
+on the left. The digits in the two other tables are the chunks (0 or 1) in which these rows are sent.
 
     rows of a rank                  by destination               along tokens
     | to 0 | to 1 | to 2 | to 3 |   | 0 0 | 0 0 | 1 1 | 1 1 |    | 0 1 | 0 1 | 0 1 | 0 1 |
@@ -32,7 +31,7 @@ from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, PassDirection, Stages, Task, sequential
 
 ASSUMPTIONS = assumptions("mpipemoe")
-"""Assumptions, by name, where the paper says nothing or says something in several ways."""
+"""Assumptions, by name, where the paper says nothing or is ambiguous."""
 
 RANKS = 64
 RANKS_PER_NODE = 8
@@ -48,7 +47,7 @@ TASK_SECONDS = 20e-6
 """Seconds of a task of the experts in addition to its products."""
 
 HALF_ROWS = 512
-"""Rows with which a product on tensor cores reaches half of the rate that it reaches with many rows."""
+"""The number of rows with which a product on tensor cores reaches half of its highest rate."""
 
 DEGREES = (1, 2, 4, 8, 16)
 GROUPS = 2
@@ -96,9 +95,9 @@ TENSOR_CORES = Products(0.5 * 156e12, HALF_ROWS)
 NO_TENSOR_CORES = Products(0.8 * 19.5e12, 0.0)
 
 BASELINES: Mapping[str, Products] = {"all": TENSOR_CORES, "PipeMoE": NO_TENSOR_CORES}
-"""Two cases for the rate of FastMoE's and FasterMoE's products, by the systems that use tensor cores.
+"""Two cases for the rate of FastMoE's and FasterMoE's products.
 
-"all": these two also use them. "PipeMoE": only PipeMoE does.
+"all": all three systems use tensor cores. "PipeMoE": only PipeMoE uses them.
 """
 
 
@@ -205,7 +204,7 @@ def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
 
 
 def fast_moe(sizes: Sizes, B: int, products: Products) -> float:
-    """Returns the simulated seconds of a step by FastMoE, which runs one chunk and no tasks side by side.
+    """Returns the simulated seconds of a step by FastMoE: one chunk, and one task after another.
 
     sizes: sizes of the layer.
     B: number of tokens of a rank.
@@ -252,8 +251,7 @@ def figure8() -> list[dict[str, Any]]:
 
     A row has these fields:
 
-        TF32                          the systems that use tensor cores: "all" for all three systems,
-                                      "PipeMoE" if only PipeMoE uses them
+        TF32                          the systems that use tensor cores: "all" or "PipeMoE" (only PipeMoE)
         model                         the name of the model
         B                             the number of tokens of a rank
         FastMoE_seconds, and so on    seconds of a step by each system

@@ -29,9 +29,9 @@ def activations(B: int, M: int, H: int) -> int:
     The activations are the layer's input, the rows that the expert received, the expert's output and the
     layer's output (B M elements each), and the expert's hidden activation (B H elements).
 
-    Eq. 4 has the same value, for a pipeline of chunks without reuse of memory. It gives the elements of the
-    pipeline's activations, and also those of its temporary buffers. Such a pipeline works on all chunks at
-    the same time, so it holds a gradient for each element of the activations.
+    Eq. 4 is for a pipeline of chunks without reuse of memory. It has the same value, for two numbers: the
+    elements of the pipeline's activations, and the elements of its temporary buffers. The buffers hold a
+    gradient for each element of the activations, because the pipeline works on all chunks at the same time.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -56,11 +56,10 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 
     The number is B (2 M (n - 2) / n + H (n - 1) / n). With reuse, memory is allocated for only 2 of n chunks
     of the expert's input and of its output (B M elements each), and for only 1 of n chunks of its hidden
-    activation (B H elements). Reuse saves equally many elements in the temporary buffers, which are not in
-    this result.
+    activation (B H elements). Temporary buffers are not counted; reuse saves the same number again in them.
 
-    The paper's formula is for n >= 2. For n = 1 it is negative, because two chunks would be more than the
-    whole tensor. Here, the number that is saved is at least 0 for each tensor.
+    The formula is for n >= 2. For n = 1 it would be negative; this function then counts 0 for the input and
+    the output.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.
@@ -76,10 +75,9 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
     """Returns the fraction of all elements that a pipeline saves if it reuses memory (Eq. 6).
 
-    The fraction is the number of elements that reuse saves, divided by the number of elements that a pipeline
-    without reuse holds. The latter are model states, activations and temporary buffers. Reuse saves equally
-    many elements in activations and in temporary buffers. For H = 4 M and large B, the fraction approaches
-    1/4 with n = 2, 1/2 with n = 4, and 5/8 with n = 8.
+    The fraction is the number of elements that reuse saves (in activations and in temporary buffers), divided
+    by all elements of a pipeline without reuse (model states, activations and temporary buffers). For H = 4 M
+    and large B, the fraction approaches 1/4 with n = 2, 1/2 with n = 4, and 5/8 with n = 8.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.

@@ -1,8 +1,8 @@
 """Simulated training steps of large models on many ranks, from stated rates and real schedules.
 
-In every all-to-all, all ranks wait for the slowest rank. So only this rank is simulated. It is the rank with
-the most popular experts, and in every layer it has the most rows to send, to receive and to multiply. `pmoe
-simulate scale --assumptions` prints all assumptions.
+In every all-to-all, all ranks wait for the slowest rank. So only the slowest rank is simulated: the one with
+the most popular experts. In every layer it has the most rows to send, to receive and to multiply. The command
+`pmoe simulate scale --assumptions` prints all assumptions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BATCH = 4_194_304
 S4 = STRATEGIES["S4"]
 
 SLACK = 1.25
-"""Rows that a ring slot holds, as a multiple of a chunk's rows under even routing.
+"""Rows that fit into a ring slot, divided by the rows of a chunk under even routing.
 
 A ring slot is a buffer that chunks use in turn.
 """
@@ -82,7 +82,7 @@ class ScaledStep:
     rates: the cluster, with the rates of the simulated rank. All other ranks wait for this rank.
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
-    passes: number of times that a step runs forward and backward. The gradients of all times are summed.
+    passes: number of forward and backward passes of a step. The step sums the gradients of all of them.
     skew: how uneven the routing is. An expert's share of the rows is proportional to exp(skew z), with a
         normally distributed z for each expert. With 0 the routing is even.
     free: name of a cost that is set to 0, one of `LIMITS`; "" for none.
@@ -109,11 +109,10 @@ class ScaledStep:
 
     @cached_property
     def busiest_tokens(self) -> int:
-        """Number of tokens of a rank that is simulated in place of `tokens`, because routing is skewed.
+        """The number of tokens of a rank with which the simulation of a layer runs, instead of `tokens`.
 
-        The simulation of a layer assumes even routing. With this number of tokens and even routing, every
-        rank receives the number of rows that the busiest rank receives with `tokens` tokens and skewed
-        routing.
+        The simulation assumes even routing. With this number of tokens, every rank then receives as many rows
+        as the busiest rank does with `tokens` tokens and skewed routing.
         """
         z = np.random.default_rng(0).standard_normal(self.sizes.num_experts)
         shares = np.exp(self.skew * z).reshape(self.sizes.num_ranks, -1).sum(1)
@@ -171,8 +170,8 @@ class ScaledStep:
         """Peak bytes of the busiest rank.
 
         The peak includes parameters, gradients, the rank's part of the optimizer's state, the tensors that
-        all layers save for backward, and the memory that one layer needs in addition while it runs. It is
-        assumed that the rank sends as many rows as it receives.
+        all layers save for backward, and the memory that one layer needs in addition while it runs. By
+        assumption, the rank sends as many rows as it receives.
         """
         layers = self.model.layers
         ranks = self.rates.num_ranks
@@ -245,9 +244,9 @@ def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str
     """Returns, for each model, the first row in which the throughput is too low. Its scaling ends there.
 
     Throughput is the number of tokens per second. In strong scaling it is too low if it is less than 1.5
-    times the throughput with half the machines. In weak scaling it is too low if it is less than half of what
-    linear speed-up over the first row would give. The result has no entry for a model whose throughput is
-    never too low.
+    times the throughput with half the machines. In weak scaling it is too low if the throughput of each
+    machine is less than half of that in the first row. The result has no entry for a model whose throughput
+    is never too low.
 
     rows: the result of `scaling`.
     strong: True if the rows are of strong scaling, False if they are of weak scaling.

@@ -12,6 +12,16 @@ Letters that the files of this folder use in shapes:
     F   bins: equal ranges of a rank's tokens, by which rows are counted. A chunk (micro-batch) consists of
         neighbouring bins
     A   nodes
+
+Words:
+
+    group      a process group of torch.distributed; the default group has all processes
+    store      the key-value store of torch.distributed, which every rank can read and write at any time
+    peers      the other ranks of a group
+    fault      a mistake on one rank. Its number (`Fault`) is sent with the row counts: all ranks then raise
+    ring slot  a buffer of fixed size, which the chunks of a pass use in turn
+    copy       the weights of a busy expert, on another rank, which computes some of the expert's rows
+    relay      to pass on rows for other ranks, as a rank does in a hierarchical all-to-all
 """
 
 from __future__ import annotations
@@ -44,8 +54,8 @@ def make_exchanges(
 
     Args:
         dispatch: name of an exchange, or a module, which is returned unchanged.
-        combine: name of an exchange, or a module, which is returned unchanged. None takes the name in
-            ``dispatch``, or "flat" if ``dispatch`` is a module.
+        combine: name of an exchange, or a module, which is returned unchanged. None for the name in
+            ``dispatch``, or for "flat" if ``dispatch`` is a module.
         nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
             None for the number in LOCAL_WORLD_SIZE. Only hierarchical exchanges made by name use it.
 

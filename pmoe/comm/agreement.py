@@ -22,15 +22,15 @@ T = TypeVar("T")
 Agree = Callable[[Sequence[float]], list[float]]
 """The type of a function that returns the maximum of each value over all ranks. Collective.
 
-The function is made from `largest`, with the arguments ``ranks``, ``device`` and ``stage`` already filled in.
-Values are sent as float64, so they come back exactly.
+It is `largest` with the arguments ``ranks``, ``device`` and ``stage`` filled in. Values are sent as float64,
+so they come back exactly.
 """
 
 
 def digest(parts: Iterable[str]) -> int:
     """Returns a number of 48 bits from a hash of texts. Ranks compare this number instead of the texts.
 
-    Ranks compare numbers as float64 (`same`), which holds integers of 48 bits exactly.
+    The number is exact as a float64, in which ranks compare it (`same`).
     """
     return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:6], "big")
 
@@ -86,7 +86,7 @@ def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
 
 
 def from_first(ranks: Ranks, value: T, *, stage: str) -> T:
-    """Returns, on every rank, the value that rank 0 of the group has. A collective.
+    """Returns the value of the group's rank 0 on every rank. A collective.
 
     value: anything that can be pickled. The values of the other ranks are ignored.
     stage: what the value is for, in words, for error messages.
@@ -103,7 +103,7 @@ def all_fail_together(ranks: Ranks, *, stage: str) -> Iterator[None]:
     """Raises on every rank if the block raises on any rank. A collective at the end of the block.
 
     The failed rank raises its own error. Every other rank raises a new error with the number of the failed
-    rank and the text of that rank's error. The class of the new error depends on the failed rank's error:
+    rank and the text of its error. The class of the new error depends on the failed rank's error:
 
     - TypeError, ValueError or ImportError, if the failed rank's error is an instance of one of these;
     - the class of the failed rank's error, if that is OSError or a subclass of it;

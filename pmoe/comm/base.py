@@ -29,9 +29,9 @@ class Traffic:
     rows: bytes of token rows, between nodes and inside a node.
     scalars: bytes of tensors with one number for each row, such as routing weights.
     weights: bytes of the weights of busy experts' copies, and of the gradients of these weights.
-    inside: the bytes in ``rows`` and ``scalars`` that went to ranks of this rank's node. Hierarchical
-        all-to-alls and the collectives of sharded experts count these bytes. Flat all-to-alls do not, because
-        they do not know the nodes.
+    inside: the bytes in ``rows`` and ``scalars`` that went to ranks of this rank's node. Only hierarchical
+        all-to-alls and the collectives of sharded experts count these bytes. Flat all-to-alls do not know the
+        nodes.
     """
 
     counts: int = 0
@@ -70,8 +70,7 @@ class Exchange(abc.ABC):
     """An irregular all-to-all: the number of rows from one rank to another may differ, and may be 0.
 
     Subclass `Dispatch` for rows that go to experts, `Combine` for results that come back, or both. The two
-    classes have the same methods. A layer sends rows to experts only by a `Dispatch`, and results back only
-    by a `Combine`.
+    classes have the same methods.
 
     Methods start collectives, so all ranks must call the same methods in the same order.
 
@@ -85,15 +84,15 @@ class Exchange(abc.ABC):
     in_steps = False
     """Whether `exchange` runs several collectives, one after the other.
 
-    If so, the engine runs `exchange` in a thread of its own on the CPU, and calls `relay_counts` in each call
-    of the layer.
+    If True, the engine calls `relay_counts` in each call of the layer. On the CPU it runs `exchange` in a
+    thread of its own.
     """
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
         """Stores the ranks among which rows are exchanged, and the counter of sent bytes.
 
-        The layer calls this method when the layer is built. The method must not communicate, because ranks
-        may have different exchanges until the first call compares them. Make process groups in `connect`.
+        The constructor of the layer calls this method. The method must not communicate, because ranks may
+        have different exchanges until the first call compares them. Make process groups in `connect`.
 
         ranks: the ranks that exchange rows.
         traffic: where `exchange` counts the bytes that it sends.
@@ -104,24 +103,23 @@ class Exchange(abc.ABC):
     def connect(self) -> object:
         """Makes the process groups that an exchange needs for itself. A collective; here it does nothing.
 
-        The layer calls this method in its first call, after the ranks have compared their options. A second
-        call must be cheap. The layer ignores the result.
+        The layer calls this method each time that its ranks have compared their options, the first time in
+        its first call. So a second call of the method must be cheap. The layer ignores the result.
         """
         return None
 
     def relay_counts(self, send_FW: Tensor, recv_FW: Tensor) -> Tensor | None:
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64; None if there are none.
 
-        Only an exchange that consists of several collectives overrides this method. The exchange sends rows
-        through other ranks, and these ranks must know how many rows to expect.
+        Override this method in an exchange that sends rows through other ranks. These ranks must know how
+        many rows to expect.
 
         Rows are counted in F bins, which are equal ranges of a rank's tokens. For each bin the result has X
-        numbers. The subclass chooses X and the meaning of the numbers. A chunk (micro-batch) consists of
+        numbers; the subclass chooses X and the meaning of the numbers. A chunk (micro-batch) consists of
         neighbouring bins. The layer adds the numbers of these bins, and passes the X sums to `exchange` as
         the argument ``relayed``.
 
-        A collective. It is called after the exchange of row counts and before the host reads any count, so
-        all tensors are on the rows' device.
+        A collective. All tensors are on the rows' device, because the host has not read any count yet.
 
         Args:
             send_FW: (F, W) int64, for each bin the number of rows that this rank has for each of the W ranks

@@ -11,8 +11,8 @@
 
 2. One max-reduction of a few numbers follows in three cases:
 
-   - Chunks take turns in buffers of fixed size (ring slots). All ranks must then cut their batches into so
-     many chunks that no chunk overflows a slot on any rank.
+   - Chunks take turns in buffers of fixed size (ring slots). All ranks must then cut their batches into the
+     same number of chunks, so many that no chunk overflows a slot on any rank.
    - One buffer holds all rows of a rank. All ranks must then know the largest number of rows that any rank
      receives.
    - Busy experts may have copies on other ranks. All ranks must then know the load of each expert: its rows
@@ -28,8 +28,8 @@ Letters:
     K         choices of a token
     E_local   experts of a rank
     X         counts for one rank in one bin: the rows for each of its experts. With send_once, a token is
-              sent only once to a rank that holds several of its experts. One more count is then the number of
-              rows that are sent
+              sent only once to a rank that holds several of its experts, so one more count follows: the
+              number of rows that are sent
 """
 
 from __future__ import annotations
@@ -123,34 +123,32 @@ class RankCounts:
         received_once_device
                          a copy of received_once on the rows' device; else None
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. If any
-                         rank hosts copies, every rank has more columns in the counts than its E_local
-                         experts: the last columns are for copies
+                         rank hosts copies, all counts have more than E_local columns: the last ones are for
+                         copies
         copied_experts   number of this rank's experts that have copies on other ranks
         messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
-                         else None. With messages, `joined` leaves recv_device unchanged: its F is still the
-                         number of bins
-        relayed          a pair: the result of `Exchange.relay_counts` for dispatch, and for combine. Each is
-                         (F, X), for each bin X numbers of rows that this rank passes on for other ranks, or
-                         None if it passes on none. The exchange decides what the X numbers are
+                         else None. With messages, recv_device keeps the counts of bins in `joined`
+        relayed          the results of `Exchange.relay_counts` for dispatch and for combine: for each bin,
+                         numbers of rows that this rank passes on for other ranks, (F, X); None if it passes
+                         on none
 
     The following values are equal on all ranks, so decisions that follow from them are equal on all ranks,
     too:
 
         max_tokens       largest number of tokens of any rank
         needs_grad       whether any rank wants gradients
-        depth            depth[n]: if the batch is cut into n chunks, how often all chunks must then be cut
-                         again (`cuts`) until each of them fits. A chunk fits if it brings no rank more rows
-                         than a ring slot has room for (`slot_rows`); a ring slot is a buffer of fixed size.
-                         Chunks of a single bin are not cut. Empty if the chunks fit for every n
+        depth            depth[n]: number of times that n chunks must be cut into smaller ones (`cuts`) until
+                         the rows of each chunk fit into a ring slot, a buffer of fixed size, on every rank.
+                         Chunks of a single bin are not cut. Empty if no chunks must be cut
         host_shortage    whether any rank lacks host memory for the rows that it receives
         relays_copies    whether any expert has several copies. The ranks with these copies then pass the
                          expert's weights on to each other
-        max_rows         largest number of rows that any rank receives, rows from itself included. None if not
-                         asked for. Also None unless every rank has exactly one row for each choice of its
+        max_rows         largest number of rows that any rank receives, with its rows from itself. None if it
+                         was not requested, or if a rank does not have exactly one row for each choice of its
                          tokens
-        loads            (E,) load of each of the E experts, its rows from all ranks; () if not asked for
-        marks            maximum over all ranks of each number in `Loads.marks`. A mark is a rank's answer to
-                         a question, such as 1 if its experts have changed. () if nothing was asked
+        loads            (E,) load of each of the E experts: its rows from all ranks. () if not requested
+        marks            maximum over all ranks of each number in `Loads.marks`, such as 1 if a rank's experts
+                         have changed. () if not requested
     """
 
     send: Tensor
@@ -190,16 +188,15 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy without device memory: the fields ``..._device`` then have host tensors, too."""
+        """Returns a copy in which the fields ``..._device`` have tensors on the host, too."""
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
 
         rank: this rank's number, which is also the index of its own rows in the counts.
-        num_staying: number of the rank's first experts whose rows count as 0; None for all. The rank's own
-            experts come first, then its copies of other ranks' experts. If rows for copies are sent, this is
-            the number of its own experts.
+        num_staying: the number of this rank's own experts, if only their rows count as 0. The experts after
+            them are copies of other ranks' experts. None if the rows of all experts count as 0.
         """
 
         def cleared(counts: Tensor | None) -> Tensor | None:
@@ -238,9 +235,8 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
 
     counts: (n, W, ...), for each of n bins or chunks the counts of W ranks.
     rank: this rank.
-    num_staying: number of the rank's first experts whose rows count as 0; None for all. The rank's own
-        experts come first, then its copies of other ranks' experts. If rows for copies are sent, this is the
-        number of its own experts.
+    num_staying: the number of this rank's own experts, if only their rows count as 0. The experts after them
+        are copies of other ranks' experts. None if the rows of all experts count as 0.
     """
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
@@ -259,17 +255,15 @@ class Slots:
         the number of ranks that share an expert.
     degrees: the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number of bins
         (equal ranges of a rank's tokens, by which rows are counted).
-    own_rank: this rank's number, if its rows to itself are not sent. These rows then do not count. None
-        counts all rows.
+    own_rank: this rank's number, if its rows to itself are not sent and do not count. None counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
-    num_staying: number of this rank's own experts, which come first. Only rows for these stay on the rank
-        without being sent. The experts after them are copies of other ranks' experts. With ring slots, rows
-        for copies are always sent. None if there are no copies.
-    total_slack: a number in layers with copies of busy experts, None in other layers. With None, only the
-        rows that arrive are limited. With a number, the rows of a chunk that this rank sends must also fit
-        into a slot, and so must the rows of a chunk that stay on this rank. In addition,
-        max(arriving) + max(staying) <= ceil(total_slack * max_tokens * top_k / n), where both maxima are over
-        all chunks.
+    num_staying: the number of this rank's own experts, if the experts after them are copies of other ranks'
+        experts. Only rows for its own experts stay on the rank; rows for copies are sent. None if there are
+        no copies.
+    total_slack: None if only the rows that arrive are limited. In layers with copies of busy experts it is a
+        number, and there are three more limits. The rows of a chunk that this rank sends must fit into a
+        slot; so must the rows of a chunk that stay on this rank. Over all chunks,
+        max(arriving) + max(staying) <= ceil(total_slack * max_tokens * top_k / n).
     """
 
     slack: float
@@ -285,9 +279,8 @@ class Slots:
 
         A chunk fits if the rows that it brings to this rank fit into a ring slot, a buffer of fixed size. If
         a chunk does not fit, the batch is cut into more and smaller chunks; `cuts` lists the numbers of
-        chunks. The smallest possible chunk is one bin: a range of tokens for which rows are counted. A batch
-        that is cut into single bins is not cut finer, even if a chunk does not fit. The results are int64
-        scalars on the device.
+        chunks. The smallest possible chunk is one bin (a range of tokens for which rows are counted), even if
+        it does not fit. The results are int64 scalars on the device.
 
         recv_FWE: (F, W, E_local) int64 on the device: the rows in each of F bins from each of W ranks for
             each expert.
@@ -332,8 +325,8 @@ class Slots:
     def agreed(self, depths: Sequence[int]) -> dict[int, int]:
         """Returns `RankCounts.depth`: how often the chunks are cut finer, for each n in ``degrees``.
 
-        In a layer with copies, a batch of one chunk that does not fit is cut as a batch of two chunks, or
-        more if these do not fit. The batch then needs no more memory than with one chunk:
+        In a layer with copies, one chunk that does not fit is cut into two, and these are cut further if they
+        do not fit. The batch then needs no more memory than with one chunk:
 
             one chunk         1 slot for a whole batch in each ring
             several chunks    2 slots for half a batch in each ring
@@ -350,16 +343,16 @@ class Slots:
 class Loads:
     """A request to the exchange of row counts: for the load of each expert, and maxima of other numbers.
 
-    The load of an expert is the number of rows that all ranks together have for it. Each rank knows the loads
-    of its own experts when the row counts have arrived. In a max-reduction each rank passes these loads, and
-    0 for the experts of other ranks. So all ranks get all loads.
+    The load of an expert is the number of rows that all ranks together have for it. When the row counts have
+    arrived, each rank knows the loads of its own experts. A max-reduction then gives all loads to all ranks:
+    each rank passes its own loads, and 0 for the experts of other ranks.
 
     own_place: this rank's number in `Grid.ep`, the ranks over which experts are spread. If each rank has
         E_local experts, expert i of this rank has the number own_place * E_local + i among the E experts. If
         each expert is split over several ranks, these ranks have the same own_place and pass the same loads.
     num_experts: E, the experts of all ranks.
-    marks: non-negative numbers with which this rank answers questions, such as 1 if its experts have changed.
-        All ranks have the same number of marks, and get the maximum of each mark over all ranks.
+    marks: other non-negative numbers, such as 1 if this rank's experts have changed. All ranks have the same
+        number of marks, and get the maximum of each mark over all ranks.
 
     Example: 2 ranks with 2 experts each, loads (5, 3) and (0, 7). One rank passes (5, 3, 0, 0), the other (0,
     0, 0, 7). Both get the maximum: (5, 3, 0, 7).
@@ -391,9 +384,8 @@ class Loads:
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
         """Returns a copy of the row counts that also has the load of each expert and the largest marks.
 
-        Each rank writes the loads of its own experts and 0 for the other experts (`write`), so the maximum
-        over ranks is the load of each expert. Marks are other numbers that the ranks write beside the loads,
-        such as 1 if a rank's experts have changed. The result has the maximum of each mark over all ranks.
+        Each rank has written the loads of its own experts and 0 for the other experts (`write`), so the
+        maximum over ranks is the load of each expert.
 
         counts: the row counts.
         agreed: the result of the max-reduction. Its last `size` numbers are the maxima of what `write` wrote.
@@ -408,9 +400,8 @@ class Loads:
 def cuts(n: int, bins: int) -> tuple[int, ...]:
     """Returns the numbers of chunks into which n chunks may be cut, in rising order: n, ..., ``bins``.
 
-    Each number is a multiple of the number before, so finer chunks are parts of the coarser chunks. The
-    factor from one number to the next is the smallest prime factor of (bins / number). So the factor is 2 as
-    long as possible.
+    Each number is the number before times a factor, so finer chunks are parts of the coarser chunks. The
+    factor is the smallest prime factor of (bins / number), which is 2 as long as possible.
 
     n: number of chunks. It divides ``bins``.
     bins: number of bins, the equal ranges of a rank's tokens by which rows are counted.
@@ -431,17 +422,15 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
     """Returns the slack of ring slots in a layer where busy experts may have copies on other ranks.
 
     A ring slot is a buffer of fixed size that chunks use in turn. The slack is the number of rows for which a
-    slot has room, divided by the number of rows of a chunk under even routing. If routing is even, 1 / W of a
-    chunk's rows stay on their rank, so a slot needs room only for the other (W - 1) / W. Without copies,
-    slots have room for all rows, so 1 / W of a slot is a reserve for uneven routing.
-
-    In a layer with copies, slots have no reserve, because it would always cost memory: with ring slots, rows
-    for copies are always sent, so a rank that hosts copies would fill the reserve in every call. Instead, a
-    chunk that has more rows than a slot has room for is cut into smaller chunks. `Slots.total_slack` also
-    limits the rows that a rank sends in a chunk, and the rows that stay on the rank. The result is
+    slot has room, divided by the number of rows of a chunk under even routing. The result is
 
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
+
+    With bypass_local and even routing, 1 / W of a chunk's rows stay on their rank, and only the others need a
+    place in a slot. Layers without copies have slots for all rows, so they have a reserve for uneven routing.
+    Layers with copies have no reserve: a rank that hosts copies receives more rows, and would fill the
+    reserve in every call. If a chunk has too many rows for a slot, it is cut into smaller chunks.
 
     slack: the option ``slack``.
     num_ranks: W, the ranks among which rows are sent.
@@ -453,8 +442,8 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
 def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
     """Returns the number of rows that a ring slot holds: ceil(slack * max_tokens * top_k / n).
 
-    Under even routing, a rank receives max_tokens * top_k / n rows in each of n chunks. A slot has room for
-    ``slack`` times this number. `Slots.depths` computes the same number of rows on the device.
+    Under even routing, a rank receives max_tokens * top_k / n rows in each of n chunks. A ring slot is a
+    buffer with room for ``slack`` times this number. `Slots.depths` computes the same number on the device.
 
     slack: the number of rows for which a slot has room, divided by the rows of a chunk under even routing.
     top_k: K, the number of experts of a token.
@@ -469,8 +458,8 @@ def slot_rows(slack: float, top_k: int, max_tokens: int, n: int) -> int:
 def with_two(degrees: Sequence[int]) -> tuple[int, ...]:
     """Returns the numbers of chunks that a layer with copies checks against its ring slots.
 
-    If a batch of one chunk does not fit, it is cut as a batch of two chunks (`Slots.agreed`). So 2 is added
-    if ``degrees`` has 1 but not 2.
+    If one chunk does not fit, it is cut into two chunks (`Slots.agreed`). So 2 is added if ``degrees`` has 1
+    but not 2.
 
     degrees: the numbers of chunks that may be chosen.
     """
@@ -485,14 +474,14 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
 
         F >= lcm(degrees) * num_ranks / min(slack, 1)
 
-    With so many bins, even a batch that sends all rows to one rank can be cut into chunks that fit into
-    buffers of fixed size (ring slots). If this F is larger than `max_bins`, k is smaller, because the message
-    of row counts must stay small.
+    With so many bins, even a batch that sends all rows to one rank can be cut into chunks that fit into ring
+    slots (buffers of fixed size). k is smaller if F would be larger than `max_bins`, because the message of
+    row counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
     num_experts: number of experts of all ranks.
-    slack: the rows of a slot divided by the rows of a chunk under even routing. Above 1 it counts as 1.
+    slack: the rows of a slot, divided by the rows of a chunk under even routing. Above 1 it counts as 1.
 
     Example: degrees (4, 2) on 3 ranks -> 16, and with slack 0.6 -> 32.
     """
@@ -509,8 +498,8 @@ def max_bins(num_experts: int) -> int:
         limit = min(MAX_BINS, MAX_COUNTS // num_experts)
 
     Bins are equal ranges of a rank's tokens, for which rows are counted. A message of row counts has one
-    count for each bin and each expert, so this limit keeps messages small. There are more bins than this
-    limit only if the least common multiple of the numbers of chunks is larger than the limit.
+    count for each bin and each expert, so this limit keeps messages small. Only the least common multiple of
+    the numbers of chunks may be larger than the limit.
 
     num_experts: number of experts of all ranks.
     """
@@ -520,9 +509,8 @@ def max_bins(num_experts: int) -> int:
 MAX_BINS, MAX_COUNTS = 256, 2**16
 """Upper bounds of the number of bins F, and of the number of counts F * E for E experts.
 
-Only the least common multiple of the numbers of chunks may make F larger. 2**16 counts of four bytes are 256
-KiB from a rank to all others, even among thousands of ranks. That is less than a hundredth of 4,096 rows of
-4,096 columns with two bytes each.
+A rank then sends at most 2**16 counts of four bytes, 256 KiB, to all others together. This is less than a
+hundredth of 4,096 rows of 4,096 columns with two bytes each.
 """
 
 """The `HEADER` int32 values before the counts in each message describe the sender:
@@ -535,11 +523,11 @@ KiB from a rank to all others, even among thousands of ranks. That is less than 
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of rows that a header can name, by their index in this tuple. All others have the number 4."""
+"""The dtypes of rows. A header has their index in this tuple, or 4 for any other dtype."""
 
 LIFE = 8
 LAYER = 8
-"""Factors by which a number in a header is multiplied to leave its lowest three bits free.
+"""Factors that leave the lowest three bits of a number in a header free for a second value.
 
 In the number ``mode``, these bits are flags. In the last number of the header, they are the index of the
 rows' dtype.
@@ -549,9 +537,9 @@ rows' dtype.
 TRAINING, GRAD_ENABLED, IN_BACKWARD, WANTS_GRADIENTS = 1, 2, 4, 1 << 30
 """Flags in a header's mode, which say what kind of call a rank makes.
 
-WANTS_GRADIENTS implies GRAD_ENABLED. It is the highest bit, so the maximum of all ranks' modes shows whether
-any rank has set it. IN_BACKWARD is set in the second pass of activation checkpointing, which runs inside a
-backward pass.
+WANTS_GRADIENTS is the highest bit, so the maximum of all ranks' modes shows whether any rank has set it. If
+it is set, GRAD_ENABLED is set, too. IN_BACKWARD is set in the second pass of activation checkpointing, which
+runs inside a backward pass.
 """
 
 
@@ -563,7 +551,7 @@ def heading(
     ranks: the ranks of the layer.
     num_tokens: number of this rank's tokens.
     dtype: dtype of the rows that will be sent.
-    num_degrees: for how many numbers of chunks ranks check whether chunks fit into ring slots (`Slots`).
+    num_degrees: the number of degrees (numbers of chunks) for which `Slots` computes whether chunks fit.
     needs_grad: whether this rank wants gradients.
     training: whether the layer is in training mode.
     """
@@ -601,17 +589,15 @@ class CountsExchange:
     the only host synchronisation of a layer's forward pass.
 
     The message to each rank is int32. A rank's tokens are cut into F equal ranges, the bins. For each bin the
-    message has X counts: the rows for each expert of the receiving rank. A token may have several experts on
-    the receiving rank, and the layer may send the token only once to them. One more count then follows: the
-    number of rows that are sent.
+    message has X counts: the rows for each expert of the receiving rank. One more count follows in layers
+    that send a token only once to a rank with several of its experts: the number of rows that are sent.
 
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: number of a rank's first experts for which the rank's own rows are not sent; None for all.
-        Only used with ``bypass_local``. A rank's own experts come first, then its copies of other ranks'
-        experts. If rows for copies are sent, this is the number of its own experts. The caller may set the
-        number before `finish`.
+    num_staying: the number of a rank's own experts, if its rows for them stay and its rows for copies of
+        other ranks' experts are sent; None if all of its rows to itself stay. Only used with
+        ``bypass_local``. The caller may set the number before `finish`.
     """
 
     tokens_W: Tensor
@@ -649,16 +635,16 @@ class CountsExchange:
         dtype: dtype of the rows that will be sent.
         traffic: where the bytes of the exchange are counted.
         slots: limits of the rows that a rank may receive: room in ring slots (buffers of fixed size) and on
-            the host. `finish` returns whether all ranks stay within these limits. None checks nothing. It
-            must be None on all ranks or on none.
+            the host. `finish` returns whether all ranks stay within them. None checks nothing. It must be
+            None on all ranks or on none.
         once_FP: (F, P) int64 on the rows' device: rows for each of P ranks, if a token is sent only once to a
             rank (`RankCounts.sent_once`); else None.
-        exchanges: dispatch and combine, in case they send rows through other ranks; else ().
+        exchanges: dispatch and combine, if one of them sends rows through other ranks; else ().
         bypass_local: whether rows from a rank to itself are not sent.
         asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
-            False on some rank, `RankCounts.max_rows` is None on all ranks.
-        loads: asks for the loads of all experts. It must be None on all ranks or on none.
+            False on any rank, `RankCounts.max_rows` is None on all ranks.
+        loads: a request for the loads of all experts. It must be None on all ranks or on none.
         early: messages that the routing kernels have written already. They are sent if they agree with the
             other arguments. Otherwise new messages are written.
         """
@@ -775,8 +761,7 @@ class CountsExchange:
         Returns two values:
 
         - (F, W, X) on the device, the counts that this rank received from each of W ranks for each of F bins
-          (equal ranges of tokens). The X counts are the rows for each of this rank's experts, and perhaps one
-          more number (`_split`).
+          (equal ranges of tokens). `_split` explains the X counts.
         - A list of tensors on the host: the counts that this rank sent, the counts that it received, the
           headers, the numbers on which ranks agree (`_agree`), and the rows that this rank passes on
           (`_relay`).
@@ -825,8 +810,8 @@ class CountsExchange:
         Rows are counted in F bins, equal ranges of a rank's tokens.
 
         Without a hierarchical all-to-all, the result is []. Otherwise it is a list of two int64 tensors on
-        the device, one for dispatch and one for combine. Each is (F, R), the result of
-        `Exchange.relay_counts`: R numbers for each bin. R is 0 if this rank passes on no rows.
+        the device, the results of `Exchange.relay_counts` for dispatch and for combine. Each is (F, R), with
+        R numbers for each bin. R is 0 if this rank passes on no rows.
 
         device_FWX: (F, W, X), the counts that this rank received from each of W ranks, in the order in which
             rows arrive (`Grid.by_arrival`). The X counts of a bin are rows for each expert of this rank. If a
@@ -859,9 +844,8 @@ class CountsExchange:
             depth           for each degree, how many more times the chunks must be cut (`Slots.depths`)
 
         Every rank has received all headers, so their maximum needs no communication. The other numbers are
-        computed from the counts, so they need a max-reduction after the counts have arrived. If the caller
-        asks for none of `Slots`, `RankCounts.max_rows` and `Loads`, there is no reduction, and these numbers
-        are 0.
+        computed from the counts. They need a max-reduction, but only if the constructor got `Slots`, `Loads`
+        or ``asks_max_rows``; otherwise they are 0.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
@@ -897,9 +881,12 @@ class CountsExchange:
         """Returns this rank's messages: the messages that the routing kernels wrote, or new messages.
 
         New messages are written by a kernel. Returns None, and launches nothing, if the kernel cannot write
-        them. The kernel can write messages if five conditions hold: experts are not sharded, each row is sent
-        for one expert, no rank passes on rows of other ranks, the loads of experts are not asked for, and the
-        layer may not have copies of experts.
+        them. It cannot if the layer has any of these:
+
+        - sharded experts;
+        - rows that are sent once for several experts;
+        - ranks that pass on rows of other ranks;
+        - a request for the loads of experts, or copies of experts.
 
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
@@ -924,7 +911,7 @@ class CountsExchange:
         return messages
 
     def _by_kernels(self, messages: Messages) -> tuple[Tensor, list[Tensor]]:
-        """Computes, by kernels, the numbers that the host needs, and copies them to the host. A collective.
+        """Computes the numbers that the host needs by kernels, and copies them to the host. A collective.
 
         Returns the same two values as `_to_host`:
 
@@ -969,7 +956,7 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     and others are not, the function only warns.
 
     The headers also have each rank's `GroupRecord.life`: 1 for the first default process group of this job, 2
-    for the second, and so on. The function sets this rank's number to the largest number of any rank, so that
+    for the second, and so on. The function sets this rank's ``life`` to the largest one of all ranks, so that
     all ranks use the same keys in the store.
 
     modes: for each rank, the third number of its header: LIFE * `GroupRecord.life` plus the bits that are
@@ -983,7 +970,7 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     def with_and_without(flag: int) -> tuple[str, str]:
         """Returns two texts for messages: the ranks that have set the flag, and the other ranks.
 
-        A text is "" if it would name no rank.
+        A text is "" if there is no rank in it.
 
         flag: a bit of the mode that each rank has sent with its row counts, such as TRAINING.
         """

@@ -20,7 +20,7 @@ from pmoe.comm.ranks import Ranks
 class ShardCollectives:
     """The all-gather and the reduce-scatter of rows among the L ranks of a node that share experts.
 
-    Each of these ranks holds a part of the hidden columns of the same experts, so each computes a partial
+    Each of these ranks holds a part of the hidden columns of the same experts. So each computes a partial
     result for the rows of all L ranks.
 
     On the CPU a call returns when the collective has ended. On a GPU the current stream waits for the

@@ -6,7 +6,7 @@ store every `LOOK_AFTER`, and raises `PeerError` if it finds a report that conce
     rank 0   collective: waits ... reads the store: raises PeerError with rank 1's error
     rank 1   raises an error: writes it into the store, and never starts the collective
 
-On a GPU the host does not wait for collectives, so nobody reads the reports.
+On a GPU the host does not wait for collectives, so no rank reads the reports.
 
 This file also has
 
@@ -43,32 +43,29 @@ FAILED = "pmoe/failed"
 
 LIFE is `GroupRecord.life`, RANK a global rank, and GROUP the name of a process group:
 
-    pmoe/failed/LIFE              set when any rank has failed; while it is missing, no other key is read
+    pmoe/failed/LIFE              set when any rank has failed; until then no other key is read
     pmoe/failed/LIFE/RANK         three lines: the name of the group that the rank left, its
-                                  `GroupRecord.left_at`, and its error; empty after the rank has gone on
+                                  `GroupRecord.left_at`, and its error. Emptied when the rank goes on
     pmoe/failed/LIFE/RANK/GROUP   two lines: `GroupRecord.left_at`, and the error with which the rank left
-                                  that group; it is never emptied
+                                  that group. Never emptied
 """
 
 LOOK_AFTER = datetime.timedelta(seconds=0.5)
-"""Time between two readings of the failure reports, and before the first, while a rank waits."""
+"""Time after which a waiting rank reads the failure reports, again and again."""
 
 failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Cleared when `enter_call` accepts a later call of this rank."""
 
 
 class PeerError(RuntimeError):
-    """The error of a rank that stops waiting because a peer has published a failure.
-
-    The text of the error quotes that failure.
-    """
+    """The error of a rank that stops waiting because a peer has published a failure, which it quotes."""
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
     """Records that this rank leaves a forward or backward pass before its end, and publishes the error.
 
-    This rank starts no more collectives of the pass. So without the report the other ranks would wait for it.
-    If the rank has left the group before, the record keeps the first error.
+    This rank starts no more collectives of the pass, and without the report the other ranks would wait for
+    it. If the rank has left the group before, the record keeps the first error.
 
     error: the error with which the rank leaves.
     ranks: the group whose collectives the pass uses.
@@ -94,11 +91,11 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 def publish_leaving(record: GroupRecord) -> None:
     """Publishes the error that made this rank leave a forward or backward pass before its end.
 
-    Let GROUP be the group whose collectives the pass used. The error is written into the store under two keys
-    (`FAILED`):
+    The error is written into the store under two keys (`FAILED`). GROUP is the group whose collectives the
+    pass used:
 
-        pmoe/failed/LIFE/RANK/GROUP   is for ranks that wait for a collective of GROUP; it is never emptied
-        pmoe/failed/LIFE/RANK         is for ranks that wait for this rank in another group; this rank's next
+        pmoe/failed/LIFE/RANK/GROUP   for ranks that wait for a collective of GROUP. Never emptied
+        pmoe/failed/LIFE/RANK         for ranks that wait for this rank in another group. This rank's next
                                       call empties it
 
     record: this rank's record of GROUP.
@@ -118,9 +115,9 @@ def publish_leaving(record: GroupRecord) -> None:
 def publish_outside_pass(error: BaseException) -> None:
     """Publishes an error raised outside of any forward or backward pass, such as one of load_state_dict.
 
-    If peers wait for this rank in their next call, they raise the error, too. An error outside of a pass
-    leaves no collective unfinished, so the group can still be used. If the program goes on after the error,
-    this rank's next call withdraws the report.
+    Peers that wait for this rank in their next call then raise the error, too. No collective was left
+    unfinished, so the group can still be used. If the program goes on after the error, this rank's next call
+    withdraws the report.
     """
     _publish_report(error, place="")
 
@@ -130,9 +127,9 @@ def publish_construction(error: Exception) -> None:
 
     Peers that have built the layer may wait for this rank in their first call.
 
-    If constructors fail on all ranks, nobody waits. So a rank ignores the report of a peer's n-th failed
-    constructor if it has n failed constructors itself, even if the errors differ. A constructor that failed
-    on a peer alone, and whose report this rank has read, counts as a failed constructor of this rank, too.
+    If constructors fail on all ranks, no rank waits. So a rank ignores the report of a peer's n-th failed
+    constructor if n of its own constructors have failed, even if the errors differ. If a constructor failed
+    only on a peer, and this rank has read the report, it counts as failed on this rank, too.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None or not has_peers(world):
@@ -146,11 +143,11 @@ _failed_constructors: collections.Counter[int] = collections.Counter()
 """The number of this rank's failed constructors of layers, for each `GroupRecord.life`."""
 
 _reported_constructors: collections.Counter[int] = collections.Counter()
-"""The largest number of failed constructors in a peer's report that `failures` returned, by life."""
+"""The largest number of failed constructors in any report of a peer, for each `GroupRecord.life`."""
 
 
 def _construction(number: int) -> str:
-    """Returns the text that stands for a failed constructor in its report. ``number`` counts from 1."""
+    """Returns the text for a rank's failed constructor in a report, by its number, counted from 1."""
     return f"{CONSTRUCTION}{number}"
 
 
@@ -161,8 +158,8 @@ CONSTRUCTION = "construction "
 def _publish_report(error: BaseException, place: str) -> None:
     """Publishes an error that leaves no collective unfinished. This rank's next call withdraws the report.
 
-    place: the first line of the report (`FAILED`). In other reports, this line is the name of the group that
-        the rank has left. "" if no rank may ignore the report.
+    place: the first line of the report, in place of the group's name (`FAILED`). A peer that knows the text
+        ignores the report (`failures`). With "" no peer ignores it.
     """
     world = dist.group.WORLD if dist.is_available() else None
     if world is None or not has_peers(world):
@@ -186,13 +183,13 @@ A peer that waits for a collective leaves after about a second, because it reads
 def settle(ranks: Ranks) -> bool:
     """Returns whether a group may be used again, after this rank has left a pass over it in the middle.
 
-    The group may be used again if every rank left that pass by an error of its own, and all ranks had started
-    the same collectives: then no rank waits for a collective that another rank did not start. The other ranks
-    report in the store after which collective they left. The function waits for these reports, at most
-    `PATIENCE_SECONDS`. If the result is True, the function clears this rank's record of leaving.
+    The group may be used again if every rank left that pass by an error of its own, after the same
+    collective: then no rank waits. The other ranks report in the store after which collective they left. The
+    function waits for these reports, at most `PATIENCE_SECONDS`. If the result is True, it clears this rank's
+    record of leaving.
 
-    If the result is False, the caller must call `publish_leaving` again. That call publishes an empty
-    `GroupRecord.left_at`, which tells the other ranks that the group cannot be used. So they stop waiting.
+    If the result is False, the caller must call `publish_leaving` again, with which the other ranks also
+    learn that the group cannot be used.
     """
     group = ranks.group
     record = ranks.record
@@ -217,14 +214,14 @@ def settle(ranks: Ranks) -> bool:
 
 
 _to_take_back: set[str] = set()
-"""Keys of the store under which this rank has published errors, and which its next call sets to ""."""
+"""Keys of the store under which this rank has published errors. Its next call sets their values to ""."""
 
 
 def withdraw_failures() -> None:
     """Withdraws this rank's reports of failures, because the rank goes on with another call.
 
-    Reports are kept if they are about a group that this rank left in the middle of a pass
-    (`publish_leaving`): ranks that still wait in this group must read them, so that they stop waiting.
+    Reports about a group that this rank left in the middle of a pass are kept (`publish_leaving`). Ranks that
+    still wait in this group must read them.
     """
     failure_published.clear()
     if dist.is_initialized():
@@ -321,8 +318,8 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
     """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
 
-    The reasons are failures that ranks of the group have published. If there are no failures, the reasons are
-    sentences about peers that wait for a call in which this rank will not take part (`pmoe.comm.meeting`).
+    The reasons are the failures that ranks of the group have published. If there are none, they are sentences
+    about peers that wait for a call in which this rank will not take part (`pmoe.comm.meeting`).
 
     group: the group.
     reasons: a list to which texts are added.
@@ -335,14 +332,14 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     """Returns the published errors that keep a collective of the group from ending.
 
     A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
-    Let G be the argument ``group``. The error of a rank of G is returned in three cases:
+    The errors of ranks of ``group`` are returned in three cases:
 
-    - The rank has left G, so others may wait for it. But if all ranks of G have left it after the same
-      collectives, nobody waits, and the error is not returned.
-    - The rank has left a different group H (of another layer, say), so it may never start the collective of
-      G. But if the calling rank has left H, too, the error is old and is not returned.
-    - The rank failed outside of any pass (`publish_outside_pass`), or could not build a layer that the
-      calling rank has built (`publish_construction`).
+    1. The rank has left ``group``. Not returned if all ranks have left it after the same collective, because
+       then no rank waits.
+    2. The rank has left another group, such as that of another layer, so it may never come to the collective.
+       Not returned if this rank has left that group, too.
+    3. The rank failed outside of any pass (`publish_outside_pass`), or could not build a layer that this rank
+       has built (`publish_construction`).
     """
     store = dist.distributed_c10d._get_default_store()
     record = record_of_group(group)
@@ -379,8 +376,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    It is raised again with the stage in its text. All other errors are this rank's own and are raised
-    unchanged. Both sorts of errors are published, because peers may wait for this rank (`leave`).
+    It is raised again with the stage in its text. All other errors are this rank's own, and are raised
+    unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -391,9 +388,9 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 def _order_hint(ranks: Ranks) -> str:
     """Returns a hint that ranks may call layers in different orders; "" if messages have the same size.
 
-    Two layers may send messages of row counts of different sizes. If two ranks call different layers at the
-    same time, one of them gets a longer message than it expects, and gloo ends its process. So only the other
-    ranks, which still run, can name the cause.
+    The messages of row counts of two layers may have different sizes. If two ranks call different layers at
+    the same time, one of them gets a longer message than it expects, and gloo ends its process. Only the
+    other ranks still run, and can give this hint.
 
     ranks: the ranks of the layer.
     """
@@ -427,10 +424,9 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context that publishes an error of its block, so that peers stop waiting for this rank.
 
-    The context is for errors that a single rank may raise (from users' code, or a failed allocation) while
-    its peers wait for that rank. After such an error the rank has left a pass in the middle. An error that
-    all ranks raise together must not be published: no rank waits, and the report would end the next call of
-    the peers.
+    The context is for errors that a single rank may raise while its peers wait for it, in users' code or in
+    an allocation. The rank has then left a pass in the middle. An error that all ranks raise together must
+    not be published: no rank waits, and the report would end the next call of the peers.
 
     ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.
@@ -451,7 +447,7 @@ def _publishing(ranks: Ranks, stage: str) -> Iterator[None]:
 
 
 _first_calls = itertools.count(1)
-"""Counts the layers that have got a name, "MoELayer N", from `enter_call`."""
+"""The numbers N for the names "MoELayer N" that `enter_call` gives to layers."""
 
 
 def enter_call(ranks: Ranks) -> None:
@@ -475,12 +471,14 @@ def enter_call(ranks: Ranks) -> None:
 def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     """Waits until all ranks have come to the same call of a layer, if they may be in different calls.
 
-    This rank waits in two cases (`pmoe.comm.meeting`): it has not run the backward pass of the layer's last
-    call, or it compares its options in this call, and perhaps the other ranks do not compare theirs.
+    This rank waits in two cases (`pmoe.comm.meeting`):
+
+    - it has not run the backward pass of the layer's last call;
+    - it compares its options in this call, and the other ranks may not compare theirs.
 
     ranks: the ranks of the layer.
-    why_compare: why this rank compares its options, as the end of a sentence that begins with "rank 3". "" if
-        it does not compare them, or if all ranks compare theirs anyway.
+    why_compare: in the second case, why this rank compares its options, as the end of a sentence that begins
+        with "rank 3"; otherwise "".
 
     Returns True if all ranks must compare their options in this call, because one of them has a reason. The
     result is the same on all ranks.
@@ -499,8 +497,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 def _warn_alone(ranks: Ranks) -> None:
     """Warns in the first call of a layer of one rank, if torch.distributed has more ranks by now.
 
-    The layer was then built before init_process_group. So it holds all experts on this rank, which may be an
-    oversight.
+    The layer was then built before init_process_group, so it holds all experts on this rank. This may be a
+    mistake.
     """
     ranks.by_default = False
     is_initialized = dist.is_available() and dist.is_initialized()
@@ -516,12 +514,11 @@ def _warn_alone(ranks: Ranks) -> None:
 def check_whole(ranks: Ranks) -> None:
     """Raises RuntimeError if this rank has left an earlier pass over the group in the middle.
 
-    Without this error, a collective of the next pass would be paired with a collective of the earlier pass,
-    for which the peers still wait. The failure is published, so that the peers also raise.
+    The peers may still wait for a collective of the earlier pass. Without this error, that collective would
+    be paired with one of the next pass. The failure is published, so that the peers also raise.
 
-    No error is raised if every rank left the earlier pass by an error of its own, and all ranks had started
-    the same collectives: the group can then be used again. The function may wait some seconds to find this
-    out (`settle`).
+    No error is raised if every rank left the earlier pass by an error of its own, after the same collective:
+    the group can then be used again. The function may wait some seconds to find this out (`settle`).
     """
     if ranks.size == 1 or not ranks.record.reason_left:
         return
@@ -543,7 +540,7 @@ def check_whole(ranks: Ranks) -> None:
 
 
 def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a context for the backward pass of a call, which records that this pass is running.
+    """Returns a context that records that the backward pass of a call is running.
 
     The record is used to detect a peer that skips the backward pass (`pmoe.comm.meeting`).
 
@@ -570,8 +567,7 @@ def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
     the same on all ranks.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a
-    different pass will never come to this call. That peer reads in the store that this rank waits, and
-    publishes a failure.
+    different pass publishes a failure when it reads in the store that this rank waits.
     """
     group = ranks.group
     assert group is not None

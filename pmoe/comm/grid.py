@@ -25,7 +25,7 @@ class Grid:
     all: the W ranks. They exchange row counts.
     ep: the P ranks that hold the same columns of different experts. Rows are dispatched among them.
     esp: the L ranks that hold different columns of the same experts. Rows are gathered among them.
-    order: (W,), the rank (its number in ``all``) at each place of the grid, line by line. After the
+    order: (W,), the ranks (their numbers in ``all``) in the order of the grid, line by line. After the
         all-gather among ``esp``, rows are sorted by source rank in this order.
 
     Example: P = 3, L = 2. The place of a rank in ``order`` is esp.rank * P + ep.rank:
@@ -57,9 +57,9 @@ class Grid:
     def shards(self, expert_TK: Tensor, num_experts: int) -> Tensor:
         """Returns the L shards of each chosen expert, as one number for each shard.
 
-        Shard s of an expert is a part of its hidden columns: the part that the rank at place s of a node
-        holds. The number of a shard is r * E + e. r is the rank that holds the shard, and e is the index of
-        the expert among the E experts of that rank.
+        Shard s of an expert is the part of its hidden columns that rank s of the expert's node holds. The
+        number of a shard is r * E + e, where r is the rank that holds the shard, and e is the index of the
+        expert among the E experts of that rank.
 
         expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
         num_experts: E, the number of experts of a rank.
@@ -74,7 +74,7 @@ class Grid:
         return shard_TKL.flatten(1).to(expert_TK.dtype)
 
     def to_owners(self, counts_FPX: Tensor) -> Tensor:
-        """Repeats counts of rows so that all ranks that share an expert have the expert's counts.
+        """Repeats counts of rows: each rank that shares an expert gets the expert's counts.
 
         Rows are dispatched among P ranks. Each expert is split over L ranks, and all L ranks must know how
         many rows the expert gets. This method only copies numbers of a tensor: nothing is sent.
@@ -82,8 +82,8 @@ class Grid:
         counts_FPX: (F, P, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of the P
             ranks.
 
-        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts get
-        equal counts: copies of the counts for their experts.
+        Returns (F, W, X) for the W = P * L ranks of the layer (`all`). The L ranks that share experts have
+        equal counts.
         """
         if not self.is_sharded:
             return counts_FPX
@@ -95,7 +95,7 @@ class Grid:
         """Reorders counts of received rows: from rank order to the order of rows after an all-gather.
 
         L ranks of a node share experts. After the all-gather, each of these L ranks has all rows that the L
-        ranks have received. There is one set of counts for each source rank, the rank that sent the rows.
+        ranks have received. The counts are those of each source rank (a rank that sent rows).
 
         recv_FWX: (F, W, X), X counts for each of F bins (equal ranges of a rank's tokens) and each of W
             source ranks, in order of rank.
@@ -131,7 +131,7 @@ class Grid:
             source ranks, in the order that `by_arrival` returns.
 
         Returns (F, P, X). The W - P other ranks dispatch their rows to the ranks that share this rank's
-        experts. This rank gets these rows from the sharing ranks, by the all-gather.
+        experts, from which this rank gets the rows by the all-gather.
         """
         start = self.esp.rank * self.ep.size
         return arrival_FWX[:, start : start + self.ep.size]
@@ -160,7 +160,7 @@ class Grid:
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Returns an int64 tensor with the given numbers on a device. Equal arguments return the same tensor.
 
-    The tensors are cached, because each copy from the host to a GPU would be a synchronisation.
+    The tensors are cached, because each copy from the host to a GPU makes the host wait.
 
     places: the numbers.
     device: the device.

@@ -12,15 +12,14 @@ import torch.distributed as dist
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the timeout of a group's collectives; None if it cannot be read.
 
-    New groups are made with this timeout, because torch would give them its default timeout and not the
-    user's.
+    New groups are made with this timeout. Otherwise torch would give them its default, not the user's.
     """
     timeout: timedelta | None = getattr(backend_options(group), "_timeout", None)
     return timeout
 
 
 def has_peers(group: dist.ProcessGroup) -> bool:
-    """Returns whether a group has other ranks. False for torch's "fake" group, for tests in one process."""
+    """Returns whether a group has other ranks. False for the "fake" group of torch, which has none."""
     return dist.get_backend(group) != "fake"
 
 

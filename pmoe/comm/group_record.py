@@ -24,24 +24,22 @@ class GroupRecord:
 
     name: the group's name, the same on all its ranks.
     life: the number of the default group under which the group was made: 1 for the first default group that
-        layers used in this job, 2 for the second. A group may be destroyed and made again under the same
-        name, and torchrun's store outlives it. With this number in the keys of the store, the two groups have
-        different keys.
+        layers used in this job, 2 for the second. The keys in the store contain this number, because a group
+        may be destroyed and made again under the same name, while torchrun's store goes on.
     reason_left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the text of the error by which this rank left, as peers read it.
-    left_at: the text of `place` (collectives begun, and the running pass) at the moment when this rank left
-        by an error of its own; "" if a peer or a collective caused the error. If all ranks left by errors of
-        their own at the same place, the group can be used again.
+    left_at: the text of `place` (collectives begun, and the running pass) when this rank left by an error of
+        its own; "" if a peer or a collective caused the error. If all ranks left by errors of their own at
+        the same place, the group can be used again.
     settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     message_bytes: the sizes in bytes of the layers' messages of row counts to one rank.
     exchanges: how many exchanges of row counts this rank has begun over the group. The number of a call is
         the number of its exchange.
-    begun_before: how many collectives the layers of this process had begun when the group's last exchange of
-        row counts began.
-    open_calls: numbers of the calls, on the CPU, for which a backward pass may come and has not begun. Only
-        the last `MOST_OPEN` are kept, because some calls never have a backward pass. A dict serves as an
-        ordered set.
+    begun_before: how many collectives the layers of this process had begun before the group's last exchange
+        of row counts.
+    open_calls: numbers of the calls on the CPU that may still have a backward pass, as the keys of a dict.
+        Only the last `MOST_OPEN` are kept, because some calls never have a backward pass.
     backward_of: the number of the call whose backward pass is running; 0 if there is none.
     backward_of_layer: the name of that call's layer.
     meetings: how often this rank has waited for all ranks before a call (`pmoe.comm.meeting`).
@@ -75,8 +73,7 @@ class GroupRecord:
     def has_repeated(self) -> bool:
         """Whether a layer of the group was called more than once; the same on all ranks.
 
-        As long as this is False, every call is the first one of its layer, so all ranks compare the layer's
-        options in it.
+        While this is False, each call is the first one of its layer, in which all ranks compare the options.
         """
         return self.exchanges > self.num_layers
 
@@ -146,22 +143,18 @@ _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 """Maps each default process group of this job to its number, counted from 1 (`GroupRecord.life`)."""
 
 MOST_LIVES = 1 << 10
-"""Default process groups are numbered modulo this number.
-
-The header in front of row counts has only a few bits for the number of the group.
-"""
+"""Default process groups are numbered modulo this number, because a header has only a few bits for it."""
 
 
 def _life() -> int:
     """Returns the number of the present default process group: 1, 2, ..., modulo `MOST_LIVES`.
 
-    The first default group with which this rank uses pmoe has number 1, the next such group number 2. A group
-    that is destroyed and made again may have the same name. The number distinguishes the keys of the old and
-    the new group in the store.
+    The first default group with which this rank uses pmoe has number 1, the next one number 2. The number is
+    a part of all keys in the store: a group that is destroyed and made again may have the same name, and with
+    torchrun the store outlives the group.
 
-    The counter is in the default group's store. With torchrun the store outlives the group. The store is read
-    once for each default group. The result is 0 if there is no default group or no store, or if the store
-    does not answer within 5 seconds.
+    The counter is in the default group's store, and is read once for each default group. The result is 0 if
+    there is no default group or no store, or if the store does not answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

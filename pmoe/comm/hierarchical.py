@@ -22,8 +22,7 @@ class HierarchicalExchange(Dispatch, Combine):
 
     - The exchange has process groups of its own, so another thread may use the layer's group at the same
       time.
-    - Between the collectives, rows are in memory that torch allocates: up to two copies of the rows that a
-      rank passes on for others.
+    - Between the collectives, torch allocates memory for up to two copies of the rows that a rank passes on.
     - `exchange` needs the numbers that `relay_counts` returned for the same rows.
 
     nodes: which ranks share a node (`pmoe.comm.topology.Nodes`): the number of ranks on each node, an id of
@@ -40,9 +39,9 @@ class HierarchicalExchange(Dispatch, Combine):
         self._nodes = nodes
 
     def bind(self, ranks: Ranks, traffic: Traffic) -> None:
-        """Finds the nodes of the ranks, as this rank's argument ``nodes`` says.
+        """Finds the nodes of the ranks, from this rank's argument ``nodes``.
 
-        traffic: where the bytes that are sent are counted.
+        traffic: the counter of sent bytes.
 
         Raises ValueError or TypeError if ``nodes`` is invalid or the exchange cannot work with these nodes.
         """
@@ -60,10 +59,10 @@ class HierarchicalExchange(Dispatch, Combine):
     def connect(self) -> NodeGroups:
         """Returns this rank's process groups inside its node and across nodes.
 
-        The first call makes the groups, and is a collective. This object does not store the groups, so that
-        layers can be copied and pickled; each call looks the groups up.
+        The first call makes the groups, and is a collective. The groups are not stored in this object, so
+        that layers can be copied and pickled.
 
-        The argument ``nodes`` must be the same on all ranks. The layer compares it between ranks first.
+        The argument ``nodes`` must be the same on all ranks. The layer has compared it between ranks.
         """
         group = self.ranks.group
         return NodeGroups(None, None) if group is None else connect(group, self.topology)
@@ -79,8 +78,8 @@ class HierarchicalExchange(Dispatch, Combine):
         """Returns how many rows this rank will pass on for other ranks, (F, X) int64. A collective.
 
         The method is called only if there are several nodes and some node has several ranks. Rows are counted
-        in F bins, equal ranges of a rank's tokens. The subclass decides what the X numbers of a bin are.
-        `relay_counts` returns the same numbers, but None if this rank passes on no rows.
+        in F bins, equal ranges of a rank's tokens. The subclass decides on the X numbers of a bin.
+        `relay_counts` returns these numbers, or None if this rank passes on no rows.
 
         send_FW, recv_FW: (F, W) int64, for each bin the numbers of rows to and from each of W ranks.
         """
@@ -97,8 +96,8 @@ class HierarchicalExchange(Dispatch, Combine):
         rows, out: contiguous (N,) or (N, M): N rows of M columns. ``rows`` has a block for each rank, and
             ``out`` takes a block from each rank, in order of rank.
         send_rows, recv_rows: the number of rows for each rank, and from each rank.
-        relayed: X numbers for the chunk that is exchanged. A chunk consists of bins, and `relay` has returned
-            X numbers for each bin. ``relayed`` has the sums of these numbers over the bins of the chunk.
+        relayed: X numbers for the chunk: the sums, over the bins of the chunk, of the numbers that `relay`
+            has returned.
         """
 
     def exchange(
@@ -152,7 +151,7 @@ class HierarchicalExchange(Dispatch, Combine):
         send_rows, recv_rows: the number of rows for each rank of the process group, and from each.
         out: takes the received rows, in group order; None allocates memory for them.
         across: True for the process group across nodes, False for the group inside the node.
-        are_counts: whether ``rows`` holds row counts. The caller then adds their bytes to the traffic.
+        are_counts: whether ``rows`` holds row counts, whose bytes the caller counts.
         """
         if not are_counts:
             own = self.peers(across).index(self.ranks.rank)
@@ -185,8 +184,8 @@ class HierarchicalExchange(Dispatch, Combine):
             order.
         send_rows: the number of rows for each rank of the process group.
         recv_rows: the number of rows that come from each of the W ranks among which rows are exchanged.
-        sources: the W ranks, in the order in which their rows arrive. If the process group has G ranks, the
-            first rank of the group delivers the rows of the first W / G ranks in this list, and so on.
+        sources: the W ranks, in the order in which their rows arrive. The first of the process group's G
+            ranks sends the rows of the first W / G ranks in this list, and so on.
         across: True for the process group across nodes, False for the group inside the node.
         """
         sizes = [recv_rows[rank] for rank in sources]

@@ -25,8 +25,8 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 class HierarchicalAllToAll1D(HierarchicalExchange):
     """Sends rows in three steps: to their node's leader, to the destination's leader, to the destination.
 
-    The leader is the first rank of a node; the destination's leader is the leader of its node. Nodes may have
-    different numbers of ranks.
+    The leader of a node, and of its ranks, is the node's first rank. Nodes may have different numbers of
+    ranks.
 
     nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
         None for the number in LOCAL_WORLD_SIZE.
@@ -42,8 +42,8 @@ class HierarchicalAllToAll1D(HierarchicalExchange):
 
             rows of rank 0 for W ranks | rows of W ranks for rank 0 | rows of rank 1 for W ranks | ...
 
-        "Rank 0" is the first rank of the node, its leader. All other ranks pass on nothing, and return (F,
-        0).
+        Here the ranks are numbered in the node, and rank 0 is the leader. Ranks that are not leaders pass on
+        nothing, and return (F, 0).
         """
         num_bins = send_FW.shape[0]
         counts = torch.cat([send_FW, recv_FW], dim=1)

@@ -25,9 +25,9 @@ from pmoe.comm.hierarchical import HierarchicalExchange, in_order
 class HierarchicalAllToAll2D(HierarchicalExchange):
     """Sends rows in two steps: inside the own node to another rank, then across nodes to the destination.
 
-    A rank's place is its number among the ranks of its node. The first step brings a row to the rank of its
-    own node that has the same place as the destination. Every node must have the same number of the group's
-    ranks.
+    A rank's place is its number among the ranks of its node. The first step sends a row to another rank of
+    its own node: the one at the same place as the destination. Every node must have the same number of the
+    group's ranks.
 
     nodes: which ranks share a node: the number of ranks on each node, an id of its node for each rank, or
         None for the number in LOCAL_WORLD_SIZE.

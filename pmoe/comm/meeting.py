@@ -2,29 +2,28 @@
 
 The rank reads in the store (torch.distributed's key-value store) whether all ranks have come.
 
-A rank may skip the backward pass of a layer's last call and call the layer again, while its peers run that
-backward pass. The rank's row counts would then be paired with rows of the peers' backward pass. A meeting
-before the call detects the skipped pass:
+There are two reasons for a meeting.
 
-- A rank that has not run the backward pass of the layer's last call waits in a meeting before its next call.
-  If no rank has run the pass, all ranks come to the meeting. If all ranks have run it, no rank comes.
-- If a rank waits in a meeting while a peer runs that backward pass, the waiting rank has skipped the pass:
+1. Skipped backward passes. A rank may skip the backward pass of a layer's last call and call the layer again,
+   while its peers run that pass. Its row counts would then be paired with rows of the peers' backward pass.
+   So a rank that has not run the backward pass of the last call waits in a meeting before the next call. If
+   no rank has run the pass, all ranks come to the meeting. If a peer runs the pass, it reads in the store
+   that the rank waits, and both raise:
 
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-A rank also comes to a meeting before it compares its options with the other ranks, if perhaps the other ranks
-do not compare theirs. Messages of different sizes would then meet, which would abort processes. There are two
-cases:
+2. Comparisons of options. A rank may compare its options in a call while its peers do not. Their messages
+   would have different sizes, which would abort processes. So the rank waits in a meeting before it compares
+   its options, in two cases:
 
-- An option of the layer was set since the layer's last call. Perhaps the other ranks have not set it.
-- The layer is called for the first time. Perhaps it exists on this rank only, such as a copy that one rank
-  evaluates alone. This is possible if layers of the group were called repeatedly before, or if the layer is a
-  copy (copy.deepcopy) of a layer that was called.
+   - An option of the layer was set since the layer's last call. The other ranks may not have set it.
+   - The layer is called for the first time, and may exist on this rank only, such as a copy that one rank
+     evaluates alone. This is possible if layers of the group were called repeatedly before, or if the layer
+     is a copy (copy.deepcopy) of a layer that was called.
 
-If all ranks compare, all come to the meeting. Ranks that have not run a backward pass also come, perhaps
-without comparing options. So the ranks of a meeting tell each other whether any of them compares its
-options. If one does, all of them compare theirs.
+Ranks come to a meeting for different reasons. If any of them compares its options, all of them compare
+theirs.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
 the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no
@@ -46,11 +45,11 @@ CURE = (
     "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "
     "does not need the output y adds 0 * y.sum() to its loss"
 )
-"""The end of messages about ranks that run different backward passes: what all ranks must do."""
+"""The end of messages about ranks that run different backward passes. It says what all ranks must do."""
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which has run on other ranks: {CURE}"
-"""Text for a rank that waits because it has not run a backward pass; it follows "rank 3" in an error."""
+"""Why a rank waits that has not run a backward pass. In an error it follows the rank, such as "rank 3"."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.
@@ -66,7 +65,7 @@ class Meeting:
     The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's
     name):
 
-        NUMBER            is the number of ranks that have come to the meeting of that number
+        NUMBER            is the number of ranks that have come to the meeting with this number
         NUMBER/all        is set when all ranks have come
         NUMBER/compare    is set if a rank has come because it compares its options
         waiting           is set when a rank has waited for long in any meeting of the group

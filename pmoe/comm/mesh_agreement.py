@@ -8,8 +8,8 @@ comparison uses no group, only the default group's store, which every rank can r
     refused/MESH/NUMBER     the `Refusal` of this call, written by the first rank that refuses it
 
 All keys begin with pmoe/mesh/LIFE/ (`GroupRecord.life`). MESH is a digest of the mesh's text, and NUMBER
-counts the calls with one mesh. A refused call keeps its number: a rank that comes late still makes this call,
-and raises the error of its refusal (`_next_call`).
+counts the calls with one mesh. A refused call ends with an error on all of its ranks. A rank that comes late
+to a refused call raises the error, too (`_next_call`).
 
 A rank waits until all ranks of its mesh have come. Meanwhile it reads the last call of each of these ranks.
 If the last call of another rank has a different mesh or number, the first case that applies decides:
@@ -20,9 +20,9 @@ If the last call of another rank has a different mesh or number, the first case 
     has a mesh that contains this rank    The meshes differ: the ranks of both calls raise an error. But if
                                           all ranks have come to this rank's call by now, or it was refused,
                                           then the other rank has left it, and this rank leaves it, too.
-    has a mesh without this rank          This rank waits: that call is an earlier one, with other ranks.
+    has a mesh without this rank          This rank waits for the next call of the other rank.
 
-Ranks outside the mesh are not asked, because they may call `pmoe.parallelize` with meshes of their own.
+Ranks outside the mesh may call `pmoe.parallelize` with meshes of their own, so their calls are not read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from pmoe.comm.group_record import record_of_group
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 5.0
-"""How long a rank whose call was refused may take until its next call, before others raise an error."""
+"""How long a waiting rank gives a peer whose call was refused to make its next call."""
 
 LONGEST_PAUSE_SECONDS = 0.5
 """Longest pause of a waiting rank between two readings of the store."""
@@ -62,11 +62,11 @@ MeshCall = tuple[str, int]
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason for which ranks leave a call with an error.
+    """A refusal of a call of `pmoe.parallelize`: why all ranks of the call raise an error.
 
     error: the text of the error.
     num_calls: number of calls, with any mesh, that the writer of this refusal had made when it wrote it.
-    calls: the calls that ranks left for this reason: one, or two if the meshes of two calls differ.
+    calls: the refused calls: one, or two if the meshes of two calls differ.
     """
 
     error: str
@@ -76,10 +76,10 @@ class Refusal:
 
 @dataclass
 class OwnCalls:
-    """A record of this rank's own calls with one default group.
+    """A record of this rank's own calls of `pmoe.parallelize` under one default process group.
 
-    num_calls: how many calls this rank has made, with any mesh. The present call is counted.
-    agreed: for each mesh, by its text, the number of the last call in which all ranks agreed.
+    num_calls: the number of calls that this rank has made, with any mesh, including the present one.
+    agreed: {mesh as text: number of the last call with this mesh in which all ranks agreed}.
     left: the refused calls whose errors this rank has raised.
     """
 
@@ -97,12 +97,10 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
 
     text: the mesh in words, by which ranks compare it.
     members: the global ranks of the mesh.
-    check: checks this rank's mesh by itself, before other ranks can read of this rank's call.
+    check: a function that checks this rank's mesh. It runs before the other ranks can read of the call.
 
-    Raises the errors of ``check``. Raises ValueError, on all ranks that wait for each other,
-
-    - if a rank of the mesh passes a different mesh that contains this rank;
-    - if the call of a rank of the mesh was refused.
+    Raises the errors of ``check``. Raises ValueError on all ranks that wait for each other, if a rank of the
+    mesh passes a different mesh that contains this rank, or if its call was refused.
 
     If a rank does not come within the timeout of the default group, the first rank that notices raises
     RuntimeError. The ranks that read this error in the store raise ValueError.
@@ -138,13 +136,12 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
 def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
     """Returns the call that this rank makes now with the mesh ``text``.
 
-    The calls with one mesh are numbered. The result is the first call after the last one in which all ranks
-    agreed, without the refused calls with which this rank is finished. It is finished with a refused call in
-    two cases:
+    The calls with one mesh are numbered. The result has the next number after the last call in which all
+    ranks agreed. But refused calls are skipped in two cases:
 
     - This rank has raised the error of the refusal already, maybe in a call with another mesh.
-    - This rank has made more calls, with any mesh, than the writer of the refusal had made when it wrote it.
-      The present call of each is counted.
+    - This rank has made more calls, with any mesh, than the writer of the refusal had made when it wrote it
+      (`Refusal.num_calls`).
 
     If the result is a refused call, this rank comes late to it, and `_wait` raises the error of the refusal.
     """
@@ -158,7 +155,7 @@ def _next_call(board: _Board, text: str, own_calls: OwnCalls) -> MeshCall:
 
 @dataclass(frozen=True)
 class _Board:
-    """The keys of the store by which ranks compare their calls. Every rank can read all keys.
+    """Reads and writes the keys of the store by which ranks compare their calls.
 
     store: the default group's store.
     start: the beginning of all keys.
@@ -214,15 +211,15 @@ def _refusal_of(published: bytes) -> Refusal:
 def _wait(
     board: _Board, own: MeshCall, members: Sequence[int], own_calls: OwnCalls, timeout: timedelta | None
 ) -> None:
-    """Waits until all ranks of the mesh have come to this rank's call.
+    """Waits until all ranks of the mesh have made the same call as this rank.
 
-    board: the keys of the store.
+    board: reads and writes the store by which ranks compare their calls.
     own: this rank's call.
     members: the global ranks of the mesh.
     own_calls: the record of this rank's calls.
     timeout: the timeout of the default group; None waits without a limit.
 
-    Raises ValueError if the call is refused, RuntimeError after the timeout.
+    Raises ValueError if this rank or another rank refuses the call, RuntimeError after the timeout.
     """
     begin = time.monotonic()
     pause = 0.001
@@ -243,7 +240,7 @@ def _wait(
 
 
 def _in_turns(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yields the ranks in groups of at most `READ_AT_ONCE`, over and over without an end."""
+    """Yields the ranks in groups of at most `READ_AT_ONCE`, again and again without an end."""
     while True:
         for start in range(0, max(len(ranks), 1), READ_AT_ONCE):
             yield ranks[start : start + READ_AT_ONCE]
@@ -302,7 +299,7 @@ def _contradiction(
 
 
 def _late(board: _Board, own: MeshCall, members: Sequence[int], seconds: float) -> str:
-    """Returns the text of an error: which rank has not come to this rank's call within some seconds.
+    """Returns an error message that names a rank that has not come to this rank's call.
 
     board: the keys of the store.
     own: this rank's call.

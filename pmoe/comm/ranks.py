@@ -17,14 +17,14 @@ class Ranks:
     A single rank does not communicate. A copy of the object has the same group. A pickled object has no
     group; after loading, `reconnect` takes the default group.
 
-    group: the process group. None takes the default group if torch.distributed is initialised, else the
-        object is a single rank.
+    group: the process group. None for the default group if torch.distributed is initialised, or for a single
+        rank if it is not.
     size, rank: the number of ranks in the group, and this rank's number in it.
     layer: the name that errors give the layer that owns this object; "" before the layer's first call.
     takes_default: whether the group is the default group. If the default group is destroyed, a new default
         group may replace it.
-    by_default: whether the user passed no group or mesh. A layer of one rank may then be an oversight, so its
-        first call warns if there are other ranks.
+    by_default: whether the user passed no group or mesh. The first call then warns if the layer has one rank
+        and torch.distributed has more.
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
     any_trains: whether any rank was in training mode at the layer's last exchange of row counts.
@@ -180,8 +180,8 @@ class Ranks:
     def take_number(self, message_bytes: int) -> None:
         """Gives the layer its number among the layers of the group, after its first exchange of row counts.
 
-        All ranks take part in the same exchange, so the layer gets the same number on all ranks. Ranks
-        compare the number in later exchanges, to find out whether all ranks call the same layer.
+        The number is the same on all ranks, because all take part in the exchange. In later exchanges ranks
+        compare it, to find out whether all ranks call the same layer.
 
         message_bytes: bytes of the message of row counts to each rank in that exchange.
         """

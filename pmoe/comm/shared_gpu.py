@@ -1,9 +1,8 @@
 """Lets several ranks of an NCCL job share one GPU, by environment variables.
 
-NCCL refuses a job in which two ranks have the same host and GPU. NCCL identifies a host by a text, which the
-variable NCCL_HOSTID can set. If each rank has a different text, NCCL takes each rank for a machine of its
-own, and ranks send rows through sockets. A job of this kind is slow: it can test results, but not measure
-times.
+NCCL refuses a job in which two ranks have the same host and GPU. It identifies a host by a text, which the
+variable NCCL_HOSTID can set. If each rank sets a different text, each counts as a machine of its own, and
+ranks send rows through sockets. This is slow, so it is good for tests of results, not for timing.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ OFFICIAL_SINCE = (2, 30)
 """The first version of NCCL that allows several ranks on one GPU, by a variable of its own."""
 
 REFUSALS = ("Duplicate GPU detected", "Multiple Ranks are using the same GPU")
-"""Texts in NCCL's errors for several ranks on one GPU: in versions up to 2.29, and from 2.30 on."""
+"""Texts in NCCL's errors for several ranks on one GPU: one up to version 2.29, one from 2.30 on."""
 
 
 def shared_gpu_environment(rank: int, version: tuple[int, ...]) -> dict[str, str]:

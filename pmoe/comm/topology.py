@@ -73,7 +73,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 Nodes = int | Sequence[Hashable] | None
 """Which ranks share a node. One of:
 
-    int        number of ranks on each node, counted over all processes, as LOCAL_WORLD_SIZE counts them
+    int        number of processes of the job on each node, as in LOCAL_WORLD_SIZE
     sequence   for each rank of the group, an id of its node
     None       the number in LOCAL_WORLD_SIZE; one node for all ranks if it is not set
 """
@@ -83,11 +83,11 @@ Nodes = int | Sequence[Hashable] | None
 class Topology:
     """The nodes of a group's ranks.
 
-    Ranks have their numbers in the group. Nodes are numbered in the order of their first ranks, so rank 0 is
-    on node 0.
+    Ranks are numbered as in the group. Nodes are numbered in the order of their first ranks, so rank 0 is on
+    node 0.
 
-    members: the ranks of each node. A rank's index among them is its place in the node. The ranks are in the
-        order of their global ranks, because torch orders the ranks of a new process group in this way.
+    members: the ranks of each node, in the order of their global ranks, which is also torch's order in new
+        process groups. A rank's index among them is its place in the node.
     global_ranks: the global rank of each rank of the group.
     origin: the argument or variable from which the topology was made, with its value, for errors.
 
@@ -147,8 +147,8 @@ class Topology:
     def across(self, rank: int) -> tuple[int, ...]:
         """Returns the ranks that have the same place in their nodes as ``rank``, in group order.
 
-        A rank's place is its number among the ranks of its node. If a node has too few ranks, it has no rank
-        at that place.
+        A rank's place is its number among the ranks of its node. A node with too few ranks has no rank at
+        that place.
         """
         place = self.place(rank)
         ranks = (node[place] for node in self.members if place < len(node))
@@ -251,20 +251,19 @@ def connect(group: dist.ProcessGroup, topology: Topology) -> NodeGroups:
     - If ``group`` has all processes, each process makes the groups of all processes, in the same order,
       because torch requires this.
     - If ``group`` has only some of the processes, each member makes only its own two groups
-      (use_local_synchronization). Torch then makes the name of a new group from its ranks and from the number
-      of groups that the process already belongs to. If this number differed between processes, the names
-      would differ, and the processes would hang (pytorch issue 173608).
+      (use_local_synchronization). Torch then names a new group by its ranks and by the number of groups that
+      the process already belongs to. Processes with different numbers would hang (pytorch issue 173608).
 
     The groups exist until torch.distributed is shut down. Later calls for the same topology return the same
-    groups. They make no new groups, because a new group could get the name of an old one, and would then find
-    the old group's keys in the store.
+    groups.
 
-    The topology must be the same on all ranks. A layer compares its ``nodes`` between ranks before.
+    The topology must be the same on all ranks. A layer has compared its ``nodes`` between ranks before.
 
     Raises ValueError on every rank of ``group``, before any group is made, if ``group`` has only some of the
     processes and its members belong to different numbers of groups.
     """
     known = _node_groups.setdefault(group, {})
+    # Kept for good: a group made later could get the name of a deleted one, and find its keys in the store.
     if topology not in known:
         options = options_like(group)
         if "use_local_synchronization" in options:
@@ -299,8 +298,8 @@ def _make_groups(
 def _check_number_of_groups(ranks: Ranks) -> None:
     """Raises ValueError on every rank if processes belong to different numbers of process groups.
 
-    Torch puts this number into the name of a new group that has only some of the processes. With different
-    names the processes would hang.
+    If a new group has only some of the processes, torch puts this number into the group's name. With
+    different names the processes would hang.
     """
     known = len(dist.distributed_c10d._world.pg_names)
     numbers = gathered(ranks, known, stage="comparing the numbers of process groups")

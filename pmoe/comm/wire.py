@@ -12,8 +12,7 @@ values, rounded to bfloat16. With ``wire="e4m3"``, a float8 format, the M column
     unpacked value = number * scale, computed in float32 and rounded once to the rows' type
 
 A block of zeros is unpacked to zeros. If a block has an Inf or a NaN, the scale is Inf or NaN, and all values
-of the block become NaN. So a value that is not finite is never hidden, and makes at most 127 other values of
-its row NaN.
+of the block become NaN: the value that is not finite, and at most 127 others.
 
 Letters: N rows, M columns of a row, B blocks of a row, C bytes of a message.
 """
@@ -32,26 +31,27 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 """The largest finite number of e4m3, 448."""
 
 E4M3_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes of rows that may be rounded to e4m3. Users of float64 want more digits than e4m3 keeps."""
+"""The dtypes of rows that may be rounded to e4m3. float64 is not one: its users want many digits."""
 
 BLOCK_BYTES = 1 << 18
-"""Bytes of the float32 values of the rows that are packed or unpacked at a time on the CPU."""
+"""Bytes of the rows, in float32, that the CPU packs or unpacks at a time."""
 
 BLOCKS_AT_ONCE = 4
 """A pass on the CPU packs all tokens before its first chunk, if the tokens fill at most this many blocks.
 
-The messages of tokens of 128 columns and more then take at most 0.3 MiB in e4m3, and 0.5 MiB in bfloat16.
+A block has `BLOCK_BYTES`. The messages of all tokens (of 128 columns or more) then take at most 0.3 MiB in
+e4m3, and 0.5 MiB in bfloat16.
 """
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-"""Lower bound of scales, for blocks of zeros and blocks whose scale would be a denormal number."""
+"""The lower bound of scales. It is used for blocks of zeros, and for scales that would be denormal."""
 
 
 def check_wires(wires: Wires, dtype: torch.dtype) -> None:
     """Raises ValueError if rows of a dtype must not be sent in the given number formats.
 
-    "e4m3" is for the dtypes in `E4M3_DTYPES`. "bfloat16" is for float32 only, because it would not shorten
-    rows whose numbers have 2 bytes.
+    "e4m3" is for the dtypes in `E4M3_DTYPES`. "bfloat16" is for float32 only; rows in 16 bits would not get
+    shorter.
 
     wires: the formats for forward and backward.
     dtype: dtype of the rows.
@@ -70,9 +70,8 @@ def check_wires(wires: Wires, dtype: torch.dtype) -> None:
 def block_rows(columns: int, device_type: str) -> int | None:
     """Returns the number of rows that are packed or unpacked at a time; None if it is not limited.
 
-    On the CPU the float32 values of a block of rows stay in the cache, and take little memory. A block is so
-    large that the host's work for its operators is small beside the work on its values. On a GPU each
-    operator is a launch, so all rows are one block.
+    On the CPU a block of rows, in float32, fits into the cache, and is so large that the calls of operators
+    take little of the time. On a GPU each operator is a launch, so all rows are one block.
 
     columns: columns of a row.
     device_type: "cpu" or "cuda".
@@ -83,8 +82,8 @@ def block_rows(columns: int, device_type: str) -> int | None:
 def are_packed_at_once(num_tokens: int, columns: int) -> bool:
     """Returns whether the first chunk of a pass on the CPU packs the tokens of all chunks.
 
-    It packs all of them if there are few tokens (`BLOCKS_AT_ONCE`). In a small pass the host's work for each
-    operator counts more than memory.
+    It does so if there are few tokens (`BLOCKS_AT_ONCE`): in a small pass, the time of calling operators
+    matters more than memory.
 
     num_tokens: number of tokens of the pass.
     columns: columns of a token.
@@ -191,7 +190,7 @@ def unpack_to_new(
 ) -> Tensor:
     """Unpacks messages to rows in new memory, all at once. Returns the rows, (N, M).
 
-    The function runs one operator fewer than `unpack_rows`, to which the caller passes the memory.
+    The function runs one operator fewer than `unpack_rows`, which writes into memory of the caller.
 
     wire: the number format of the messages.
     message_NC: (N or more, C) uint8, the messages, C bytes each.
@@ -220,9 +219,8 @@ def _unpack_e4m3(message_bC: Tensor, out_bM: Tensor) -> None:
 def _scale(values_NM: Tensor, scales_NB: Tensor) -> Tensor:
     """Multiplies each block of 128 columns by its scale, and returns the values.
 
-    Each number of e4m3 is also a number of bfloat16 and of float16, so the values are exact before they are
-    multiplied. PyTorch multiplies by float32 scales in float32, and rounds the products to the dtype of the
-    values.
+    The products are computed in float32, and rounded once to the dtype of the values. The values are exact in
+    any of the rows' dtypes, because every number of e4m3 is also a number of bfloat16 and of float16.
 
     values_NM: (N, M), numbers of e4m3 in the rows' dtype, which are overwritten.
     scales_NB: (N, B) float32, a scale for each block.

@@ -255,7 +255,8 @@ class Slots:
         the number of ranks that share an expert.
     degrees: the numbers of chunks n for which `RankCounts.depth` is computed. Each divides the number of bins
         (equal ranges of a rank's tokens, by which rows are counted).
-    own_rank: this rank's number, if its rows to itself are not sent and do not count. None counts all rows.
+    own_rank: this rank's number, if its rows to itself are not counted, because they are not sent. None
+        counts all rows.
     host_rows: number of received rows for which this rank has host memory; None checks nothing.
     num_staying: the number of this rank's own experts, if the experts after them are copies of other ranks'
         experts. Only rows for its own experts stay on the rank; rows for copies are sent. None if there are
@@ -325,8 +326,8 @@ class Slots:
     def agreed(self, depths: Sequence[int]) -> dict[int, int]:
         """Returns `RankCounts.depth`: how often the chunks are cut finer, for each n in ``degrees``.
 
-        In a layer with copies, one chunk that does not fit is cut into two, and these are cut further if they
-        do not fit. The batch then needs no more memory than with one chunk:
+        In a layer with copies, a batch of one chunk may not fit. It is then cut as a batch of two chunks,
+        which needs no more memory:
 
             one chunk         1 slot for a whole batch in each ring
             several chunks    2 slots for half a batch in each ring
@@ -475,8 +476,8 @@ def num_bins(degrees: Sequence[int], num_ranks: int, num_experts: int, slack: fl
         F >= lcm(degrees) * num_ranks / min(slack, 1)
 
     With so many bins, even a batch that sends all rows to one rank can be cut into chunks that fit into ring
-    slots (buffers of fixed size). k is smaller if F would be larger than `max_bins`, because the message of
-    row counts must stay small.
+    slots (buffers of fixed size). But if F would be larger than `max_bins`, k is smaller: the message of row
+    counts must stay small.
 
     degrees: the numbers of chunks that may be chosen.
     num_ranks: number of ranks of the layer.
@@ -498,8 +499,8 @@ def max_bins(num_experts: int) -> int:
         limit = min(MAX_BINS, MAX_COUNTS // num_experts)
 
     Bins are equal ranges of a rank's tokens, for which rows are counted. A message of row counts has one
-    count for each bin and each expert, so this limit keeps messages small. Only the least common multiple of
-    the numbers of chunks may be larger than the limit.
+    count for each bin and each expert, so this limit keeps messages small. `num_bins` begins with the least
+    common multiple of the numbers of chunks, which may be larger than the limit; it is then not doubled.
 
     num_experts: number of experts of all ranks.
     """

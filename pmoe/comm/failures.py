@@ -58,7 +58,7 @@ failure_published: threading.Event = threading.Event()
 
 
 class PeerError(RuntimeError):
-    """The error of a rank that stops waiting because a peer has published a failure, which it quotes."""
+    """The error of a rank that stops waiting because a peer has failed. It quotes the peer's error."""
 
 
 def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = True) -> None:
@@ -318,8 +318,8 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
     """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
 
-    The reasons are the failures that ranks of the group have published. If there are none, they are sentences
-    about peers that wait for a call in which this rank will not take part (`pmoe.comm.meeting`).
+    The reasons are the failures that ranks of the group have published. If there are no failures, the
+    function looks for peers that wait for a call in which this rank will not take part (`left_out`).
 
     group: the group.
     reasons: a list to which texts are added.
@@ -424,9 +424,9 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
 def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
     """Returns a context that publishes an error of its block, so that peers stop waiting for this rank.
 
-    The context is for errors that a single rank may raise while its peers wait for it, in users' code or in
-    an allocation. The rank has then left a pass in the middle. An error that all ranks raise together must
-    not be published: no rank waits, and the report would end the next call of the peers.
+    The context is for errors that may happen on a single rank, such as an error of users' code or of an
+    allocation. After the error, the rank has left a pass in the middle. An error that all ranks raise
+    together must not be published: no rank waits, and the report would end the next call of the peers.
 
     ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.

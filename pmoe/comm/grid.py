@@ -57,9 +57,9 @@ class Grid:
     def shards(self, expert_TK: Tensor, num_experts: int) -> Tensor:
         """Returns the L shards of each chosen expert, as one number for each shard.
 
-        Shard s of an expert is the part of its hidden columns that rank s of the expert's node holds. The
-        number of a shard is r * E + e, where r is the rank that holds the shard, and e is the index of the
-        expert among the E experts of that rank.
+        Shard s of an expert is the part of its hidden columns that rank s of the expert's node holds. Let r
+        be the rank that holds a shard, and e the index of the expert among the E experts of that rank. The
+        number of the shard is r * E + e.
 
         expert_TK: (T, K) integers, the K experts that each of T tokens chose among all experts.
         num_experts: E, the number of experts of a rank.

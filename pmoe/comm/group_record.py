@@ -150,11 +150,11 @@ def _life() -> int:
     """Returns the number of the present default process group: 1, 2, ..., modulo `MOST_LIVES`.
 
     The first default group with which this rank uses pmoe has number 1, the next one number 2. The number is
-    a part of all keys in the store: a group that is destroyed and made again may have the same name, and with
-    torchrun the store outlives the group.
+    a part of all keys in the store, because torchrun's store outlives a group, and a later group may have the
+    same name.
 
     The counter is in the default group's store, and is read once for each default group. The result is 0 if
-    there is no default group or no store, or if the store does not answer within 5 seconds.
+    there is no counter to read: no default group, no store, or no answer within 5 seconds.
     """
     world = dist.group.WORLD
     if world is None:

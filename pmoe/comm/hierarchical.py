@@ -205,8 +205,8 @@ def in_order(rows: Tensor, sizes: Sequence[int], order: Sequence[int], out: Tens
     order: the indices of the blocks, in the new order.
     out: takes the result; None allocates memory for it.
 
-    The rows are copied once. If no row moves, nothing is copied: the result is ``rows``, and ``out`` is not
-    written.
+    The rows are copied once. But if the new order moves no row, the result is ``rows`` itself, and ``out`` is
+    not written.
 
     Example: rows a bb c with sizes (1, 2, 1) in order (1, 0, 2) -> bb a c.
     """

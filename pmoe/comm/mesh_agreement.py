@@ -99,8 +99,10 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
     members: the global ranks of the mesh.
     check: a function that checks this rank's mesh. It runs before the other ranks can read of the call.
 
-    Raises the errors of ``check``. Raises ValueError on all ranks that wait for each other, if a rank of the
-    mesh passes a different mesh that contains this rank, or if its call was refused.
+    Raises the errors of ``check``. Also raises ValueError, on all ranks that wait for each other, if
+
+    - a rank of the mesh has passed a different mesh, of which this rank is a part, or
+    - the call of a rank of the mesh was refused.
 
     If a rank does not come within the timeout of the default group, the first rank that notices raises
     RuntimeError. The ranks that read this error in the store raise ValueError.

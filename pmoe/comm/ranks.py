@@ -166,8 +166,8 @@ class Ranks:
 
         The backward pass gives the number to `pmoe.comm.failures.backward_pass`.
 
-        Records nothing and returns 0 for a single rank, for passes on a GPU, and for the second pass of
-        activation checkpointing, which runs inside a backward pass.
+        In three cases the method records nothing and returns 0: for a single rank, for passes on a GPU, and
+        for the second pass of activation checkpointing.
 
         device: the device of the rows.
         """

@@ -70,8 +70,9 @@ def check_wires(wires: Wires, dtype: torch.dtype) -> None:
 def block_rows(columns: int, device_type: str) -> int | None:
     """Returns the number of rows that are packed or unpacked at a time; None if it is not limited.
 
-    On the CPU a block of rows, in float32, fits into the cache, and is so large that the calls of operators
-    take little of the time. On a GPU each operator is a launch, so all rows are one block.
+    On the CPU a block of rows, in float32, fits into the cache. It is large enough that most of the time is
+    spent on values and not on calls of operators. On a GPU all rows are one block, because each operator is a
+    launch.
 
     columns: columns of a row.
     device_type: "cpu" or "cuda".

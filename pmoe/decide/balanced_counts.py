@@ -180,8 +180,8 @@ class BalancedCounts(ExactCounts):
         rows that the experts received, and the hidden activation. If there are copies, row counts are
         exchanged a second time, for the experts and the copies. All ranks choose the same n and restore pair.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts: with the experts that
-            the wrapper calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -295,8 +295,8 @@ def trained_marks(modules: LayerModules) -> list[int]:
     `TRAINED_MARKS` marks; the last one is for all tensors that remain. Two kinds of experts differ:
 
     - experts that are a user's modules: mark i is 1 if parameter i of any expert needs a gradient;
-    - experts whose tensors are computed from other parameters, or that a tool has wrapped: the marks of such
-      tensors are 1 if any parameter of the experts needs a gradient.
+    - experts whose tensors are computed from other parameters, or that a tool has wrapped: the mark of a
+      tensor is 1 if any parameter of the experts needs a gradient.
 
     modules: the modules of the layer.
     """
@@ -566,9 +566,9 @@ class SlotsOfHosts(SortedSlots):
     def plan(self, counts: RankCounts, choice: Choice) -> Plan:
         """Returns the plan of the call, which also says how backward gets the weights of experts' copies.
 
-        The ranks that have the copies keep the weights until backward. They do not keep them if the restore
-        pair sends the experts' input rows a second time in backward: then the weights are sent a second time,
-        too. There are two exceptions in which the weights are always kept:
+        If the restore pair sends the experts' input rows a second time in backward, the weights of the copies
+        are sent a second time, too. Otherwise the ranks that have the copies keep the weights until backward.
+        They also keep the weights in two other cases:
 
         - later calls use the copies again;
         - the experts are a user's modules, whose autograd graphs refer to the weights.

@@ -36,7 +36,7 @@ def check_gate(
     capacity_factor: the layer's capacity factor; it must be None if the gate itself drops rows over capacity.
     normalize_gate, z_loss_weight: options of pmoe's own gates, which must have their defaults here.
 
-    Raises TypeError if the gate is not a module, and ValueError if an option must not be set.
+    Raises TypeError if the gate is not a module, and ValueError if one of these options is set.
     """
     check_kind(nn.Module, "a name or a torch.nn.Module", gate=gate)
     if normalize_gate is not None or z_loss_weight:

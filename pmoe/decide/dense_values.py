@@ -1,7 +1,7 @@
 """Digests of the values of parameters. Ranks compare these digests instead of sending the values.
 
-A digest is a hash. The replicated parts of a layer (the gate, the shared expert, callbacks) are those that
-every rank holds as a whole, so their values must be equal on all ranks. Experts are not replicated.
+A digest is a hash. Every rank holds the whole gate, the whole shared expert and all callbacks: these are the
+replicated parts of a layer. Their values must be equal on all ranks. Experts are not replicated.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class ExactCounts:
         the experts received, and the hidden activation. All ranks choose the same n and restore pair. For a
         small call on the CPU without gradients the result has only the counts (`are_few`).
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
         """
         self.orders.modules = modules
@@ -197,8 +197,8 @@ class ExactCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Cuts the sorted rows into chunks, and returns the decision to run them on the pipeline engine.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`: the row counts, and the choice of n and the restore pair.
         """
@@ -248,8 +248,8 @@ def few_rows(source: CountsSource, modules: LayerModules, inputs: Inputs, counts
     """Returns the decision to run a small call without chunks or a plan of buffers.
 
     source: has the call, and its tokens with their routing.
-    modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-        experts that the wrapper really calls.
+    modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+        layer's own experts by these.
     inputs: the rows and parameters of the call.
     counts: the row counts.
     """

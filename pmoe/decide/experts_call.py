@@ -149,8 +149,8 @@ class ExpertsCall:
         object that computes both passes. All ranks agree on everything that changes the order of collectives.
         If activation checkpointing runs the call a second time, the agreement of the first run is used.
 
-        experts: the experts to compute. If a tool such as PEFT has wrapped the layer's experts: those that
-            the wrapper calls.
+        experts: the experts to compute. A tool such as PEFT may have replaced the layer's own experts by
+            these.
         inputs: the rows and parameters of the call.
         """
         modules = self.call.scheduled

@@ -101,8 +101,8 @@ class FusedCounts(ExactCounts):
         If both are chosen, the fused kernels compute the forward pass, and the pipeline engine computes the
         backward pass. All ranks make the same choice.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
         """
         own_modules = self.call.modules
@@ -140,8 +140,8 @@ class FusedCounts(ExactCounts):
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run by fused kernels, by the pipeline engine, or by both.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
         agreed: the result of `agree`, which says what computes each pass.
         """

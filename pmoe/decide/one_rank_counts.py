@@ -194,12 +194,12 @@ def kernels_refusal(modules: LayerModules, x_TM: Tensor, needs_grad: bool) -> st
 def _routes(
     call: Call, x_TM: Tensor, agreed: AgreedChoice
 ) -> tuple[Routes, DeferredRouting | None, Tensor | None]:
-    """Returns the routing of a call, a `DeferredRouting` or None, and rows for the experts or None.
+    """Returns three values: the routing of a call, a `DeferredRouting`, and rows for the experts.
 
-    The second result is a `DeferredRouting` if the persistent kernel will compute the routing: the tensors of
-    the routing have no values until that kernel is launched. Otherwise the routing is computed here.
+    The second value is None if this function computes the routing. Otherwise the persistent kernel will
+    compute it, and the tensors of the routing have no values until that kernel is launched.
 
-    The third result, (T, M), is the tokens as an output of the gate's autograd node. The experts take these
+    The third value, (T, M), is the tokens as an output of the gate's autograd node. The experts take these
     rows, so the gate's backward can add the experts' gradient to its own (`pmoe.gates.logits.LogitsAndRows`).
     It is None if the experts take the tokens themselves.
 

@@ -97,8 +97,8 @@ class PaddedCounts:
         All ranks must have the same number of tokens. n is the number of chunks. The restore pair says how
         backward gets two activations back: the rows that the experts received, and their hidden activation.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
 
         Raises ValueError on every rank if the ranks have different numbers of tokens.
@@ -125,8 +125,8 @@ class PaddedCounts:
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
         """Returns the decision to run in chunks of padded rows, or by the persistent kernel.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts, ``modules`` has the
-            experts that the wrapper really calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         inputs: the rows and parameters of the call.
         agreed: the choice that `agree` returned: the persistent kernel, or n and the restore pair.
         """
@@ -228,8 +228,8 @@ class PaddedCounts:
         The method is for calls in chunks. If the routing was left to the persistent kernel, which does not
         compute this call after all, the method also computes the routing.
 
-        modules: the layer's modules. If a tool such as PEFT has wrapped the experts: with the experts that
-            the wrapper calls.
+        modules: the layer's modules, with the experts to compute. A tool such as PEFT may have replaced the
+            layer's own experts by these.
         """
         if self._padded_rows is None:
             if self._deferred is not None:
@@ -244,9 +244,9 @@ class PaddedCounts:
 def _compare(call: Call, routed: RoutedBatch, key: PaddedCallKey) -> None:
     """Checks that all ranks make the same call of a layer with ``pad_to_capacity``, and exchanges faults.
 
-    The ranks' calls must have the same number of tokens, and the same answer whether gradients are needed. On
-    the CPU every call is checked. On CUDA the host would wait for the exchange, so only two sorts of calls
-    are checked:
+    All ranks must have the same number of tokens, and all ranks or no ranks must need gradients. On the CPU
+    every call is checked. On CUDA the host would wait for the exchange, so only two sorts of calls are
+    checked:
 
     - the first call with these values of ``key``;
     - a call in which activation checkpointing routes the same tokens a second time.

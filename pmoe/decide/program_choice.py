@@ -1,8 +1,8 @@
 """The choice of pass programs: which calls of a layer with ``Switches(program=True)`` they run.
 
 A program is a forward or backward pass that was compiled into a list of kernel launches and collectives. C++
-code issues this list without Python (`pmoe.program`). If a call cannot run as programs, the engine, which is
-written in Python (`pmoe.engine`), runs it on all ranks. pmoe then warns once for each reason.
+code issues this list without Python (`pmoe.program`). If a call cannot run as programs, the engine runs it on
+all ranks. The engine is Python code (`pmoe.engine`). pmoe then warns once for each reason.
 
 Three functions look for such a reason, one after the other. All ranks get the same answers. The table says
 what each function examines:
@@ -38,7 +38,7 @@ _agreed: dict[tuple[object, ...], Programs | str] = {}
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why compiled pass programs can run no call of a layer; None if they may run some calls.
+    """Returns why a layer cannot use compiled pass programs at all; None if they may run some calls.
 
     All ranks get the same answer.
     """
@@ -91,9 +91,9 @@ def agreed_programs(
 ) -> Programs | None:
     """Returns the compiled pass programs that run a call; None if the engine must run it.
 
-    If the result is None, the function warns of the reason. All ranks get programs, or none does. The first
-    call of this function for each dtype and each combination of sizes is a collective, because kernels or
-    libraries may be missing on some ranks.
+    If the result is None, the function warns of the reason. All ranks get the same answer, although kernels
+    or libraries may be missing on some ranks. So the first call of this function for each dtype and each
+    combination of sizes is a collective.
 
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.

@@ -52,7 +52,7 @@ def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) 
 
 
 def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
-    """Returns a decision to run a call by its programs; the decision without a change if there are none."""
+    """Returns a decision to run the call by its programs. Without programs, returns ``decision`` itself."""
     plan = decision.plan
     if agreed.programs is None or plan is None:
         return decision

@@ -86,8 +86,8 @@ def compare_options(modules: LayerModules) -> bool:
         experts                       may differ or be equal; ValueError if the experts of one rank have
                                       overwritten the experts of the other ranks
 
-    The experts of one rank have overwritten the others if they differed when they were built, are equal now,
-    and have changed on some ranks but not on all.
+    The function concludes that experts were overwritten if three conditions hold: the ranks' experts differed
+    when they were built, they are equal now, and they have changed on some ranks but not on all.
 
     If any rank's experts were loaded from a state dict, `check_loaded` compares the experts instead. It is
     stricter: no two ranks may hold equal experts.

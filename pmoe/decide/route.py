@@ -1,7 +1,7 @@
 """The first stage of a call: checks the input and calls the gate.
 
-If the input or the routing of one rank is wrong, that rank can send no rows, and the other ranks must not
-wait for them. So the rank sends the number of a `Fault` together with its row counts, and all ranks raise.
+If the input or the routing of a rank is wrong, the rank cannot send its rows, for which the other ranks would
+wait. So it sends the number of a `Fault` together with its row counts, and all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -268,8 +268,8 @@ def _routing(call: Call, x_TM: Tensor) -> Routing:
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
 
-    Raises ValueError if the gate needs token ids and there are none, or if one of pmoe's own gates returns
-    scores for too many or too few experts.
+    Raises ValueError if the gate needs token ids that the call does not have. Also raises ValueError if one
+    of pmoe's own gates returns scores for a wrong number of experts.
     """
     gate = call.modules.gate
     ids = call.token_ids
@@ -341,7 +341,7 @@ def is_fetched(modules: LayerModules) -> bool:
 
     With offloading, a library such as accelerate loads the parameters in a hook, or in a forward method that
     replaces the original one. So the result is True if the experts have any hook or a replaced forward
-    method. The device of the parameters then says nothing about the device on which they are computed.
+    method. The device of the parameters before the call is then not the device of the computation.
     """
     return any(map(is_watched, modules.experts_module.modules()))
 

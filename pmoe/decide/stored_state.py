@@ -100,8 +100,8 @@ class ExpertPlace:
     def differs_from(self, saved: ExpertPlace) -> bool:
         """Returns whether a state dict holds values of experts that are not this rank's.
 
-        If the saved experts were not sharded by FSDP2, the state dict has whole experts, which suit each of
-        the ranks over which FSDP2 shards these experts now.
+        A state dict of experts that FSDP2 had not sharded has whole experts. Each rank can take its part of
+        them, so the part of this rank is then not compared.
 
         saved: the record in the metadata of the state dict.
         """

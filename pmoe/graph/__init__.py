@@ -28,10 +28,18 @@ Words of this folder:
     hand over        give a gradient to autograd, whose hooks may start to reduce it over ranks
     program          all graphs of the same layers and direction, for any input shapes
 
-Letters of this folder: T tokens of a rank, K choices of a token, S = T * K slots (a slot is one choice of one
-token), N rows (a row is a token's vector for one expert), E experts of all ranks, E_local experts of one
-rank, W ranks, k parts of the batch, M = d_model. A table of row counts has R lines: W lines, one for each
-sender, for rows from other ranks, or 1 line for rows that stayed on their rank.
+Letters of this folder:
+
+    T         tokens of a rank
+    K         choices of a token
+    S         slots, T * K; a slot is one choice of one token
+    N         rows; a row is a token's vector for one expert
+    E         experts of all ranks
+    E_local   experts of one rank
+    W         ranks
+    R         senders of rows: W for rows from other ranks, 1 for rows that stayed on their rank
+    k         parts of the batch
+    M         d_model
 """
 
 from pmoe.graph.explain import Explanation, explain

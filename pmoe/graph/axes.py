@@ -224,7 +224,7 @@ class _Inference:
         taken. An input whose axis is undecided fits every axis except `SUM`. It gets its axis from the
         combination that is taken.
 
-        Raises RefusedError if the node cannot be cut: the operator has no rule, or no combination fits.
+        Raises RefusedError if the node's operator has no rule, or if no combination fits.
         """
         inputs = tensors(node)
         axes = self.axes

@@ -35,7 +35,7 @@ def backend(
     options: the options of `torch.compile`, by name (`pmoe.graph.options.Options`).
     mode: must be None, because this backend has no modes.
 
-    Raises ValueError if ``mode`` is not None or the value of an option is not allowed, and TypeError if an
+    Raises ValueError if a mode is passed, or if the value of an option is not allowed. Raises TypeError if an
     option has a wrong type.
     """
     if mode is not None:

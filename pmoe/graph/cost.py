@@ -233,9 +233,12 @@ def link_of(
 ) -> Callable[[float], float]:
     """Returns a function from the bytes of an all-to-all to its predicted seconds, alpha + beta * bytes.
 
-    With one rank, the predicted seconds are 0. With several ranks, alpha (the fixed time of a message) comes
-    from the profile of the process group. beta (the time per byte) is measured by one message that takes
-    about `LONG_SECONDS`. The profile's own beta is not used: it comes from short messages, in which one
+    With one rank, the predicted seconds are 0. With several ranks:
+
+        alpha   the fixed time of a message, from the profile of the process group
+        beta    the time for each byte, measured by one message that takes about `LONG_SECONDS`
+
+    The profile has a beta, too. It is not used, because it comes from short messages, in which a single
     interruption makes a large error.
 
     ranks: the ranks of the all-to-alls.

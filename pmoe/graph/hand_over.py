@@ -312,8 +312,8 @@ def pending(module: fx.GraphModule, arguments: Sequence[Any], steps: GradientSte
     arguments: the arguments of the graph. Sizes that are symbols in the graph are read from them.
     steps: the graph's pass, as an iterator that yields its gradients.
 
-    Returns None in two cases: if the size of a result does not follow from the arguments, or if a result is
-    not a tensor, an argument of the graph or None.
+    Returns None if there can be no placeholders: the size of a result does not follow from the arguments, or
+    a result has an unknown type (known are tensors, arguments of the graph, and None).
     """
     inputs = dict(zip(module.graph.find_nodes(op="placeholder"), arguments, strict=True))
     running = GradientPass(steps)

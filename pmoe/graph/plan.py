@@ -99,7 +99,7 @@ class GraphSplit:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Makes the calls of each MoELayer consecutive: moves other calls between them behind the layer.
+        """Makes the calls of each MoELayer consecutive. Calls in between move to the end of the layer.
 
         The method is for backward graphs whose inputs do not have the batch as first dimension. In these
         graphs each layer is cut along its tokens, which is possible only if its calls are consecutive.
@@ -146,10 +146,10 @@ class GraphSplit:
 
         A range is a run of consecutive instructions that is cut. A range must not end at these positions:
 
-        - between a call that makes routed rows and the last call that reads these rows: outside the range it
-          is not known which rows belong to which part;
-        - between a call with several results and the nodes that select one of them: only single tensors can
-          be joined.
+        - between a call that makes routed rows and the last call that reads them, because routed rows can be
+          assigned to parts only inside a range;
+        - between a call with several results and the nodes that select one of them, because only single
+          tensors can be joined.
 
         instructions: the instructions of the graph, with their costs.
         """

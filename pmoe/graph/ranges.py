@@ -5,9 +5,9 @@ as a pipeline. Instructions are first joined to groups of about equal time. The 
 
     T(n) = min over i < n and k of T(i) + P(i + 1, n, k)
 
-T(n) is the predicted time of the first n groups, T(0) = 0. P(i + 1, n, k) is the predicted time of the range
-that consists of the groups i + 1 to n, if it runs in k parts as a pipeline of its stages (section 5.3). With
-k = 1 the range is not cut.
+T(n) is the predicted time of the first n groups, T(0) = 0. P(i + 1, n, k) is the predicted time of the groups
+i + 1 to n, if they are a range that runs in k parts. The range runs as a pipeline of its stages (section
+5.3). With k = 1 it is not cut.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def lags(k: int) -> list[int]:
 def pipelined(body: Sequence[Instruction], k: int, lag: int, costs: PartCosts) -> list[Instruction]:
     """Returns the tasks of a range that runs as a pipeline over k parts of the batch, in their order.
 
-    A range is a run of consecutive instructions. A task is one part of several consecutive instructions.
-    These belong to one stage and use the same lane (computation or communication). Stages and parts run in
-    the order of `turns`. A task waits only for tasks of its own part.
+    A range is a run of consecutive instructions. A task runs some of these instructions on one part of the
+    batch. They follow each other, belong to one stage, and use one lane (computation or communication).
+    Stages and parts run in the order of `turns`. A task waits only for tasks of its own part.
 
     body: the instructions of the range.
     k: number of parts.

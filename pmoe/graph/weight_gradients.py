@@ -55,8 +55,8 @@ def labels(instructions: Listing) -> dict[str, set[str]]:
     both conditions hold (Lancet, section 4.1):
 
     - It does not need the result of this all-to-all, not even indirectly.
-    - The instructions whose results it reads come before the all-to-all, unless they are weight gradients,
-      which can be moved, too.
+    - The instructions whose results it reads come before the all-to-all. Weight gradients among them may also
+      come after it, because they can be moved, too.
 
     instructions: the pass, in order.
     """
@@ -179,8 +179,8 @@ def listed(
     compute lane. All-to-alls keep their order, because it must be the same on every rank.
 
     A weight gradient is any instruction whose result no all-to-all needs. The compute lane runs the first
-    other instruction that is ready. If there is none, the lane has a gap until an all-to-all ends. In the gap
-    it runs the weight gradient whose seconds are closest to the length of the gap.
+    ready instruction that is not a weight gradient. If there is none, the lane has a gap until an all-to-all
+    ends. In the gap it runs the weight gradient whose seconds are closest to the length of the gap.
 
     instructions: the pass, in order.
     limit: a number of bytes. While more bytes are allocated, weight gradients that free memory run first.

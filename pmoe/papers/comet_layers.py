@@ -147,8 +147,8 @@ def skewed_layer(model: Model, tokens: int, std: float) -> tuple[Arriving, Retur
 def _row(case: Mapping[str, Any], layers: tuple[Arriving, Returning], device: DeviceRates) -> dict[str, Any]:
     """Returns one row of a figure: the fields of ``case``, and each system's seconds for a forward pass.
 
-    The field "no launches_seconds" has COMET's seconds without the time of launches. The field of FasterMoE,
-    which has no tensor parallelism, is None if the case has TP > 1 (the size of a tensor-parallel group).
+    The field "no launches_seconds" has COMET's seconds without the time of launches. FasterMoE has no tensor
+    parallelism. So its field is None in cases with TP > 1, where TP is the size of a tensor-parallel group.
 
     case: the numbers by which the rows of the figure differ, such as {"M": 8192}.
     layers: work of one rank in COMET's layer 0 (dispatch and first product) and layer 1 (second product and

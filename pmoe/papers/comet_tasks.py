@@ -333,8 +333,8 @@ def tile_order(layer: Arriving) -> list[Tile]:
     4. the column of the grid
     5. the row of the grid
 
-    If the last row of an expert's grid has tiles that are not full, their level is W - 1, the largest of all
-    (W is the number of ranks), as in cuda/comet/order.h.
+    There is an exception, as in cuda/comet/order.h: tiles of the last row of a grid that are not full have
+    the level W - 1, the largest of all (W is the number of ranks).
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -408,9 +408,10 @@ def fused_combine_tasks(
     for rank + 1, and so on. The communicating blocks take the pieces in turn. They also share the second
     sums, those of this rank's own tokens.
 
-    To simulate fewer tasks, one task of a computing block is all its tiles of a chunk, and one task of a
-    communicating block is all its pieces of a chunk for one rank. This changes the time only a little: all
-    pieces of a task pass the link as one message.
+    To simulate fewer tasks, many tiles or pieces are one task:
+
+        computing block       all its tiles of a chunk
+        communicating block   all its pieces of a chunk for one rank, which pass the link as one message
 
     layer: numbers and sizes of the rows.
     device: rates of the device.

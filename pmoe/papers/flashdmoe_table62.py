@@ -16,8 +16,12 @@ from pmoe.papers.assumptions import printed
 def symmetric_bytes(ranks: int, experts: int, capacity: int, row_bytes: int) -> int:
     """Returns Size(L), the bytes of a tensor of shape (P, R, B, E, C, H) (section 5.3).
 
-    P is the number of ranks, R = 2 rounds (dispatch and combine), B = 2 buffers (outgoing and incoming), E
-    the number of experts of one rank, C the number of rows for one expert, H the number of elements of a row.
+        P   ranks
+        R   2 rounds: dispatch and combine
+        B   2 buffers: outgoing and incoming
+        E   experts of one rank
+        C   rows for one expert
+        H   elements of a row
 
     ranks: P, the number of ranks.
     experts: E, the number of experts of one rank.

@@ -26,8 +26,8 @@ def model_states(M: int, H: int, E: int) -> int:
 def activations(B: int, M: int, H: int) -> int:
     """Returns 4 B M + B H (Eq. 2), the number of elements of all activations of a layer together.
 
-    The activations are the layer's input, the rows that the expert received, the expert's output and the
-    layer's output (B M elements each), and the expert's hidden activation (B H elements).
+    There are four activations of B M elements each: the layer's input, the rows that the expert received, the
+    expert's output and the layer's output. The expert's hidden activation has B H elements.
 
     Eq. 4 is for a pipeline of chunks without reuse of memory. It has the same value, for two numbers: the
     elements of the pipeline's activations, and the elements of its temporary buffers. The buffers hold a
@@ -54,9 +54,13 @@ def buffers(B: int, M: int, H: int) -> int:
 def saved_each(B: int, M: int, H: int, n: int) -> int | float:
     """Returns the number of elements that reuse of memory saves in activations (Eq. 5).
 
-    The number is B (2 M (n - 2) / n + H (n - 1) / n). With reuse, memory is allocated for only 2 of n chunks
-    of the expert's input and of its output (B M elements each), and for only 1 of n chunks of its hidden
-    activation (B H elements). Temporary buffers are not counted; reuse saves the same number again in them.
+    The number is B (2 M (n - 2) / n + H (n - 1) / n). With reuse there is memory only for a part of these
+    tensors:
+
+        expert's input, expert's output   B M elements each   2 of n chunks
+        expert's hidden activation        B H elements        1 of n chunks
+
+    Reuse saves the same number again in temporary buffers, which is not counted here.
 
     The formula is for n >= 2. For n = 1 it would be negative; this function then counts 0 for the input and
     the output.
@@ -75,9 +79,11 @@ def saved_each(B: int, M: int, H: int, n: int) -> int | float:
 def saving_ratio(B: int, M: int, H: int, E: int, n: int) -> float:
     """Returns the fraction of all elements that a pipeline saves if it reuses memory (Eq. 6).
 
-    The fraction is the number of elements that reuse saves (in activations and in temporary buffers), divided
-    by all elements of a pipeline without reuse (model states, activations and temporary buffers). For H = 4 M
-    and large B, the fraction approaches 1/4 with n = 2, 1/2 with n = 4, and 5/8 with n = 8.
+        fraction = saved / all
+        saved    = elements that reuse saves in activations and in temporary buffers
+        all      = elements of model states, activations and temporary buffers, without reuse
+
+    For H = 4 M and large B, the fraction approaches 1/4 with n = 2, 1/2 with n = 4, and 5/8 with n = 8.
 
     B: tokens of a rank.
     M, H: d_model and d_hidden.

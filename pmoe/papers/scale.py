@@ -169,9 +169,14 @@ class ScaledStep:
     def peak_bytes(self) -> int:
         """Peak bytes of the busiest rank.
 
-        The peak includes parameters, gradients, the rank's part of the optimizer's state, the tensors that
-        all layers save for backward, and the memory that one layer needs in addition while it runs. By
-        assumption, the rank sends as many rows as it receives.
+        The peak is the sum of
+
+        - parameters and gradients,
+        - the rank's part of the optimizer's state,
+        - the tensors that all layers save for backward, and
+        - the memory that one layer needs in addition while it runs.
+
+        By assumption, the rank sends as many rows as it receives.
         """
         layers = self.model.layers
         ranks = self.rates.num_ranks
@@ -245,8 +250,8 @@ def scaling_ends(rows: Sequence[Mapping[str, Any]], *, strong: bool) -> dict[str
 
     Throughput is the number of tokens per second. In strong scaling it is too low if it is less than 1.5
     times the throughput with half the machines. In weak scaling it is too low if the throughput of each
-    machine is less than half of that in the first row. The result has no entry for a model whose throughput
-    is never too low.
+    machine is less than half of that in the first row. If the throughput of a model is never too low, the
+    result has no entry for it.
 
     rows: the result of `scaling`.
     strong: True if the rows are of strong scaling, False if they are of weak scaling.

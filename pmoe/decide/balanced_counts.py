@@ -596,7 +596,8 @@ def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
     """Returns the copies of busy experts, with a note of how backward gets the copies' weights.
 
     The owners of the experts send the weights a second time if the restore pair sends the experts' input rows
-    a second time. Otherwise, and if later calls use the copies, the weights are kept from forward.
+    a second time. In all other cases the weights are kept from forward. They are always kept if later calls
+    use the copies.
 
     copies: the copies of busy experts on other ranks, in one call.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
@@ -640,8 +641,8 @@ def indices_of_rows(
 def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     """Returns the node (machine) of each rank, as an index. Collective in the first call of a layer.
 
-    If each expert is split over several ranks (a group of `Grid.ep`), the result has one index for each
-    group: the node of the group's first rank.
+    If each expert is split over several ranks of a node (`Grid.esp`), these ranks have a single index in the
+    result.
 
     modules: the modules of the layer, and the layer's argument ``nodes``.
 

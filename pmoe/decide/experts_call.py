@@ -106,7 +106,7 @@ class ExpertsCall:
         return self.decision, y_TM
 
     def _check_second_run(self) -> None:
-        """Raises RuntimeError if a reentrant activation checkpoint around only the experts runs them again.
+        """Raises RuntimeError if reentrant activation checkpointing of the experts runs them a second time.
 
         ``torch.utils.checkpoint`` with ``use_reentrant=True`` returns gradients only for the arguments of the
         module. The routing weights are not an argument of the experts module, so their gradient would be

@@ -499,8 +499,8 @@ def max_bins(num_experts: int) -> int:
         limit = min(MAX_BINS, MAX_COUNTS // num_experts)
 
     Bins are equal ranges of a rank's tokens, for which rows are counted. A message of row counts has one
-    count for each bin and each expert, so this limit keeps messages small. `num_bins` begins with the least
-    common multiple of the numbers of chunks, which may be larger than the limit; it is then not doubled.
+    count for each bin and each expert, so this limit keeps messages small. The number that is doubled is the
+    least common multiple of the numbers of chunks. If it is larger than the limit, it stays as it is.
 
     num_experts: number of experts of all ranks.
     """
@@ -596,9 +596,9 @@ class CountsExchange:
         header (HEADER)  |  bin 0: X counts  |  bin 1: X counts  |  ...  |  bin F - 1: X counts
 
     tokens_W: (W,) the number of tokens of each of W ranks, valid after `finish`.
-    num_staying: the number of a rank's own experts, if its rows for them stay and its rows for copies of
-        other ranks' experts are sent; None if all of its rows to itself stay. Only used with
-        ``bypass_local``. The caller may set the number before `finish`.
+    num_staying: used with ``bypass_local``: for how many of a rank's first experts its rows to itself are not
+        sent. The first experts are its own experts; after them come copies of other ranks' experts. None
+        means all. The caller may set the number before `finish`.
     """
 
     tokens_W: Tensor

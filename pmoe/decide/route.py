@@ -170,7 +170,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
-    """Returns which (token, choice) slots are within the capacity, (T, K) bool; None keeps all slots.
+    """Returns which (token, choice) slots are within the capacity, (T, K) bool; None if all are.
 
     Some gates decide themselves which slots are kept; their answer is returned. With ``pad_to_capacity``
     slots are dropped later, when rows are padded.

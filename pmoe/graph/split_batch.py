@@ -313,8 +313,8 @@ class _Cutter:
         """Returns the length of the batch: a number, or a node that computes the length when the graph runs.
 
         batch: a tensor of the old graph whose first size is the length of the batch.
-        route: None if ``batch`` is computed at this point of the new graph. Otherwise a layer's `Route`: the
-            length then follows from the number of slots (choices of tokens) that forward saved for the layer.
+        route: a layer's `Route`, from which the length is computed if ``batch`` itself is not computed yet:
+            forward has saved the layer's slots (choices of tokens). None if ``batch`` is already computed.
         """
         size = batch.meta["val"].shape[0]
         if isinstance(size, int):

@@ -465,7 +465,8 @@ def fused_combine_tasks(
 def dealt(counts: Sequence[int], blocks: int, height: int) -> list[list[int]]:
     """Deals groups of rows to blocks in pieces. Returns how many rows of every group each block gets.
 
-    The blocks take pieces in turn. A new group begins with the block after the last one.
+    The blocks take pieces in turn, also across groups: if block 0 gets the last piece of a group, block 1
+    gets the first piece of the next group.
 
     counts: number of rows of each group.
     blocks: number of blocks.

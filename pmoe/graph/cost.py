@@ -243,7 +243,7 @@ def link_of(
 
     ranks: the ranks of the all-to-alls.
     device, dtype: device and dtype of the measured message.
-    most_bytes: how many bytes the measured message may have. All ranks use the largest number of any rank. If
+    most_bytes: how many bytes a measurement may allocate. All ranks use the largest number of any rank. If
         an earlier measurement had a much lower limit, beta is measured again.
 
     Collective: all ranks must call it together.

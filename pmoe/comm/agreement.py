@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -83,6 +83,32 @@ def gathered(ranks: Ranks, value: T, *, stage: str) -> list[T]:
     with at_stage(stage, ranks):
         dist.all_gather_object(values, value, group=ranks.group)
     return values
+
+
+def check_same(ranks: Ranks, values: Mapping[str, object], *, stage: str, cure: str) -> None:
+    """Raises ValueError on every rank if a value differs between ranks. A collective.
+
+    The error names the first value that differs, and shows it on rank 0 and on a rank where it differs. Ranks
+    send a digest of their values, and the values themselves only if digests differ.
+
+    ranks: the ranks.
+    values: this rank's values by the names that the error shows. They can be pickled, and values that differ
+        have different texts by ``repr``. Other ranks may have values with other names.
+    stage: what is compared, in words, for error messages.
+    cure: what to do, as the end of the error's text.
+    """
+    own = digest(f"{name}: {value!r}" for name, value in values.items())
+    if len(set(gathered(ranks, own, stage=stage))) == 1:
+        return
+    of_ranks = gathered(ranks, dict(values), stage=stage)
+    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
+        of_name = [of_rank.get(name, "missing") for of_rank in of_ranks]
+        for rank, value in enumerate(of_name):
+            if value != of_name[0]:
+                raise ValueError(
+                    f"{name} must be the same on every rank, and differs: rank 0: {of_name[0]}; rank {rank}: "
+                    f"{value}. {cure}"
+                )
 
 
 def from_first(ranks: Ranks, value: T, *, stage: str) -> T:

@@ -296,9 +296,9 @@ class Experts(ModuleWithSettings, abc.ABC):
 
             if is_gathered(self):
                 return
-        for name, parameter in self.named_parameters() if self.frozen_experts else ():
+        for name, _ in self.named_parameters() if self.frozen_experts else ():
             if name in self.frozen_experts:
-                freeze_rows(parameter, self.frozen_experts[name])
+                freeze_rows(self, name, self.frozen_experts[name])
 
     @property
     def is_sharded(self) -> bool:

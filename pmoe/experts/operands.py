@@ -11,11 +11,14 @@ or be another tool's tensor. The names of parameters and of the values that they
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import parametrize
+from torch.utils.hooks import RemovableHandle
 
 DERIVED = ("_orig", "_g", "_v")
 """Endings of the names of parameters from which a forward pre-hook computes a value.
@@ -28,18 +31,59 @@ class FrozenRows:
     """A hook of a parameter that sets the gradients of frozen experts to zero (`pmoe.freeze_experts`).
 
     It runs after backward has added to the parameter's gradient. A copy of the parameter, by copy.deepcopy or
-    pickle, does not have it.
+    pickle, does not have it. `FrozenReturnedRows` is for gradients that autograd returns.
 
     index: the numbers of the frozen experts along dimension 0 of this rank's part of the parameter.
+    returned: the handle of the hook for returned gradients.
     """
 
-    def __init__(self, index: Tensor) -> None:
+    def __init__(self, index: Tensor, returned: RemovableHandle) -> None:
         self.index = index
+        self.returned = returned
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         local_part(parameter.grad)[self.index] = 0
+
+
+class FrozenReturnedRows:
+    """A hook of a parameter that sets returned gradients of frozen experts to zero.
+
+    torch.autograd.grad returns gradients and adds nothing to ``parameter.grad``, so `FrozenRows` does not
+    run. Zero-bubble pipeline schedules call it, and add the result themselves.
+
+    module: the module that has the parameter. A weak reference to the parameter itself would keep torch from
+        exchanging its tensor (torch.utils.swap_tensors).
+    name: the parameter's name in the module.
+    index: the numbers of the frozen experts along dimension 0 of this rank's part of the parameter.
+    """
+
+    def __init__(self, module: nn.Module, name: str, index: Tensor) -> None:
+        self.module = weakref.ref(module)
+        self.name = name
+        self.index = index
+
+    @torch.no_grad()
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        module = self.module()
+        if module is None or not _is_returned(module.get_parameter(self.name)):
+            return None  # `FrozenRows` changes the sum in place, without a copy
+        gradient = gradient.clone()
+        local_part(gradient)[self.index] = 0
+        return gradient
+
+
+def _is_returned(leaf: Tensor) -> bool:
+    """Returns whether the backward call that is now running returns a leaf's gradient to its caller.
+
+    leaf: a parameter of any shape. A call of ``backward()`` adds to its ``grad`` and returns nothing.
+    """
+    try:
+        torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch raises this for a leaf whose gradient torch.autograd.grad returns
+        return True
+    return False
 
 
 def frozen_rows(parameter: Tensor) -> Tensor | None:
@@ -48,22 +92,26 @@ def frozen_rows(parameter: Tensor) -> Tensor | None:
     return next((hook.index for hook in hooks if isinstance(hook, FrozenRows)), None)
 
 
-def freeze_rows(parameter: Tensor, experts: Tensor) -> None:
-    """Gives a parameter the hook that sets the gradients of frozen experts to zero.
+def freeze_rows(module: nn.Module, name: str, experts: Tensor) -> None:
+    """Gives a parameter the hooks that set the gradients of frozen experts to zero.
 
-    parameter: this rank's part of a parameter, (E_local, ...) or a part of it.
+    module: the module that has the parameter.
+    name: the name of the parameter, (E_local, ...) or a part of it on this rank.
     experts: the numbers of the frozen experts along its dimension 0, a vector.
     """
+    parameter = module.get_parameter(name)
     train_frozen_rows(parameter)
-    hook = FrozenRows(experts.to(local_part(parameter).device))
+    index = experts.to(local_part(parameter).device)
     # torch takes hooks of trained parameters only. This one may be trained later.
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    parameter.register_post_accumulate_grad_hook(hook)
+    returned = parameter.register_hook(FrozenReturnedRows(module, name, index))
+    parameter.register_post_accumulate_grad_hook(FrozenRows(index, returned))
     parameter.requires_grad_(is_trained)
     # `model.to` may exchange a parameter's tensor. The hooks are then still listed, but torch calls them only
     # after they are assigned again.
     parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = parameter._backward_hooks
 
 
 def train_frozen_rows(parameter: Tensor) -> None:
@@ -73,7 +121,7 @@ def train_frozen_rows(parameter: Tensor) -> None:
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, FrozenRows)]:
-        del hooks[key]
+        hooks.pop(key).returned.remove()
 
 
 def value_names(module: nn.Module) -> list[str]:
@@ -162,25 +210,51 @@ def dense_value(value: Tensor, name: str) -> Tensor:
     )
 
 
-def check_own_parameters(experts: nn.Module, names: Iterable[str]) -> None:
-    """Raises ValueError if a weight or bias is not a plain parameter: only plain parameters can be split.
+def check_can_be_spread(experts: nn.Module, names: Iterable[str]) -> None:
+    """Raises ValueError if weights or biases cannot be spread over ranks.
+
+    They can be spread if they are plain parameters and `pmoe.freeze_experts` has frozen none of the experts.
+
+    experts: the experts, a module.
+    names: attribute names of the values to check.
+    """
+    names = list(names)
+    check_own_parameters(
+        experts, names, "be spread over ranks: call pmoe.parallelize(model, mesh) before it is changed"
+    )
+    check_no_frozen_rows(
+        experts, names, "be spread over ranks: call pmoe.freeze_experts after pmoe.parallelize(model, mesh)"
+    )
+
+
+def check_own_parameters(experts: nn.Module, names: Iterable[str], purpose: str) -> None:
+    """Raises ValueError if a weight or bias is not a plain parameter.
 
     It is not plain if it is pruned, parametrized, or replaced by another tool's tensor.
 
     experts: the experts, a module.
     names: attribute names of the values to check.
+    purpose: what the parameter is needed for, and what to do, as the end of the error's text.
     """
     for name in names:
         path, _, attribute = name.rpartition(".")
         if attribute not in experts.get_submodule(path)._parameters:
             raise ValueError(
-                f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to be spread "
-                "over ranks: call pmoe.parallelize(model, mesh) before it is changed"
+                f"experts' {name} (parametrized, pruned or replaced) must be a plain parameter to {purpose}"
             )
+
+
+def check_no_frozen_rows(experts: nn.Module, names: Iterable[str], purpose: str) -> None:
+    """Raises ValueError if `pmoe.freeze_experts` has frozen some experts.
+
+    experts: the experts, a module.
+    names: names of the parameters to check.
+    purpose: what unfrozen experts are needed for, and what to do, as the end of the error's text.
+    """
+    for name in names:
         if frozen_rows(experts.get_parameter(name)) is not None:
             raise ValueError(
-                f"experts' {name} (of which some experts are frozen) must be spread over ranks before: call "
-                "pmoe.freeze_experts after pmoe.parallelize(model, mesh)"
+                f"experts' {name} (of which some experts are frozen) must have no frozen experts to {purpose}"
             )
 
 

@@ -27,7 +27,8 @@ RIGHT = {
     DDP: f"{DDP}(pmoe.parallelize(model, mesh)), after every module inside it is wrapped",
     FSDP2: f"pmoe.parallelize(model, mesh), then {FSDP2}(..., ignored_params={OWN}). To shard experts over "
     "their copies, pass shard_experts=True to parallelize",
-    FSDP1: f"pmoe.parallelize(model, mesh), then {FSDP1}(model, ignored_states={OWN})",
+    FSDP1: f"pmoe.parallelize(model, mesh), then {FSDP1}(model, ignored_states={OWN}). In Lightning, use "
+    "ModelParallelStrategy and fully_shard",
 }
 """The right way to wrap a model, as a line for error messages, by the name of the wrapper."""
 

@@ -31,8 +31,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.arguments import check_count, check_module
-from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.agreement import all_fail_together, check_same
 from pmoe.comm.ranks import Ranks
+from pmoe.experts.lora import Adapter
+from pmoe.experts.marks import is_expert
 from pmoe.experts.modules import ModuleExperts
 from pmoe.integrations.model_layers import check_not_wrapped
 from pmoe.layer import MoELayer
@@ -42,7 +44,9 @@ from pmoe.warn import warn_once
 
 try:
     import deepspeed
+    from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
     from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.utils import groups
 except ImportError as error:
     raise ImportError(
@@ -75,7 +79,7 @@ COMPARED = (
 They decide which collectives a step has, so ranks with different values would wait for each other.
 """
 
-__all__ = ["Marker", "group", "initialize", "mark"]
+__all__ = ["Marker", "group", "initialize", "mark", "trained_groups"]
 
 
 def group(ep_size: int) -> dist.ProcessGroup:
@@ -113,9 +117,8 @@ def initialize(
     model: its MoE layers must be built with ``group=group(ep_size)``, and `pmoe.parallelize` must not have
         changed them.
     config: DeepSpeed's configuration, as a mapping or as the path of a JSON file.
-    arguments: further arguments of ``deepspeed.initialize``. If you pass an ``optimizer`` of your own, first
-        call `mark`, then make its groups of parameters by the functions of deepspeed.moe.utils, which put
-        parameters of experts into groups of their own.
+    arguments: further arguments of ``deepspeed.initialize``. If you pass an ``optimizer`` of your own, make
+        it of `trained_groups`.
 
     Returns what ``deepspeed.initialize`` returns: (engine, optimizer, data loader, scheduler).
 
@@ -123,8 +126,9 @@ def initialize(
     ranks had the same experts. In this case the engine clips by `pmoe.clip_grad_norm_` instead.
 
     Collective. Raises what `mark` raises. Raises ValueError or TypeError on all ranks if the configuration of
-    any rank is wrong or has ZeRO's stage 3, or if ranks have different values of the stage or of an entry in
-    `COMPARED`.
+    any rank is wrong or has ZeRO's stage 3, if an optimizer has no groups of experts' parameters, if ZeRO
+    would have nothing to train in the experts, if ranks have different values of the stage or of an entry in
+    `COMPARED`, or if ranks train different parameters.
     """
     ranks = Ranks()
     with all_fail_together(ranks, stage="checking the configuration for DeepSpeed"):
@@ -133,11 +137,39 @@ def initialize(
     compared = {f"config's {name}": entries.get(name) for name in COMPARED}
     _check_same(ranks, {"config's zero_optimization (stage)": stage, **compared})
     mark(model)
+    is_trained = {f"{name}'s requires_grad": each.requires_grad for name, each in model.named_parameters()}
+    _check_same(ranks, is_trained, "Freeze the same parameters on all ranks")
+    if stage > 0:
+        _check_trains_experts(model, stage)
+        with all_fail_together(ranks, stage="checking an optimizer for DeepSpeed"):
+            _check_optimizer(arguments.get("optimizer"))
+        if arguments.get("optimizer") is None and arguments.get("model_parameters") is None:
+            arguments["model_parameters"] = trained_groups(model)
     made = deepspeed.initialize(model=model, config=config, **arguments)
     engine = made[0]
     if stage == 0:
         engine.clip_fp32_gradients = lambda: clip_grad_norm_(engine.module, engine.gradient_clipping())
+    _load_own_frozen_experts(engine)
+    _save_trained_experts(engine)
     return made  # type: ignore[no-any-return]
+
+
+def trained_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Returns the trained parameters of a model in groups, for an optimizer of your own under ZeRO 1 or 2.
+
+    Parameters of experts are in groups of their own, as DeepSpeed needs it. Frozen parameters are in no
+    group, because ZeRO fails if a group has no trained one.
+
+    model: a model that `mark` takes. It is marked.
+
+    Collective. Raises what `mark` raises.
+
+    Example: optimizer = torch.optim.AdamW(trained_groups(model), lr=1e-4)
+    """
+    mark(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    made = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "dense-params"})
+    return [group for group in made if group["params"]]
 
 
 def mark(model: nn.Module) -> None:
@@ -173,6 +205,7 @@ class Marker(MoE):  # type: ignore[misc]
     It has no parameters and is never called.
 
     layer: the layer that contains it.
+    excludes_frozen: whether `state_dict` leaves out frozen parameters of experts.
     """
 
     def __init__(self, layer: MoELayer) -> None:
@@ -182,6 +215,7 @@ class Marker(MoE):  # type: ignore[misc]
         self.ep_size = layer.ranks.size
         self.num_local_experts = self.num_experts // self.ep_size
         self.expert_group_name = _name(self.ep_size)
+        self.excludes_frozen = False
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Checks the order of ranks. DeepSpeed calls this method when it makes an engine.
@@ -207,9 +241,18 @@ class Marker(MoE):  # type: ignore[misc]
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
+        tensors = _tensors_of(self._layer[0])
+        trained = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        }
+        # DeepSpeed looks for a file of each expert. If nothing of a layer would be in it, it has everything.
+        if self.excludes_frozen and trained:
+            tensors = trained
         return {
-            f"{EXPERTS}.{expert}.{name}": parameter.detach()[expert]
-            for name, parameter in self._layer[0].experts.named_parameters()
+            f"{EXPERTS}.{expert}.{name}": tensor.detach()[expert]
+            for name, tensor in tensors.items()
             for expert in range(self.num_local_experts)
         }
 
@@ -221,8 +264,17 @@ class Marker(MoE):  # type: ignore[misc]
 # ---- DeepSpeed's checkpoints
 
 
+def _tensors_of(layer: MoELayer) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a layer's experts that a state dict has, by name.
+
+    Dimension 0 of each counts this rank's experts (`_check_layer`).
+    """
+    state = layer.experts.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
 @torch.no_grad()
-def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: object) -> None:
+def _take_experts(layer: MoELayer, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Loads experts that DeepSpeed has read from their files. This is a hook of ``load_state_dict()``.
 
     A checkpoint of DeepSpeed has rank 0's state dict and a file for each expert. To load it, DeepSpeed adds
@@ -235,21 +287,70 @@ def _take_experts(layer: MoELayer, state: dict[str, Tensor], prefix: str, *_: ob
     """
     pattern = re.compile(re.escape(f"{prefix}{MARKER}.{EXPERTS}.") + r"(\d+)\.(.+)")
     found = {key: match for key in state if (match := pattern.fullmatch(key)) is not None}
-    if not found:
-        return
-    parameters = dict(layer.experts.named_parameters())
+    tensors = _tensors_of(layer)
     for key, match in found.items():
         expert, name = int(match[1]), match[2]
         value = state.pop(key)
-        if name not in parameters or parameters[name][expert].shape != value.shape:
+        if name not in tensors or tensors[name][expert].shape != value.shape:
             raise ValueError(
                 f"{key} (of shape {tuple(value.shape)}) must be one of the experts' "
-                f"{', '.join(sorted(parameters))}: the checkpoint is of a layer with other options. Build "
+                f"{', '.join(sorted(tensors))}: the checkpoint is of a layer with other options. Build "
                 "the layer as it was when it was saved"
             )
-        parameters[name][expert].copy_(value)
-    for name, parameter in parameters.items():
-        state[f"{prefix}experts.{name}"] = parameter.detach()
+        tensors[name][expert].copy_(value)
+    for name in {match[2] for match in found.values()}:
+        state[f"{prefix}experts.{name}"] = tensors[name].detach()
+    for name, adapter in layer.experts.named_modules() if found else ():
+        key = f"{prefix}experts.{name}._extra_state"
+        if isinstance(adapter, Adapter) and key in state:
+            # It says of which experts the saved matrices were, and these were replaced above.
+            state[key] = {**state[key], "experts": adapter.get_extra_state()["experts"]}
+
+
+def _load_own_frozen_experts(engine: Any) -> None:
+    """Makes an engine load frozen experts from the files of these experts only.
+
+    A checkpoint of ZeRO 2 also has all frozen parameters of rank 0, and DeepSpeed copies them into the
+    parameters of every rank after `_take_experts` has loaded the rank's own experts.
+
+    engine: DeepSpeed's engine.
+    """
+    load = engine.load_module_state_dict
+
+    def load_module_state_dict(checkpoint: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        saved = checkpoint.get(FROZEN_PARAM_FRAGMENTS)
+        if saved is not None:
+            layers = [module for module in engine.module.modules() if isinstance(module, MoELayer)]
+            experts = [parameter for layer in layers for parameter in layer.experts.parameters()]
+            # DeepSpeed then copies each parameter of an expert into itself.
+            own = {engine.param_names[parameter]: parameter for parameter in experts}
+            checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**saved, **own}}
+        load(checkpoint, *args, **options)
+
+    engine.load_module_state_dict = load_module_state_dict
+
+
+def _save_trained_experts(engine: Any) -> None:
+    """Makes an engine leave frozen experts out of a checkpoint if it leaves out frozen parameters.
+
+    With ``exclude_frozen_parameters=True``, DeepSpeed leaves frozen parameters out of rank 0's state dict,
+    but not out of the files of experts.
+
+    engine: DeepSpeed's engine.
+    """
+    save = engine._save_moe_checkpoint
+
+    def save_moe_checkpoint(*args: Any, exclude_frozen_parameters: bool = False, **options: Any) -> None:
+        markers = [module for module in engine.module.modules() if isinstance(module, Marker)]
+        try:
+            for marker in markers:
+                marker.excludes_frozen = exclude_frozen_parameters
+            save(*args, exclude_frozen_parameters=exclude_frozen_parameters, **options)
+        finally:
+            for marker in markers:
+                marker.excludes_frozen = False
+
+    engine._save_moe_checkpoint = save_moe_checkpoint
 
 
 # ---- checks
@@ -290,6 +391,35 @@ def _stage(entries: Mapping[str, Any]) -> int:
     return stage
 
 
+def _check_optimizer(optimizer: object) -> None:
+    """Raises ValueError if ZeRO cannot tell which parameters of a user's optimizer are those of experts.
+
+    optimizer: the user's optimizer. A function that makes one, or None, is not checked.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer) and not any(
+        group.get("moe") for group in optimizer.param_groups
+    ):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) must have the parameters of experts in groups of their "
+            "own: make it of pmoe.integrations.deepspeed.trained_groups(model), or leave it out and let "
+            "the configuration name one"
+        )
+
+
+def _check_trains_experts(model: nn.Module, stage: int) -> None:
+    """Raises ValueError if all experts of a model are frozen. ZeRO then refuses a model with the class MoE.
+
+    model: the model, after `mark`.
+    stage: ZeRO's stage, 1 or 2, for the message.
+    """
+    if not any(is_expert(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        raise ValueError(
+            f"model ({type(model).__name__}) must train at least one parameter of its experts with ZeRO "
+            f"{stage}, because DeepSpeed expects groups of experts there: leave zero_optimization out, which "
+            "is stage 0"
+        )
+
+
 def _warn_of_release() -> None:
     """Warns once if the release of DeepSpeed is not the one that was tested."""
     version = str(deepspeed.__version__)
@@ -300,23 +430,16 @@ def _warn_of_release() -> None:
         )
 
 
-def _check_same(ranks: Ranks, values: Mapping[str, object]) -> None:
-    """Checks that all ranks have the same values. Collective.
+def _check_same(
+    ranks: Ranks, values: Mapping[str, object], cure: str = "Pass the same arguments on all ranks"
+) -> None:
+    """Raises ValueError on all ranks if arguments of this module differ between ranks. Collective.
 
     ranks: all ranks.
-    values: this rank's values by the names that errors show. Other ranks may have values with other names.
-
-    Raises ValueError on all ranks for the first value that differs, with the values of two ranks.
+    values: this rank's values by the names that errors show.
+    cure: what to do, as the end of the error's text.
     """
-    of_ranks = gathered(ranks, dict(values), stage="comparing arguments for DeepSpeed")
-    for name in dict.fromkeys(name for of_rank in of_ranks for name in of_rank):
-        of_name = [of_rank.get(name, "missing") for of_rank in of_ranks]
-        for rank, value in enumerate(of_name):
-            if value != of_name[0]:
-                raise ValueError(
-                    f"{name} must be the same on every rank, and differs: rank 0: {of_name[0]}; rank {rank}: "
-                    f"{value}. Pass the same arguments on all ranks"
-                )
+    check_same(ranks, values, stage="comparing arguments for DeepSpeed", cure=cure)
 
 
 def _checked_layers(model: nn.Module) -> dict[str, MoELayer]:
@@ -365,6 +488,13 @@ def _check_layer(name: str, layer: MoELayer) -> None:
             f"{where} (an adapter that all experts share) must have an adapter for each expert, because "
             "DeepSpeed saves experts one by one: call pmoe.add_lora(..., shared=False)"
         )
+    for own_name, tensor in _tensors_of(layer).items():
+        if tensor.shape[:1] != (layer.num_local_experts,):
+            raise ValueError(
+                f"{where} (experts' {own_name} of shape {tuple(tensor.shape)}) must have parameters and "
+                f"buffers of experts that count this rank's {layer.num_local_experts} experts in dimension "
+                "0, because DeepSpeed saves experts one by one"
+            )
     known = groups._get_expert_parallel_group_dict().get(_name(layer.ranks.size))
     members = None if known is None else dist.get_process_group_ranks(known)
     own = list(range(dist.get_world_size()))[dist.get_rank() : dist.get_rank() + 1]

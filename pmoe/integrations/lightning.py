@@ -17,6 +17,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.agreement import all_fail_together, check_same
 from pmoe.comm.ranks import Ranks
 from pmoe.integrations.model_layers import check_not_wrapped
 from pmoe.layer import MoELayer
@@ -62,8 +63,7 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._loaded_from: Path | None = None
-        self._loaded_file: tuple[str, int] | None = None  # name and checksum of the file that Lightning wrote
+        self._loaded: _Checkpoint | None = None
         version = str(lightning.__version__)
         if not version.startswith(f"{TESTED}."):
             warn_once(
@@ -139,21 +139,18 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
             own = _file_of(path)
             options = {} if weights_only is None else {"weights_only": weights_only}  # new in Lightning 2.6
             loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(own, **options)
-            self._loaded_from = path
-            self._loaded_file = own.name, zlib.crc32(own.read_bytes())
+            self._loaded = _Checkpoint(path, own.name, zlib.crc32(own.read_bytes()))
         self._compare_checkpoints()
         return loaded
 
     def _compare_checkpoints(self) -> None:
         """Raises ValueError on every rank if ranks have loaded different checkpoints. Collective."""
-        own = self._loaded_file, str(self._loaded_from or "none")
-        of_ranks = gathered(Ranks(), own, stage="comparing checkpoints of Lightning")
-        for rank, (file, path) in enumerate(of_ranks):
-            if file != of_ranks[0][0]:
-                raise ValueError(
-                    "ckpt_path must be the same checkpoint on every rank, and differs: rank 0: "
-                    f"{of_ranks[0][1]}; rank {rank}: {path}. All ranks must see the folder"
-                )
+        check_same(
+            Ranks(),
+            {"ckpt_path": self._loaded},
+            stage="comparing checkpoints of Lightning",
+            cure="All ranks must see the folder, and load the same checkpoint",
+        )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads the model from the folder that `load_checkpoint` was called for.
@@ -162,13 +159,30 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         """
         if not strict:
             raise ValueError("strict_loading (False) must be True with SpreadDDPStrategy")
-        assert self._loaded_from is not None
-        load_checkpoint(self._loaded_from, self.lightning_module)
+        assert self._loaded is not None
+        load_checkpoint(self._loaded.folder, self.lightning_module)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers from the folder that `load_checkpoint` was called for."""
-        assert self._loaded_from is not None
-        load_checkpoint(self._loaded_from, self.lightning_module, list(self.optimizers))
+        assert self._loaded is not None
+        load_checkpoint(self._loaded.folder, self.lightning_module, list(self.optimizers))
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A checkpoint that was loaded. Two are equal if Lightning's file has the same name and content.
+
+    folder: the folder; ranks may see the same folder under different paths.
+    file: the name of the file that Lightning wrote.
+    checksum: the checksum of the file's content.
+    """
+
+    folder: Path = field(compare=False)
+    file: str
+    checksum: int
+
+    def __str__(self) -> str:
+        return str(self.folder)
 
 
 def _file_of(path: Path) -> Path:

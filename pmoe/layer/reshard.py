@@ -13,7 +13,7 @@ from pmoe.comm.grid import Grid
 from pmoe.comm.topology import dimensions_of, grid_of_mesh
 from pmoe.experts import initialise, seeded
 from pmoe.experts.base import Experts
-from pmoe.experts.operands import check_own_parameters
+from pmoe.experts.operands import check_can_be_spread
 from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.wrapper_checks import sampled
 from pmoe.gates.base import Gate
@@ -40,7 +40,7 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
         )
     if modules.gradients is not None:
         raise ValueError("a layer must be spread before a GradientReducer is built for it")
-    check_own_parameters(modules.experts, modules.experts.hidden_dims() or ())
+    check_can_be_spread(modules.experts, modules.experts.hidden_dims() or ())
     if not modules.experts.are_modules and modules.experts.hidden_dims() is None:
         raise TypeError(
             f"experts ({type(modules.experts).__name__}) must be stacked or modules to be spread over ranks"

@@ -31,7 +31,7 @@ from pmoe.comm.topology import ACROSS, INSIDE, dimensions_of, grid_of_mesh
 from pmoe.experts.base import Experts
 from pmoe.experts.dtensor_layout import hold_own_parts, replace_parameter
 from pmoe.experts.marks import is_expert
-from pmoe.experts.operands import check_own_parameters, local_part
+from pmoe.experts.operands import check_can_be_spread, local_part
 from pmoe.layer import MoELayer
 from pmoe.training.gradient_mean import MeanOverRanks
 from pmoe.training.parameter_kinds import grouped_by_kind
@@ -337,7 +337,7 @@ def _check_layer(layer: MoELayer, inner: DeviceMesh, grid: Grid) -> None:
         if coordinates.get(name, 0) != ranks.rank:
             raise ValueError(f'mesh (ranks {inner.mesh.tolist()}) must be in ascending order along "{name}"')
     if not layer.layer_modules.experts.is_parallelized:
-        check_own_parameters(layer.layer_modules.experts, layer.layer_modules.experts.hidden_dims() or ())
+        check_can_be_spread(layer.layer_modules.experts, layer.layer_modules.experts.hidden_dims() or ())
     if not _is_over(layer, grid):
         if layer.layer_modules.experts.is_parallelized:
             raise ValueError("a layer that is parallelized already must not be parallelized over other ranks")

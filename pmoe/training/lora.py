@@ -16,7 +16,7 @@ The computation of a layer with adapters is in `pmoe.experts.lora`, PEFT's files
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from pmoe.arguments import (
     list_of,
     plain_int,
 )
-from pmoe.comm.agreement import all_fail_together, gathered
+from pmoe.comm.agreement import all_fail_together, check_same
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS
 from pmoe.experts import seeded
@@ -45,7 +45,7 @@ from pmoe.experts.lora import (
     with_adapters,
     without_adapters,
 )
-from pmoe.experts.operands import check_own_parameters, local_part, train_frozen_rows
+from pmoe.experts.operands import check_no_frozen_rows, check_own_parameters, local_part, train_frozen_rows
 from pmoe.experts.stacked import UNCUT, StackedExperts, part_of_cut
 from pmoe.layer import MoELayer
 from pmoe.layer.reshard import share_ranks
@@ -94,7 +94,7 @@ def add_lora(
     """
     layers = all_moe_layers(model)
     rank = plain_int(rank)
-    ranks = max((layer.ranks for _, layer in layers), key=lambda ranks: ranks.size)
+    ranks = _most_ranks(layers)
     with all_fail_together(ranks, stage="comparing the arguments of add_lora"):
         check_count(rank=rank)
         check_flag("shared", shared)
@@ -105,8 +105,13 @@ def add_lora(
             _check_not_sharded(layer_name, layer)
             _check_layer(layer_name, layer, rank, shared, names, name)
         alpha = float(rank if alpha is None else alpha)
-    setting = f"rank={rank}, alpha={alpha}, targets={names}, shared={shared}, name={name!r}"
-    _check_same(ranks, setting)
+    arguments = {"rank": rank, "alpha": alpha, "targets": names, "shared": shared, "name": name}
+    check_same(
+        ranks,
+        {f"add_lora's {argument}": value for argument, value in arguments.items()},
+        stage="comparing the arguments of add_lora",
+        cure="Pass the same arguments on all ranks",
+    )
     for _, layer in layers:
         _add(layer, rank, alpha, names, shared, name)
     return lora_adapters(model, name)
@@ -222,20 +227,8 @@ def unmerge_lora(model: nn.Module, merged: MergedLora) -> None:
     """
     check_kind(MergedLora, "what pmoe.merge_lora returned", merged=merged)
     layers = all_moe_layers(model)
-    if [name for name, _ in layers] != list(merged.adapters):
-        raise ValueError(
-            f"merged (of layers {', '.join(merged.adapters)}) must be of this model, whose layers are "
-            f"{', '.join(name for name, _ in layers)}"
-        )
-    for layer_name, layer in layers:
-        adapter = merged.adapters[layer_name]
-        _check_layer(layer_name, layer, adapter.rank, adapter.shared, adapter.targets, merged.name)
-        if _versions(adapter) != merged.versions[layer_name]:
-            raise ValueError(
-                f"merged has an adapter of {layer_name} that was changed since merge_lora, for example by an "
-                "optimizer that still has its parameters: make another optimizer after merge_lora, and save "
-                "adapters before it"
-            )
+    with all_fail_together(_most_ranks(layers), stage="checking the arguments of unmerge_lora"):
+        _check_merged(layers, merged)
     for layer_name, layer in layers:
         experts = with_adapters(layer.layer_modules.experts)
         _add_to_weights(experts, merged.adapters[layer_name], -1)
@@ -302,6 +295,14 @@ def all_moe_layers(model: nn.Module) -> list[tuple[str, MoELayer]]:
             f"model ({type(model).__name__}) must have a pmoe.MoELayer, whose experts get adapters"
         )
     return layers
+
+
+def _most_ranks(layers: Sequence[tuple[str, MoELayer]]) -> Ranks:
+    """Returns the largest group of ranks over which the experts of a layer are spread.
+
+    layers: the layers of a model with their names.
+    """
+    return max((layer.ranks for _, layer in layers), key=lambda ranks: ranks.size)
 
 
 def adapted_layers(model: nn.Module, name: str | None) -> dict[str, tuple[MoELayer, Adapter]]:
@@ -427,7 +428,13 @@ def _check_layer(
             f"{layer_name} (experts in a {type(layer.experts).__name__}) must have no wrapper around its "
             "experts: call pmoe.add_lora before they are wrapped"
         )
-    check_own_parameters(experts, targets)
+    check_own_parameters(experts, targets, "get an adapter: call pmoe.add_lora before it is changed")
+    check_no_frozen_rows(
+        experts,
+        targets,
+        "get an adapter: call pmoe.freeze_experts after pmoe.add_lora and pmoe.unmerge_lora, or call "
+        "remove() on what pmoe.freeze_experts returned",
+    )
     if layer.products is not None:
         raise ValueError(
             f"products ({layer.products!r}) must be None in a layer with adapters: set layer.products = None"
@@ -447,6 +454,28 @@ def _check_layer(
         )
 
 
+def _check_merged(layers: Sequence[tuple[str, MoELayer]], merged: MergedLora) -> None:
+    """Raises ValueError or TypeError if adapters cannot be subtracted from the weights of layers again.
+
+    layers: the layers of the model with their names.
+    merged: the result of `merge_lora`.
+    """
+    if [name for name, _ in layers] != list(merged.adapters):
+        raise ValueError(
+            f"merged (of layers {', '.join(merged.adapters)}) must be of this model, whose layers are "
+            f"{', '.join(name for name, _ in layers)}"
+        )
+    for layer_name, layer in layers:
+        adapter = merged.adapters[layer_name]
+        _check_layer(layer_name, layer, adapter.rank, adapter.shared, adapter.targets, merged.name)
+        if _versions(adapter) != merged.versions[layer_name]:
+            raise ValueError(
+                f"merged has an adapter of {layer_name} that was changed since merge_lora, for example by an "
+                "optimizer that still has its parameters: make another optimizer after merge_lora, and save "
+                "adapters before it"
+            )
+
+
 def _check_not_sharded(layer_name: str, layer: MoELayer) -> None:
     """Raises TypeError if FSDP2 shards the experts of a layer: they can get no further parameters then.
 
@@ -457,17 +486,6 @@ def _check_not_sharded(layer_name: str, layer: MoELayer) -> None:
             f"{layer_name} (experts sharded over their copies) must have its adapters before they are "
             "sharded: call pmoe.add_lora, then pmoe.parallelize(model, mesh, shard_experts=True)"
         )
-
-
-def _check_same(ranks: Ranks, setting: str) -> None:
-    """Raises ValueError on every rank if the ranks passed different arguments. Collective.
-
-    setting: this rank's arguments in words.
-    """
-    of_ranks = gathered(ranks, setting, stage="comparing the arguments of add_lora")
-    if len(set(of_ranks)) > 1:
-        texts = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(of_ranks))
-        raise ValueError(f"the arguments of add_lora must be the same on every rank, and differ: {texts}")
 
 
 # ---- changes

@@ -15,6 +15,7 @@ import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import pmoe
 from pmoe.comm.ranks import Ranks
@@ -147,6 +148,108 @@ def compare_checkpoints(ranks: int, folder: Path) -> None:
         print(f"stage {stage}: resumed with the same losses")
 
 
+# ---- models of which a part is frozen
+
+
+def adapted(ranks: Any, seed: int = 0) -> nn.Module:
+    """Only adapters of experts are trained."""
+    model = model_of(ranks, seed).requires_grad_(False)
+    torch.manual_seed(seed)
+    pmoe.add_lora(model, rank=2)
+    return model
+
+
+def adapted_and_dense(ranks: Any, seed: int = 0) -> nn.Module:
+    """Adapters of experts and a norm are trained, in bfloat16 if DeepSpeed says so."""
+    model = adapted(ranks, seed)
+    model[2].requires_grad_(True)
+    return model
+
+
+def half_frozen(ranks: Any, seed: int = 0) -> nn.Module:
+    """The experts of the first layer are frozen, and those of the second are pruned."""
+    model = model_of(ranks, seed)
+    model[1].experts.requires_grad_(False)
+    pruned = model[3]
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(E, H, M, generator=generator) > 0.3
+    own = slice(pruned.first_expert, pruned.first_expert + pruned.num_local_experts)
+    prune.custom_from_mask(pruned.experts, "w1", mask[own])
+    return model
+
+
+def all_of(engine: Any) -> dict[str, Tensor]:
+    """The module's state on this rank, its master weights and its optimizer states, by name."""
+    tensors = {name: value for name, value in engine.module.state_dict().items() if isinstance(value, Tensor)}
+    zero = engine.optimizer
+    masters = getattr(zero, "single_partition_of_fp32_groups", [])
+    tensors |= {f"master weights {at}": value for at, value in enumerate(masters)}
+    optimizer = getattr(zero, "optimizer", zero)
+    for at, group_of_it in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group_of_it["params"]):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                tensors[f"{name} of parameter {number} of group {at}"] = torch.as_tensor(value)
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def compare_frozen(ranks: int, folder: Path) -> None:
+    """The losses of one rank, and a checkpoint restores all of every rank, whatever is frozen.
+
+    DeepSpeed gave each rank the frozen experts of rank 0 with ZeRO 2, and rank 0's masks in any stage.
+    """
+    for build, kind in ((adapted, "SGD"), (adapted_and_dense, "AdamW"), (half_frozen, "AdamW")):
+        plain = build(Ranks.single())
+        trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+        optimizer = getattr(torch.optim, kind)(trained, lr=RATES[kind])
+        wanted = []
+        for x, y in batches():
+            optimizer.zero_grad()
+            loss = (plain(x) - y).square().mean()
+            loss.backward()
+            optimizer.step()
+            wanted.append(f"{loss.item():.4f}")
+        for stage in (0, 1, 2):
+            for ep in sorted({1, ranks}):
+                case = f"{build.__name__}, stage {stage}, ep {ep}"
+                config = config_of(ranks, stage, kind=kind)
+                engine = adapter.initialize(build(adapter.group(ep)), config)[0]
+                found = train(engine, batches()[:3])
+                engine.save_checkpoint(str(folder / case), tag="third")
+                saved = all_of(engine)
+                found += train(engine, batches()[3:])
+                assert digits(found) == wanted, f"{case}: {found}, not {wanted}"
+                resumed = adapter.initialize(build(adapter.group(ep), seed=5), config)[0]
+                resumed.load_checkpoint(str(folder / case))
+                loaded = all_of(resumed)
+                assert loaded.keys() == saved.keys(), case
+                wrong = [name for name in saved if not torch.equal(saved[name], loaded[name])]
+                assert not wrong, f"{case}: {wrong} of rank {dist.get_rank()} were not restored"
+                assert train(resumed, batches()[3:]) == found[3:], case
+        print(f"{build.__name__}: losses and checkpoints of one process")
+
+
+def compare_adapters_alone(ranks: int, folder: Path) -> None:
+    """A checkpoint without frozen parameters has only adapters in the files of experts, and restores them."""
+    for stage in (0, 1, 2):
+        config = config_of(ranks, stage)
+        place = folder / f"adapters alone {stage}"
+        engine = adapter.initialize(adapted(adapter.group(ranks)), config)[0]
+        train(engine, batches()[:3])
+        engine.save_checkpoint(str(place), tag="third", exclude_frozen_parameters=True)
+        file = torch.load(place / "third" / "layer_1_expert_3_mp_rank_00_model_states.pt")
+        assert len(file) == 4 and all(".adapters.default.w" in name for name in file), list(file)
+        saved = all_of(engine)
+        resumed = adapter.initialize(adapted(adapter.group(ranks)), config)[0]
+        with torch.no_grad():
+            for parameter in pmoe.lora_adapters(resumed.module).parameters():
+                parameter.fill_(0.5)
+        resumed.load_checkpoint(str(place), load_module_strict=False)
+        loaded = all_of(resumed)
+        wrong = [name for name in saved if not torch.equal(saved[name], loaded[name])]
+        assert not wrong, f"stage {stage}: {wrong} of rank {dist.get_rank()} were not restored"
+    print("adapters alone: restored")
+
+
 def refused(act: Callable[[], Any], *words: str) -> None:
     try:
         act()
@@ -166,9 +269,22 @@ def compare_refusals(ranks: int, folder: Path) -> None:
     refused(lambda: adapter.group(ranks + 1), f"must divide the number of ranks ({ranks})")
     before = config | {"use_data_before_expert_parallelism": True}
     refused(lambda: adapter.initialize(model_of(group_of_all), before), "must be False")
-    adapted = model_of(group_of_all)
-    pmoe.add_lora(adapted, rank=2, shared=True)  # its rows would be saved as if they were experts
-    refused(lambda: adapter.initialize(adapted, config), "an adapter that all experts share", "shared=False")
+    model = model_of(group_of_all)
+    pmoe.add_lora(model, rank=2, shared=True)  # its rows would be saved as if they were experts
+    refused(lambda: adapter.initialize(model, config), "an adapter that all experts share", "shared=False")
+    model = model_of(group_of_all)
+    frozen = model_of(group_of_all)
+    for layer in (frozen[1], frozen[3]):
+        layer.experts.requires_grad_(False)
+    refused(lambda: adapter.initialize(frozen, config), "one parameter of its experts with ZeRO 1", "stage 0")
+    model[1].experts.register_buffer("extra", torch.zeros(E + 1))
+    refused(lambda: adapter.initialize(model, config), "1 (experts' extra of shape (5,)) must", "dimension 0")
+    del model[1].experts.extra
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused(
+        lambda: adapter.initialize(model, config, optimizer=optimizer),
+        "optimizer (SGD) must have the parameters of experts in groups of their own", "trained_groups(",
+    )  # fmt: skip
     if ranks == 1:
         return
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
@@ -205,6 +321,12 @@ def compare_differences(group_of_all: dist.ProcessGroup) -> None:
     refused(lambda: adapter.initialize(model_of(group_of_all), (config, "no file")[rank]), "no file")
     groups = (adapter.group(1), group_of_all)
     refused(lambda: adapter.initialize(model_of(groups[rank]), config), f"1's ep_size {differs} 1; rank 1: 2")
+    partly = model_of(group_of_all)
+    partly[rank].requires_grad_(False)
+    refused(
+        lambda: adapter.initialize(partly, config),
+        f"0.weight's requires_grad {differs} False; rank 1: True. Freeze the same parameters",
+    )
     fewer = nn.Sequential(*list(model_of(group_of_all))[: (5, 2)[rank]])
     refused(lambda: adapter.initialize(fewer, config), f"3's ep_size {differs} 2; rank 1: missing")
     refused(lambda: adapter.initialize((fewer, nn.Linear(2, 2))[rank], config), "model (Linear) must contain")
@@ -224,6 +346,8 @@ def main(ranks: int, folder: Path) -> None:
     if ranks > 1:
         compare_bf16(ranks)
     compare_checkpoints(ranks, folder)
+    compare_frozen(ranks, folder)
+    compare_adapters_alone(ranks, folder)
     compare_refusals(ranks, folder)
     with (
         warnings.catch_warnings(record=True) as caught,

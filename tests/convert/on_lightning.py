@@ -199,10 +199,10 @@ def compare_refusals(ranks: int, folder: Path, saved: Path) -> None:
         refused(f"{missing}) must be a folder", Module(), [], (saved, missing)[rank])
         refused(f"{missing}) must be a folder", Module(), [], (missing, saved)[rank])
         other = saved.with_name("epoch=1-step=6.ckpt")
-        differs = "must be the same checkpoint on every rank, and differs: rank 0: "
+        differs = "ckpt_path must be the same on every rank, and differs: rank 0: "
         refused(f"{differs}{saved}; rank 1: {other}", Module(), [], (saved, other)[rank])
-        refused(f"{differs}{saved}; rank 1: none", Module(), [], (saved, None)[rank])
-        refused(f"{differs}none; rank 1: {saved}", Module(), [], (None, saved)[rank])
+        refused(f"{differs}{saved}; rank 1: None", Module(), [], (saved, None)[rank])
+        refused(f"{differs}None; rank 1: {saved}", Module(), [], (None, saved)[rank])
     averages = [ModelCheckpoint(dirpath=folder / "averages", every_n_epochs=1), WeightAveraging()]
     refused("in its state_dict) must not have weights", Module(), averages)
 

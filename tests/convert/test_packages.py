@@ -63,6 +63,8 @@ def test_deepspeed_trains_as_one_rank_does_and_its_checkpoints_resume(ranks: int
     for text in run_ranks("on_deepspeed", ranks, tmp_path):
         assert text.count("losses of one rank") == 9 * ranks, text
         assert text.count("resumed with the same losses") == 3 and "refusals: named" in text, text
+        assert text.count("losses and checkpoints of one process") == 3, text
+        assert "adapters alone: restored" in text, text
         assert text.count("differences between ranks: named") == ranks - 1, text
 
 

@@ -247,11 +247,12 @@ def differing_job(rank: int, world: int) -> list[str]:
 
 def test_arguments_that_differ_between_ranks_are_named_on_all() -> None:
     for number, (ranks_differ, bad, targets, plain) in enumerate(ranks(2).run(differing_job)):
-        assert "rank 0: rank=1" in ranks_differ and "rank 1: rank=2" in ranks_differ
+        same = "must be the same on every rank, and differs: rank 0:"
+        assert f"add_lora's rank {same} 1; rank 1: 2. Pass the same" in ranks_differ
         assert "rank (0) must be at least 1" in bad and bad.startswith("ValueError") == bad.startswith(
             "ValueError"
         )
-        assert "targets=('w1',)" in targets and "targets=('w2',)" in targets, number
+        assert f"add_lora's targets {same} ('w1',); rank 1: ('w2',)" in targets, number
         assert "must hold its parameters as DTensors" in plain and "pmoe.parallelize(model, mesh)" in plain
 
 

@@ -21,8 +21,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+import pmoe
 from pmoe import MoELayer
 from pmoe.engine.passes.backward import Backward
+from pmoe.experts.marks import is_expert
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -73,8 +75,11 @@ def tasks_of(run: Any) -> Counter[str]:
     return counts
 
 
-def job(rank: int, world: int, schedule: Any, options: dict[str, Any]) -> None:
-    """Ranks 0 and 1 share the experts of the first stages, ranks 2 and 3 those of the last ones."""
+def job(rank: int, world: int, schedule: Any, options: dict[str, Any], frozen: tuple[int, ...] = ()) -> None:
+    """Ranks 0 and 1 share the experts of the first stages, ranks 2 and 3 those of the last ones.
+
+    frozen: experts of each layer that are frozen.
+    """
     experts = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     pipeline = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     place = rank // 2
@@ -83,6 +88,8 @@ def job(rank: int, world: int, schedule: Any, options: dict[str, Any]) -> None:
         [place] if schedule in SINGLE else [place, 3 - place] if schedule in V_SHAPED else [place, place + 2]
     )
     modules = {at: Stage(at, experts, options) for at in own}
+    for module in modules.values():
+        pmoe.freeze_experts(module, frozen)
     stages = [
         PipelineStage(module, at, num_stages, torch.device("cpu"), group=pipeline)
         for at, module in modules.items()
@@ -105,6 +112,7 @@ def job(rank: int, world: int, schedule: Any, options: dict[str, Any]) -> None:
     }
     # The same model without a pipeline. Both groups of two compute it.
     plain = nn.Sequential(*(Stage(at, experts, options) for at in range(num_stages)))
+    pmoe.freeze_experts(plain, frozen)
     pairs = zip(batch(30 + rank % 2).chunk(BATCHES), batch(9 + rank % 2).chunk(BATCHES), strict=True)
 
     def plain_step() -> None:
@@ -117,6 +125,9 @@ def job(rank: int, world: int, schedule: Any, options: dict[str, Any]) -> None:
         expected = wanted[name].grad
         assert value is not None and expected is not None, name
         assert relative_error(value, expected) < 1e-12, name
+        if is_expert(wanted[name]):
+            own_rows = [expert % 2 for expert in frozen if expert // 2 == rank % 2]
+            assert not value[own_rows].any() and not expected[own_rows].any(), name
     share = num_stages // len(own)
     assert counts == Counter({kind: count // share for kind, count in plain_counts.items()})
     dist.barrier()
@@ -137,3 +148,9 @@ def test_a_schedule_gives_the_gradients_of_no_pipeline_by_as_many_tasks(schedule
 @pytest.mark.parametrize(("schedule", "options"), SLOW)
 def test_a_schedule_with_chunks_does_so_too(schedule: Any, options: dict[str, Any]) -> None:
     ranks(4).run(job, schedule, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [Schedule1F1B, *SPLIT])
+def test_a_schedule_gives_frozen_experts_gradients_of_zero(schedule: Any) -> None:
+    ranks(4).run(job, schedule, {}, (1, 2, 3))

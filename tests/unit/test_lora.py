@@ -452,9 +452,32 @@ def test_experts_stay_frozen_whatever_replaces_their_parameters(
     frozen = pmoe.freeze_experts(layer, [1, 3])
     layer = replaced(layer)
     for is_frozen in (True, False):
-        layer(tokens().double()).square().sum().backward()
-        assert layer.experts.w1.grad[[1, 3]].any() != is_frozen and layer.experts.w1.grad[0].any()
+        loss = layer(tokens().double()).square().sum()
+        (returned,) = torch.autograd.grad(loss, [layer.experts.w1], retain_graph=True)
+        loss.backward()
+        for gradient in (layer.experts.w1.grad, returned):
+            assert gradient[[1, 3]].any() != is_frozen and gradient[0].any()
         frozen.remove()
+
+
+def test_returned_gradients_of_frozen_experts_count_in_no_norm() -> None:
+    """Zero-bubble schedules ask autograd for gradients, first of inputs, and add those of parameters.
+
+    The gradients of frozen experts were in the norm by which the others are clipped.
+    """
+    layers = [build() for _ in range(2)]
+    for layer in layers:
+        pmoe.freeze_experts(layer, [1, 3])
+    layers[0](tokens()).square().sum().backward()
+    x = tokens().requires_grad_()
+    loss = layers[1](x).square().sum()
+    torch.autograd.grad(loss, [x], retain_graph=True)
+    parameters = list(layers[1].parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    assert not layers[1].experts.w1.grad[[1, 3]].any()
+    wanted, found = (pmoe.clip_grad_norm_(layer, 1.0) for layer in layers)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
 def test_experts_that_are_not_trained_yet_may_be_frozen() -> None:
@@ -470,6 +493,22 @@ def test_experts_that_are_not_trained_yet_may_be_frozen() -> None:
     layer.experts.requires_grad_(True)
     layer(tokens()).square().sum().backward()
     assert not layer.experts.w1.grad[[1, 3]].any() and layer.experts.w1.grad[[0, 2]].any()
+
+
+def test_layers_with_frozen_experts_get_no_adapter_and_take_none_back() -> None:
+    layer = build()
+    pmoe.add_lora(layer, rank=RANK)
+    merged = pmoe.merge_lora(layer)
+    frozen = pmoe.freeze_experts(layer, [1])
+    words = (
+        r"experts' w1 \(of which some experts are frozen\) must have no frozen experts to get an adapter: "
+        r"call pmoe.freeze_experts after pmoe.add_lora and pmoe.unmerge_lora, or call remove\(\)"
+    )
+    for act in (lambda: pmoe.unmerge_lora(layer, merged), lambda: pmoe.add_lora(layer, rank=RANK)):
+        with pytest.raises(ValueError, match=words):
+            act()
+    frozen.remove()
+    pmoe.unmerge_lora(layer, merged)
 
 
 def test_numbers_of_no_expert_and_frozen_layers_are_named() -> None:

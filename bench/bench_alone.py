@@ -3,9 +3,11 @@
     python bench/bench_alone.py [--out build/bench] [--rounds 20] [--quick]
 
 The layer: W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, H = 2048, E = 64, K = 4. It
-runs in three ways, with the same values of parameters:
+runs in four ways, with the same values of parameters:
 
     pmoe       pmoe.MoELayer by the kernels of one rank (`pmoe.runners.one_rank`)
+    in turns   the same, with all products that can in turns: one half of a thread block stores while the
+               other multiplies (`pmoe.kernels.grouped_gemm.launch.IN_TURNS`)
     without    pmoe.MoELayer by the pipeline with F.grouped_mm for the products, as where the extension is
                missing
     plain      what one would write with autograd and F.grouped_mm (`bench.plain`): no loss of the gate, no
@@ -115,7 +117,7 @@ SHAPES = {
 QUICK = Scenario(4096, 1024, 512, 16, 4)
 
 
-# ---- the three ways
+# ---- the four ways
 
 
 @contextlib.contextmanager
@@ -123,6 +125,17 @@ def with_kernels() -> Iterator[None]:
     """Makes layers in the block use pmoe's kernels, even if the registry measured that others are faster."""
     with PRODUCTS.forcing(PMOE):
         yield
+
+
+@contextlib.contextmanager
+def with_kernels_in_turns() -> Iterator[None]:
+    """As `with_kernels`, and all products that can are computed in turns (`launch.IN_TURNS`)."""
+    before, grouped_gemm.launch.IN_TURNS = grouped_gemm.launch.IN_TURNS, 2
+    try:
+        with with_kernels():
+            yield
+    finally:
+        grouped_gemm.launch.IN_TURNS = before
 
 
 @contextlib.contextmanager
@@ -140,6 +153,7 @@ def without_kernels() -> Iterator[None]:
 PLAIN = "plain"
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "pmoe": with_kernels,
+    "in turns": with_kernels_in_turns,
     "without": without_kernels,
     PLAIN: contextlib.nullcontext,
 }

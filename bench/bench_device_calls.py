@@ -209,7 +209,7 @@ class Kernels:
         setattr(self, name, launch)
         return launch
 
-    def row_dot_parts(self, hopper: bool, columns: int) -> int:
+    def row_dot_parts(self, hopper: bool, columns: int, in_turns: bool = False) -> int:
         return 1
 
     def Moving(self, *args: Any) -> kernels_on_cpu.Moving:

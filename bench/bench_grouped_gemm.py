@@ -26,6 +26,8 @@ cache.
     alone, share B, share A
                 milliseconds of each way on Hopper, where two blocks may share an operand. "ms" is the way
                 that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
+    in turns    milliseconds of the way in which one half of a block stores while the other multiplies, for
+                products that have it (`pmoe.kernels.grouped_gemm.launch.IN_TURNS`).
 
 Goals for plain forward and both gradients: x rival 1.0. Mixtral and Phi-3.5-MoE: 0.75 of dense. Qwen2-MoE:
 0.75 "of bound", the lower of dense rate * fill and FLOP * copy rate / fewest bytes.
@@ -39,7 +41,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,6 +58,7 @@ from bench.device import (
     relative_error,
     sharing,
     show_gpu,
+    taking_turns,
     time_in_turn,
 )
 from bench.grouped_gemm_cases import (
@@ -82,6 +85,7 @@ Meanwhile the host enqueues the work, so that the measured time is that of the d
 """
 
 SHARED: dict[str, Literal["none", "B", "A"]] = {"alone": "none", "share B": "B", "share A": "A"}
+IN_TURNS = "in turns"
 SHARE = 0.75
 LIMIT = 2.0**-8
 """Largest relative error of bfloat16 results. One rounding is 2^-9 at most on average."""
@@ -141,6 +145,10 @@ def measure(
     runs: dict[str, Callable[[], object]] = {"pmoe": case.run, "dense": ceilings.dense}
     if ceilings.path == "sm_90a":
         runs |= {name: sharing(operand, case.run) for name, operand in SHARED.items()}
+        if case.takes_turns:
+            in_turns = replace(case, name=f"{case.name}, {IN_TURNS}", run=taking_turns(case.run))
+            check(in_turns)
+            runs[IN_TURNS] = in_turns.run
     if case.rival is not None:
         runs["rival"] = case.rival
     timings = time_in_turn(runs, rounds, LEAD_CYCLES)
@@ -158,7 +166,7 @@ def measure(
         "fill": case.fill,
         "of bound": rate / bound,
         "of copy": case.min_bytes / timing.median / ceilings.copy_rate,
-        **{name: timings[name].median * 1e3 if name in timings else None for name in SHARED},
+        **{name: timings[name].median * 1e3 if name in timings else None for name in (*SHARED, IN_TURNS)},
         "rival ms": timings["rival"].median * 1e3 if "rival" in timings else None,
         "x rival": timing.speedup_over(timings["rival"]) if "rival" in timings else None,
         "error": error,
@@ -192,6 +200,7 @@ SHOWN = (
     "of bound",
     "of copy",
     *SHARED,
+    IN_TURNS,
     "rival ms",
     "x rival",
 )

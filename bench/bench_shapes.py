@@ -14,8 +14,14 @@ store   the time from a tile's last product to the first product of the next til
 other kernels move rows, at a share of a copy's rate that was stored as well. An H100 has the arithmetic of an
 H200 and 0.7 of its memory rate, so what moves bytes takes longer there.
 
-"Bound" is the same model with stores that take no time: what a layer would take if the products of the next
-tile ran beside each store.
+"In turns" is a layer in which products are computed in turns (cuda/grouped_gemm/hopper_turns.cuh) if that is
+predicted to be faster. Tiles of 128 x 128 then alternate between two warpgroups. While one stores, the other
+multiplies, so two tiles take as long as both products, or as one product and its store:
+
+    seconds = waves * max(product, (product + store) / 2) + store
+
+"Bound" is the first model with stores that take no time: what a layer would take if the products of the next
+tile ran beside each store, and steps were as fast as they are now.
 
 Routing is random: each row goes to each expert with equal probability.
 
@@ -42,6 +48,16 @@ from pmoe.text import table
 MULTIPROCESSORS = 132
 ROWS, COLUMNS, DEPTH = 128, 256, 64
 STEP = 0.68e-6
+COLUMNS_IN_TURNS = 128
+CYCLES, CYCLES_IN_TURNS = 512, 640
+"""Cycles of a step of a tile of 128 x 128: of its products alone, and with its operands.
+
+A multiprocessor's shared memory passes 128 bytes a cycle. In a step of 128 x 256, products read 80 KiB and
+loads write 48 KiB, which is just 128 bytes for each of the products' 1,024 cycles. In a step of 128 x 128
+they read 48 KiB and write 32 KiB: 160 bytes for each of 512 cycles. So such a step is predicted to take 640
+cycles. That reads and writes share these bytes is an assumption, and was not measured.
+"""
+STEP_IN_TURNS = STEP / 2 * CYCLES_IN_TURNS / CYCLES
 GATHERED_STEP = 0.066e-6
 """Seconds that a gather of the rows in the load adds to a step."""
 SMALL_KERNELS = 71e-6
@@ -61,10 +77,12 @@ class Card:
 
     copy: bytes per second of a copy of rows, read and written bytes together.
     stores: whether stores take time; False is the bound.
+    in_turns: whether a product is computed in turns if that is faster.
     """
 
     copy: float
     stores: bool = True
+    in_turns: bool = False
 
 
 H200 = Card(4.27e12)
@@ -78,10 +96,12 @@ class Store:
     seconds: on the H200, from the last product of a tile to the first of the next.
     num_bytes: read from and written to memory. All multiprocessors store at the same time, so each gets its
         share of the memory's rate.
+    takes_turns: whether there are kernels that compute such products in turns.
     """
 
     seconds: float
     num_bytes: int
+    takes_turns: bool = False
 
     def on(self, card: Card) -> float:
         """Returns the seconds of this store on a card."""
@@ -89,9 +109,9 @@ class Store:
         return (self.seconds + MULTIPROCESSORS * self.num_bytes * slower) * card.stores
 
 
-PLAIN = Store(4.2e-6, 64 * 1024)
-GATED = Store(7.0e-6, 96 * 1024)
-GATED_GRADIENT = Store(17.8e-6, 320 * 1024)
+PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True)
+GATED = Store(7.0e-6, 96 * 1024, takes_turns=True)
+GATED_GRADIENT = Store(17.8e-6, 320 * 1024, takes_turns=True)
 WEIGHT = Store(3.0e-6, 64 * 1024)
 
 NOTHING, B, A = "nothing", "B", "A"
@@ -157,7 +177,24 @@ def product_of_rows(
         shared = shared_operand(weight=False, m=0, n=n, gathered=gathered)
     down = tiles(2 * ROWS if shared == B else ROWS)
     step = STEP + GATHERED_STEP * gathered
-    return waves(down, math.ceil(n / COLUMNS), shared) * (math.ceil(k / DEPTH) * step + store.on(card))
+    steps = math.ceil(k / DEPTH)
+    seconds = waves(down, math.ceil(n / COLUMNS), shared) * (steps * step + store.on(card))
+    if card.in_turns and store.takes_turns and not gathered:
+        return min(seconds, product_in_turns(tiles, k, n, store, card))
+    return seconds
+
+
+def product_in_turns(tiles: Tiles, k: int, n: int, store: Store, card: Card = H200) -> float:
+    """Returns the seconds of a product of each expert's rows that two warpgroups compute in turns.
+
+    The arguments are those of `product_of_rows`. Two blocks share operand A if the number of tiles side by
+    side is even.
+    """
+    across = math.ceil(n / COLUMNS_IN_TURNS)
+    product = math.ceil(k / DEPTH) * STEP_IN_TURNS
+    stored = store.on(card) * COLUMNS_IN_TURNS / COLUMNS
+    num_waves = waves(tiles(ROWS), across, A if across % 2 == 0 else NOTHING)
+    return num_waves * max(product, (product + stored) / 2) + stored
 
 
 def product_of_weights(
@@ -332,8 +369,10 @@ def rates(scenario: Scenario, card: Card) -> tuple[float, float]:
 
 CARDS = {
     "pmoe, H100": H100,
+    "in turns, H100": Card(H100.copy, in_turns=True),
     "bound, H100": Card(H100.copy, stores=False),
     "pmoe, H200": H200,
+    "in turns, H200": Card(H200.copy, in_turns=True),
     "bound, H200": Card(H200.copy, stores=False),
 }
 

@@ -111,6 +111,19 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
     return shared
 
 
+def taking_turns(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Returns ``run`` with another setting of `launch.IN_TURNS`: in turns wherever there are kernels."""
+
+    def in_turns() -> Tensor:
+        before, launch.IN_TURNS = launch.IN_TURNS, 2
+        try:
+            return run()
+        finally:
+            launch.IN_TURNS = before
+
+    return in_turns
+
+
 def gathering(in_load: bool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Returns ``run`` with another setting of `launch.GATHERING`.
 

@@ -93,6 +93,8 @@ class Case:
     rival: Callable[[], Tensor] | None = None
     plain: bool = False
     """True if F.grouped_mm computes this product too. The goals are for these products only."""
+    takes_turns: bool = False
+    """True if there are kernels that compute this product in turns."""
 
 
 # ---- what is counted
@@ -199,7 +201,7 @@ def plain_cases(
         run=lambda: grouped_gemm.product(x, weight, ends),
         rival=lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
         exact=compare_rows(routed, x, weight, as_they_are),
-        flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, takes_turns=True,
     )  # fmt: skip
     fill = down * filled(num_in, columns) * filled(num_out, depth)
     yield Case(
@@ -207,7 +209,7 @@ def plain_cases(
         run=lambda: grouped_gemm.input_gradient(grad, weight, ends),
         rival=lambda: F.grouped_mm(grad, weight, offs=ends),
         exact=compare_rows(routed, grad, weight.transpose(1, 2), as_they_are),
-        flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, takes_turns=True,
     )  # fmt: skip
     fill = filled(num_out, rows) * filled(num_in, columns) * groups_filled(routed.counts, depth)
     yield Case(
@@ -262,7 +264,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         run=lambda: hidden(x, False),
         rival=lambda: gated(x),
         exact=compare_rows(routed, x, w1, gate),
-        flop=flop, min_bytes=size(x, w1) + written, fill=forward_fill,
+        flop=flop, min_bytes=size(x, w1) + written, fill=forward_fill, takes_turns=True,
     )  # fmt: skip
     yield Case(
         name="gated hidden, gathered",
@@ -294,6 +296,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         flop=flop // 2,
         min_bytes=size(active, w2) + 2 * num_rows * num_model,
         fill=down * filled(num_model, columns) * filled(width, depth),
+        takes_turns=True,
     )  # fmt: skip
     grad, weight_N = draw(num_rows, num_model), weight_N1.flatten()
 
@@ -309,5 +312,5 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
             grad, w2, hidden_NG, weight_N, ends, activation="swiglu", weighs_active=True
         )[0],
         exact=compare_rows(routed, grad, w2.transpose(1, 2), slope),
-        flop=flop // 2, min_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill,
+        flop=flop // 2, min_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill, takes_turns=True,
     )  # fmt: skip

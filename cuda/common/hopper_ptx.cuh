@@ -231,6 +231,18 @@ __device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
       : PMOE_R64(0), PMOE_R64(64)                                                                            \
       : "l"(a), "l"(b), "r"(accumulate), "n"(int(kTransposeA)), "n"(int(kTransposeB)))
 
+#define PMOE_WGMMA_128(TYPE)                                                                              \
+  asm volatile(                                                                                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                        \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE                                        \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
+      "%59, %60, %61, %62, %63}, "                                                                        \
+      "%64, %65, p, 1, 1, %67, %68;\n}"                                                                   \
+      : PMOE_R64(0)                                                                                       \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(int(kTransposeA)), "n"(int(kTransposeB)))
+
 // Computes d = A B, or d += A B if `accumulate`, by one warpgroup.
 //
 // d: 64 x 256 floats, spread over the 128 threads.
@@ -245,6 +257,17 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
   }
 }
 
+// The same with 128 columns: d is 64 x 128 floats, B is 16 x 128.
+template <class T, bool kTransposeA, bool kTransposeB>
+__device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    PMOE_WGMMA_128("bf16");
+  } else {
+    PMOE_WGMMA_128("f16");
+  }
+}
+
+#undef PMOE_WGMMA_128
 #undef PMOE_WGMMA_256
 #undef PMOE_R64
 #undef PMOE_R8

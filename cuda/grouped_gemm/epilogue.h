@@ -68,15 +68,13 @@ class Store {
       : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {
     first_ = kForm == Form::kWeight ? int64_t{tile.expert} * p.m + tile.row + row
                                     : int64_t{tile.group_begin} + tile.row + row;
-    PMOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const int own = lane / 4 + 8 * h;
-      weight_[h] = 1.0f;
-      const bool by_slot = kForm == Form::kForward && p.slot != nullptr;
-      if (kForm != Form::kWeight && p.weight != nullptr && own < left_)
-        weight_[h] = read(p.weight + (by_slot ? read(p.slot + first_ + own) : first_ + own));
-      dot_[h] = 0.0f;
-    }
+    begin_rows();
+  }
+
+  // Goes on to the 16 rows that lie `rows` rows below those of now. finish() must have been called.
+  __device__ __forceinline__ void move_down(int rows) {
+    first_ += rows, left_ -= rows;
+    begin_rows();
   }
 
   // This lane's share of the values of T_M (the hidden activation) that the warp needs for one call of
@@ -166,6 +164,19 @@ class Store {
   }
 
  private:
+  // Loads the routing weights of the 16 rows.
+  __device__ __forceinline__ void begin_rows() {
+    PMOE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const int own = lane_ / 4 + 8 * h;
+      weight_[h] = 1.0f;
+      const bool by_slot = kForm == Form::kForward && p_.slot != nullptr;
+      if (kForm != Form::kWeight && p_.weight != nullptr && own < left_)
+        weight_[h] = read(p_.weight + (by_slot ? read(p_.slot + first_ + own) : first_ + own));
+      dot_[h] = 0.0f;
+    }
+  }
+
   // Returns the factor by which the activated hidden of row h is multiplied: its routing weight if
   // weighs_active is set, else 1.
   __device__ __forceinline__ float scale(int h) const { return p_.weighs_active ? weight_[h] : 1.0f; }

@@ -31,7 +31,12 @@ namespace pmoe::hopper {
 //   forward   128 rows x 64 of k      twice 128 rows x 64 of k (of the two halves, or neighbours)
 //   input     128 rows x 64 of k      four times 64 of k x 64 columns
 //   weight    twice 64 rows x 64 of m four times 64 rows x 64 columns
-template <Form kForm, bool kHalves, int kCluster>
+//
+// In turns (hopper_turns.cuh) a tile has half as many columns. Form forward then has one box of B, or two of
+// 64 rows with SwiGLU; form input has two.
+//
+// Memory: the block's BlockMemory.
+template <Form kForm, bool kHalves, int kCluster, class Memory = Shared>
 struct Loader {
   const TensorMap& a_map;
   const TensorMap& b_map;
@@ -63,12 +68,14 @@ struct Loader {
 
   __device__ __forceinline__ void load_b(uint8_t* b, uint64_t* full, const Tile& tile, int begin,
                                          int depth) const {
-    constexpr int kBoxes = kForm == Form::kForward ? 2 : 4, kOwn = kBoxes / kCluster;
+    constexpr int kLines = forward_lines(kHalves, Memory::kColumns);
+    constexpr int kBoxes = Memory::kColumns / (kForm == Form::kForward ? kLines : kBoxColumns);
+    constexpr int kOwn = kBoxes / kCluster;
     const int first = kCluster > 1 ? rank * kOwn : 0;
     for (int i = first; i < first + kOwn; ++i) {
-      uint8_t* box = b + i * (kBytesB / kBoxes);
+      uint8_t* box = b + i * (Memory::kBytesB / kBoxes);
       if constexpr (kForm == Form::kForward) {
-        const int apart = kHalves ? p.n / 2 : kColumns / 2;
+        const int apart = kHalves ? p.n / 2 : kLines;
         load_3d(box, full, depth, tile.column + i * apart, tile.expert);
       } else if constexpr (kForm == Form::kInput) {
         load_3d(box, full, tile.column + i * kBoxColumns, depth, tile.expert);
@@ -97,24 +104,26 @@ struct Loader {
 };
 
 // Loads the operands of one tile, in all steps along the reduction. A single thread runs it.
-template <Form kForm, bool kHalves, int kCluster, class Pieces = OnePiece>
-__device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
-                                          const Tile& tile, Ring<kStages>& ring, Pieces pieces = {}) {
+template <Form kForm, bool kHalves, int kCluster, class Memory, class Pieces = OnePiece>
+__device__ __forceinline__ void load_tile(const Loader<kForm, kHalves, kCluster, Memory>& loader,
+                                          Memory& shared, const Tile& tile, Ring<Memory::kStages>& ring,
+                                          Pieces pieces = {}) {
   for (int step = 0, end = steps<kForm>(loader.p, tile, pieces); step < end; ++step, ring.advance()) {
     const auto own = pieces.step(tile, step);
     uint64_t* full = &shared.full[ring.stage];
     mbarrier_wait(&shared.empty[ring.stage], ring.empty_parity());
-    mbarrier_arrive_expect(full, kBytesA + kBytesB);
+    mbarrier_arrive_expect(full, kBytesA + Memory::kBytesB);
     loader.load_a(shared.a[ring.stage], full, tile, own.a_begin, own.depth);
     loader.load_b(shared.b[ring.stage], full, tile, own.b_begin, own.depth);
   }
 }
 
 // Loads the operands of all tiles of a block by the tensor memory accelerator. A single thread runs it.
-template <Form kForm, bool kHalves, int kCluster>
-__device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster>& loader, Shared& shared,
-                                            BlockWalk<kForm, kHalves, kCluster> walk) {
-  Ring<kStages> ring;
+template <Form kForm, bool kHalves, int kCluster, class Memory>
+__device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluster, Memory>& loader,
+                                            Memory& shared,
+                                            BlockWalk<kForm, kHalves, kCluster, Memory> walk) {
+  Ring<Memory::kStages> ring;
   const auto next = [&](Tile& tile) {
     walk.publish_tile(loader.p);
     return walk.next(tile, true);
@@ -210,7 +219,8 @@ __device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first
 // in block i of the cluster. An object takes one register.
 class Release {
  public:
-  __device__ __forceinline__ explicit Release(Shared& shared) {
+  template <class Memory>
+  __device__ __forceinline__ explicit Release(Memory& shared) {
     const int lane = thread_again() & 31;
     if (lane < read(&shared.cluster)) empty_ = cluster_address(shared.empty, lane);
   }
@@ -222,6 +232,32 @@ class Release {
  private:
   uint32_t empty_ = 0;
 };
+
+// Stores all columns of a warp's 16 rows of a tile.
+//
+// kTileColumns: number of the tile's columns, or of its columns in each half of the hidden columns (SwiGLU).
+// store: a Store that has been prepared for these rows.
+// d: this thread's accumulators of these rows.
+// column: the first column of the tile.
+// ahead: the values that Store::fetch() has loaded for the first block; a gated store fetches them here.
+template <int kTileColumns, class Stores>
+__device__ __forceinline__ void store_blocks(Stores& store, const float* d, int column,
+                                             typename Stores::Ahead& ahead) {
+  // kApart: distance, in floats, between the accumulators of the two groups of 32 columns that one call of
+  // block() takes. For SwiGLU the groups are the same columns of both halves; with only 32 columns there is
+  // no second group.
+  constexpr int kStep = Stores::kBlockColumns, kBlocks = kTileColumns / kStep;
+  constexpr int kApart = Stores::kHalves ? kTileColumns / 2 : kStep == 64 ? 16 : 0;
+  unrolled<kBlocks>([&](auto index) {
+    constexpr int i = decltype(index)::value;
+    const int own = column + i * kStep;
+    if constexpr (Stores::kGated && i == 0) store.fetch(own, ahead);
+    const float* first = d + i * kStep / 2;
+    store.block(first, first + kApart, own, ahead, [&] {
+      if constexpr (i + 1 < kBlocks) store.fetch(own + kStep, ahead);
+    });
+  });
+}
 
 // Multiplies and stores all tiles of a block. All multiplying threads call it.
 //
@@ -290,20 +326,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     wgmma_wait<0>();
     pin_accumulators(d);
     if (end > 0) release(previous);
-    // kApart: distance, in floats, between the accumulators of the two groups of 32 columns that one call of
-    // block() takes. For SwiGLU the groups are the same columns of both halves; with only 32 columns there is
-    // no second group.
-    constexpr int kStep = Stores::kBlockColumns, kBlocks = tile_columns(kHalves) / kStep;
-    constexpr int kApart = kHalves ? 64 : kStep == 64 ? 16 : 0;
-    unrolled<kBlocks>([&](auto index) {
-      constexpr int i = decltype(index)::value;
-      const int column = tile.column + i * kStep;
-      if constexpr (Stores::kGated && i == 0) store.fetch(column, ahead);
-      const float* first = d + i * kStep / 2;
-      store.block(first, first + kApart, column, ahead, [&] {
-        if constexpr (i + 1 < kBlocks) store.fetch(column + kStep, ahead);
-      });
-    });
+    store_blocks<tile_columns(kHalves)>(store, d, tile.column, ahead);
     store.finish(tile.column / kColumns);
     stored(tile);
   }
@@ -316,14 +339,16 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 // cluster: number of blocks in the cluster.
 // walking_loaders: how many loading warps of a block read tiles from the tile ring, and so arrive at the
 //     ring's empty barriers; 1 if a single thread reads them.
-__device__ __forceinline__ void init_barriers(Shared& shared, int full_arrivals, int cluster,
-                                              int walking_loaders) {
+// releasing_warps: how many warps of a block multiply the operands of a stage, and so release it.
+template <class Memory>
+__device__ __forceinline__ void init_barriers(Memory& shared, int full_arrivals, int cluster,
+                                              int walking_loaders, int releasing_warps = kMultiplierWarps) {
   shared.cluster = cluster;
-  for (int i = 0; i < kStages; ++i) {
+  for (int i = 0; i < Memory::kStages; ++i) {
     mbarrier_init(&shared.full[i], full_arrivals);
-    mbarrier_init(&shared.empty[i], kMultiplierWarps * cluster);
+    mbarrier_init(&shared.empty[i], releasing_warps * cluster);
   }
-  for (int i = 0; i < kTilesAhead; ++i) {
+  for (int i = 0; i < Memory::kTilesAhead; ++i) {
     mbarrier_init(&shared.tiles.full[i], 1);
     mbarrier_init(&shared.tiles.empty[i], (kMultiplierWarps + walking_loaders) * cluster);
   }

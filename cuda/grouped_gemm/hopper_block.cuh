@@ -23,28 +23,39 @@ constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 
 // A ring in shared memory that passes tiles to all threads of a cluster that load or multiply them. The first
 // thread of the cluster's first block finds the tiles.
+//
+// kPlaces: number of places for tiles.
+template <int kPlaces>
 struct TileRing {
   struct alignas(16) Place {
     Tile tile;
     int more;     // 0: no tile here, and none will follow
     int columns;  // number of columns of the result, or of one of its halves
   };
-  Place place[kTilesAhead];
-  uint64_t full[kTilesAhead], empty[kTilesAhead];
+  Place place[kPlaces];
+  uint64_t full[kPlaces], empty[kPlaces];
   // The state of the TileWalk with which the first thread finds tiles. It is in shared memory, because the
   // thread's registers hold the indices of gathered rows.
   alignas(16) uint8_t walk[64];
 };
 
-// The dynamic shared memory of a block.
-struct Shared {
+// The dynamic shared memory of a block whose tiles have kTileColumns columns.
+//
+// kRingStages, kRingTiles: number of stages of the ring of operands, and of places of the ring of tiles.
+template <int kTileColumns, int kRingStages, int kRingTiles>
+struct BlockMemory {
+  static constexpr int kColumns = kTileColumns, kStages = kRingStages, kTilesAhead = kRingTiles;
+  static constexpr int kBytesB = kColumns * kDepth * 2;
+
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
   alignas(1024) uint8_t exchange[kMultiplierWarps][kExchangeBytes];
   uint64_t full[kStages], empty[kStages];
-  TileRing tiles;
+  TileRing<kTilesAhead> tiles;
   int cluster;  // blocks in the cluster; kept here because there is no register for it
 };
+
+using Shared = BlockMemory<kColumns, kStages, kTilesAhead>;
 
 constexpr int kSharedBytes = sizeof(Shared);
 
@@ -56,6 +67,12 @@ constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
 // halves: true if a tile holds the same columns of both halves of the hidden columns (SwiGLU). The result is
 //     then the number of columns in each half.
 PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 : kColumns; }
+
+// Returns the number of rows in a box of B in form kForward.
+//
+// halves: true if a tile holds the same columns of both halves of the hidden columns (SwiGLU).
+// columns: number of columns of a tile, those of both halves together.
+PMOE_HD constexpr int forward_lines(bool halves, int columns) { return halves ? columns / 2 : 128; }
 
 using OnePiece = pmoe::OnePiece<kDepth>;
 
@@ -81,16 +98,24 @@ __device__ __forceinline__ int columns_of_walk(const Problem& p, bool halves) {
 
 // Lists the tiles of one block. The cluster's first block publishes them in a ring: one tile for the whole
 // cluster, of which each block takes its own rows or columns.
-template <Form kForm, bool kHalves, int kCluster>
+//
+// Memory: the block's BlockMemory.
+template <Form kForm, bool kHalves, int kCluster, class Memory = Shared>
 class BlockWalk {
  public:
-  using Shape = FixedShape<kRows * kCluster, tile_columns(kHalves)>;
+  static constexpr int kTileColumns = kHalves ? Memory::kColumns / 2 : Memory::kColumns;
+  static constexpr int kTilesAhead = Memory::kTilesAhead;
+  using Shape = FixedShape<kRows * kCluster, kTileColumns>;
   using Walk = TileWalk<kForm, Shape>;
-  using Place = TileRing::Place;
+  using Tiles = TileRing<kTilesAhead>;
+  using Place = typename Tiles::Place;
+
+  // num_read: how many tiles next() has read, if the walk goes on where another one ended.
+  __device__ __forceinline__ explicit BlockWalk(uint32_t num_read = 0) : turn_(static_cast<int>(num_read)) {}
 
   // Starts the walk over tiles. The first thread of every block calls this before its first publish_tile().
   __device__ __forceinline__ static void begin(const Problem& p) {
-    static_assert(sizeof(Walk) <= sizeof(TileRing::walk));
+    static_assert(sizeof(Walk) <= sizeof(Tiles::walk));
     kept() = Walk(p.ends, p.experts, p.m, columns_of_walk(p, kHalves), Shape());
   }
 
@@ -140,19 +165,22 @@ class BlockWalk {
       tile.row += before;
       tile.rows = smaller(tile.rows - before, kRows);
     } else {
-      tile.column += rank_in_cluster() * tile_columns(kHalves);
+      tile.column += rank_in_cluster() * kTileColumns;
       if (tile.column >= found.columns) tile.rows = 0;
     }
     return found.more;
   }
 
+  // Returns how many tiles next() has read.
+  __device__ __forceinline__ uint32_t num_read() const { return static_cast<uint32_t>(turn_); }
+
  private:
-  __device__ __forceinline__ static TileRing& ring() {
-    return reinterpret_cast<Shared*>(shared_memory())->tiles;
+  __device__ __forceinline__ static Tiles& ring() {
+    return reinterpret_cast<Memory*>(shared_memory())->tiles;
   }
   __device__ __forceinline__ static Walk& kept() { return *reinterpret_cast<Walk*>(ring().walk); }
 
-  int turn_ = 0;
+  int turn_;
 };
 
 #endif  // PMOE_HOPPER_CODE

@@ -38,11 +38,25 @@ auto with_constants(const GroupedGemm& which, const Use& use) {
   }
 }
 
+// The same for products that are computed in turns (can_take_turns() of turns.h).
+template <class Use>
+auto with_constants_of_turns(const GroupedGemm& which, const Use& use) {
+  if (which.epilogue == Epilogue::kHiddenGradient)
+    return use.template operator()<Form::kInput, Epilogue::kHiddenGradient, Activation::kSwiglu>();
+  if (which.epilogue == Epilogue::kHidden)
+    return use.template operator()<Form::kForward, Epilogue::kHidden, Activation::kSwiglu>();
+  return which.form == Form::kForward
+             ? use.template operator()<Form::kForward, Epilogue::kPlain, Activation::kNone>()
+             : use.template operator()<Form::kInput, Epilogue::kPlain, Activation::kNone>();
+}
+
 using HopperKernel = void (*)(TensorMap, TensorMap, Problem);
 using AmpereKernel = void (*)(Problem);
 
 HopperKernel hopper_bf16(const GroupedGemm&);
 HopperKernel hopper_fp16(const GroupedGemm&);
+HopperKernel hopper_turns_bf16(const GroupedGemm&);
+HopperKernel hopper_turns_fp16(const GroupedGemm&);
 AmpereKernel ampere_bf16(const GroupedGemm&);
 AmpereKernel ampere_fp16(const GroupedGemm&);
 

@@ -4,6 +4,7 @@
 #include "common/prepared.h"
 #include "grouped_gemm/ampere.cuh"
 #include "grouped_gemm/hopper.cuh"
+#include "grouped_gemm/hopper_turns.cuh"
 #include "grouped_gemm/instances.cuh"
 #include "grouped_gemm/launch.h"
 
@@ -66,6 +67,8 @@ Layout matrices(const void* base, int columns, int lines_each, int count, uint32
 }
 
 HopperKernel hopper_kernel(const GroupedGemm& which) {
+  if (which.in_turns)
+    return which.element == Element::kBf16 ? hopper_turns_bf16(which) : hopper_turns_fp16(which);
   return which.element == Element::kBf16 ? hopper_bf16(which) : hopper_fp16(which);
 }
 
@@ -76,10 +79,14 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
 void launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows, int blocks,
                    void* stream) {
   const int cluster = which.cluster * p.blocks_across;
-  const Grid grid = {blocks / cluster * cluster, hopper::kThreads, hopper::kSharedBytes, cluster};
+  const int shared_bytes = which.in_turns ? hopper::turns::kSharedBytes : hopper::kSharedBytes;
+  const Grid grid = {blocks / cluster * cluster, hopper::kThreads, shared_bytes, cluster};
   const Prepared prepared(name_of(which, hopper_path), hopper_kernel(which), grid, stream);
   TensorMap a_map = {}, b_map = {};
-  encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map);
+  const bool halves = are_halves(which.epilogue, which.activation);
+  const int b_lines =
+      hopper::forward_lines(halves, which.in_turns ? hopper::turns::kColumns : hopper::kColumns);
+  encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map, b_lines);
   prepared.launch(a_map, b_map, p);
 }
 
@@ -98,20 +105,22 @@ std::string name_of(const GroupedGemm& which, const GroupedGemmPath& path) {
   if (which.epilogue == Epilogue::kHiddenGradient) name += ".hidden_gradient";
   const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
   name += names[static_cast<int>(which.activation)];
+  if (which.in_turns) name += ".turns";
   return which.cluster == 2 ? name + ".pairs" : name;
 }
 
 void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, int64_t b_rows,
-                 TensorMap* a_map, TensorMap* b_map) {
+                 TensorMap* a_map, TensorMap* b_map, int b_lines) {
   const bool by_weight = form == Form::kWeight;
   // An operand without rows is never loaded, but its map must still point to valid memory.
   const void* a = a_rows ? p.a : p.d;
   const void* b = by_weight && !b_rows ? p.d : p.b;
   const Layout of_a = by_weight ? rows_of(a, p.m, a_rows, p.a_stride, hopper::kDepth)
                                 : rows_of(a, p.k, a_rows, p.a_stride, hopper::kRows / p.blocks_across);
-  const Layout of_b = by_weight                ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
-                      : form == Form::kForward ? matrices(b, p.k, p.n, p.experts, 128)
-                                               : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
+  const Layout of_b = by_weight ? rows_of(b, p.n, b_rows, p.b_stride, hopper::kDepth)
+                      : form == Form::kForward
+                          ? matrices(b, p.k, p.n, p.experts, static_cast<uint32_t>(b_lines))
+                          : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
   // If the rows of A are gathered, A is not loaded by a tensor map, and its strides may be such that no map
   // can describe it.
   if (!p.a_gathered) encode(a_map, element, of_a);

@@ -18,6 +18,7 @@ struct GroupedGemm {
   Epilogue epilogue;
   Activation activation;  // kNone for the epilogue kPlain
   int cluster = 1;        // blocks that share B, 1 or 2; only Hopper's path takes 2
+  bool in_turns = false;  // two warpgroups multiply in turns (hopper_turns.cuh); cluster is then 1
 };
 
 // The operand that the two blocks of a cluster share:
@@ -45,6 +46,17 @@ struct GroupedGemmPath {
 
 extern const GroupedGemmPath hopper_path, ampere_path;
 
+// Calls visit(which) for every kernel that computes products in turns.
+template <class Visit>
+void for_each_in_turns(Visit visit) {
+  for (Element element : {Element::kBf16, Element::kFp16}) {
+    for (Form form : {Form::kForward, Form::kInput})
+      visit(GroupedGemm{element, form, Epilogue::kPlain, Activation::kNone, 1, true});
+    visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, Activation::kSwiglu, 1, true});
+    visit(GroupedGemm{element, Form::kInput, Epilogue::kHiddenGradient, Activation::kSwiglu, 1, true});
+  }
+}
+
 // Returns the kernel's name, which users and error messages show.
 std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 
@@ -52,8 +64,9 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 // driver refuses a map.
 //
 // a_rows, b_rows: rows of A and B in memory; b_rows is only read if B has N rows.
+// b_lines: rows in a box of B in form kForward (forward_lines() of hopper_block.cuh).
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
-                 CUtensorMap* b_map);
+                 CUtensorMap* b_map, int b_lines = 128);
 
 // Returns whether COMET's kernels may cut a row of `tiles` tiles into pairs for clusters of two blocks. With
 // an odd number, one block computes nothing; from 7 tiles on that wastes at most an eighth of the work.

@@ -6,6 +6,7 @@
 namespace pmoe {
 
 PMOE_HD constexpr int hopper_row_dot_parts(int columns) { return ceil_div(columns, 256); }
+PMOE_HD constexpr int turns_row_dot_parts(int columns) { return ceil_div(columns, 128); }
 PMOE_HD constexpr int ampere_row_dot_parts(int columns) { return ceil_div(columns, 128) * 2; }
 
 }  // namespace pmoe

@@ -1,6 +1,8 @@
 // The rule by which the two blocks of a cluster share an operand, if the caller names none; and the number of
 // blocks. Only bindings include it, so that a change of the rule compiles no kernel again.
 #pragma once
+#include <stdexcept>
+
 #include "launch.h"
 
 namespace pmoe {
@@ -22,8 +24,15 @@ inline Sharing best_sharing(Form form, int m, int n, bool a_gathered) {
 
 // Sets which operand the two blocks of a cluster share, for Hopper's path. For kByRule, best_sharing()
 // chooses by the product's sizes.
+//
+// Products in turns have tiles of half as many columns, and share A or nothing. Throws std::invalid_argument
+// for kB.
 inline void share(GroupedGemm& which, Problem& p, Sharing sharing) {
-  if (sharing == Sharing::kByRule) sharing = best_sharing(which.form, p.m, p.n, p.a_gathered != 0);
+  if (which.in_turns && sharing == Sharing::kB)
+    throw std::invalid_argument(
+        "sharing (2) must be 0, 1 or 3 for a product in turns: two blocks share A or nothing");
+  if (sharing == Sharing::kByRule)
+    sharing = best_sharing(which.form, p.m, which.in_turns ? 2 * p.n : p.n, p.a_gathered != 0);
   which.cluster = sharing == Sharing::kB ? 2 : 1;
   p.blocks_across = sharing == Sharing::kA ? 2 : 1;
 }

@@ -36,6 +36,7 @@ from pmoe.kernels.grouped_gemm.launch import (
     counters_of_thread,
     fields_for_all,
     gathers_in_load,
+    num_row_dots,
     path_for,
     spare_of_thread,
 )
@@ -126,11 +127,11 @@ class LaunchedExperts:
         # a pass over grad. The gradient of b2 needs weight * grad in any case.
         self._weighs_active = b2 is None
         self._scale_dtype = torch.promote_types(rows.dtype, torch.float32)
-        self._num_dots = extension.module().row_dot_parts(kernels == "sm_90a", self._width)
         self._experts = w1.shape[0]
         self._weights = w1, w2, b1, None if stacked.shard.index else b2
         self._rows = rows
         self._activation = ACTIVATIONS[activation]
+        self._num_dots = num_row_dots(kernels, self._width, w1.shape[2], self._activation)
 
     def _product(
         self,

@@ -314,8 +314,8 @@ inline uint16_t operand_element(emu::Block& block, uint64_t descriptor, bool tra
 inline int accumulator_row(int thread, int i) { return thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8; }
 inline int accumulator_column(int thread, int i) { return i / 4 * 8 + thread % 4 * 2 + i % 2; }
 
-template <class T, bool kTransposeA, bool kTransposeB>
-void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+template <class T, bool kTransposeA, bool kTransposeB, int kColumns>
+void wgmma_k16(float (&d)[kColumns / 2], uint64_t a, uint64_t b, int accumulate) {
   emu::Fiber& fiber = emu::self();
   emu::Wgmma& group = fiber.block->warpgroups[fiber.linear / 128];
   for (uint64_t descriptor : {a, b}) {
@@ -336,15 +336,15 @@ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   const auto whole = call;
   call = {};
   emu::Deferred product = [block, whole] {
-    std::vector<float> of_a(64 * 16), of_b(256 * 16);
+    std::vector<float> of_a(64 * 16), of_b(kColumns * 16);
     for (int k = 0; k < 16; ++k) {
       for (int i = 0; i < 64; ++i)
         of_a[i * 16 + k] = widen<T>(T{operand_element(*block, whole.a, kTransposeA, i, k)});
-      for (int j = 0; j < 256; ++j)
+      for (int j = 0; j < kColumns; ++j)
         of_b[j * 16 + k] = widen<T>(T{operand_element(*block, whole.b, kTransposeB, j, k)});
     }
     for (int t = 0; t < 128; ++t)
-      for (int i = 0; i < 128; ++i) {
+      for (int i = 0; i < kColumns / 2; ++i) {
         const int row = accumulator_row(t, i), column = accumulator_column(t, i);
         float sum = whole.accumulate ? whole.d[t][i] : 0.0f;
         for (int k = 0; k < 16; ++k) sum += of_a[row * 16 + k] * of_b[column * 16 + k];
@@ -353,6 +353,16 @@ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   };
   group.open.push_back(std::move(product));
   emu::meet(meeting, 128, "wgmma");
+}
+
+template <class T, bool kTransposeA, bool kTransposeB>
+void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+  wgmma_k16<T, kTransposeA, kTransposeB, 256>(d, a, b, accumulate);
+}
+
+template <class T, bool kTransposeA, bool kTransposeB>
+void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  wgmma_k16<T, kTransposeA, kTransposeB, 128>(d, a, b, accumulate);
 }
 
 inline void wgmma_commit() {

@@ -10,6 +10,7 @@
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/launch.h"
 #include "grouped_gemm/parts.h"
+#include "grouped_gemm/turns.h"
 
 using namespace pmoe;
 
@@ -37,6 +38,7 @@ struct Case {
   int m = 0, n = 0, k = 0;
   bool hopper = true;
   Sharing sharing = Sharing::kNothing;
+  bool in_turns = false;
   bool gated = false, bias = false, weighted = false;
   bool gathered = false;  // forward products alone gather
   bool placed = false;    // plain products alone store rows at places
@@ -59,7 +61,7 @@ std::string told(const Case& c, const char* form) {
                      (c.sharing == Sharing::kB   ? " sharing B"
                       : c.sharing == Sharing::kA ? " sharing A"
                                                  : "") +
-                     " groups";
+                     (c.in_turns ? " in turns" : "") + " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
          " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " placed " +
@@ -70,8 +72,9 @@ std::string told(const Case& c, const char* form) {
 // By the product's own launch, which encodes maps for the emulator (runtime/).
 template <class T>
 void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation activation, int sources) {
-  const GroupedGemm which = {std::is_same_v<T, bf16> ? Element::kBf16 : Element::kFp16, form, epilogue,
-                             activation, c.sharing == Sharing::kB ? 2 : 1};
+  GroupedGemm which = {std::is_same_v<T, bf16> ? Element::kBf16 : Element::kFp16, form, epilogue, activation,
+                       c.sharing == Sharing::kB ? 2 : 1};
+  which.in_turns = c.in_turns && can_take_turns(which, c.gathered);
   const GroupedGemmPath& path = c.hopper ? hopper_path : ampere_path;
   p.blocks_across = c.sharing == Sharing::kA ? 2 : 1;
   const int blocks = static_cast<int>(c.grid) * which.cluster * p.blocks_across;
@@ -260,7 +263,9 @@ void test_hidden_gradient_of(const Case& c) {
   T *a = aligned(a_memory), *b = aligned(b_memory), *hidden = aligned(hidden_memory);
   std::vector<T> d_memory(rows * width + 8, T{kPoison}), active_memory(rows * c.n + 8, T{kPoison});
   T *d = aligned(d_memory), *active = aligned(active_memory);
-  const int parts = c.hopper ? hopper_row_dot_parts(c.n) : ampere_row_dot_parts(c.n);
+  const int parts = c.in_turns && kGated ? turns_row_dot_parts(c.n)
+                    : c.hopper           ? hopper_row_dot_parts(c.n)
+                                         : ampere_row_dot_parts(c.n);
   std::vector<float> dots(parts * rows, NAN);
   Problem p;
   common(c, o, p);
@@ -402,10 +407,74 @@ void every_form(Case c) {
   }
 }
 
+// Products by two warpgroups that take turns. A block has up to 14 tiles, so the places of tiles are used
+// several times. Tiles have fewer steps than the ring has stages, as many, and more.
+void in_turns(bool thorough) {
+  Case c;
+  c.in_turns = true;
+  unsigned seed = 500;
+  for (int eagerness : {0, 30, 100}) {
+    if (eagerness == 30 && !thorough) continue;
+    for (Sharing sharing : {Sharing::kNothing, Sharing::kA}) {
+      c.sharing = sharing, c.eagerness = eagerness;
+      for (int k : {72, 64 * 6, 64 * 7 + 8}) {
+        if (k == 64 * 6 && !thorough) continue;
+        c.seed = ++seed, c.k = k, c.grid = 1 + seed % 2, c.spare_rows = seed % 2 ? 5 : 0;
+        c.groups = k == 72 ? std::vector<int>{0, 129, 3, 0, 127} : std::vector<int>{130, 0, 70};
+        c.n = 264, c.placed = false, c.bias = c.weighted = seed % 2;
+        test_plain<bf16, Form::kForward>(c);
+        c.placed = true, c.n = 40;
+        test_plain<fp16, Form::kInput>(c);
+        c.bias = false, c.weighted = true, c.weighs_active = seed % 2, c.n = k == 72 ? 264 : 144;
+        test_hidden_gradient<bf16, true>(c);
+        c.n = k == 72 ? 272 : 144, c.bias = seed % 2 == 0, c.no_hidden = k > 72 && eagerness > 0;
+        test_hidden<fp16, true>(c);
+        c.bias = c.no_hidden = false;
+        c.groups = {1}, c.n = 8;
+        test_hidden_gradient<fp16, true>(c);
+        c.n = 16;
+        test_hidden<bf16, true>(c);
+      }
+    }
+  }
+  if (!thorough) return;
+  Random random{std::mt19937(77)};
+  const auto draw = [&](int least, int most) {
+    return least + static_cast<int>(random.engine() % (most - least + 1));
+  };
+  for (int i = 0; i < 30; ++i) {
+    c.groups.clear();
+    for (int e = draw(1, 6); e > 0; --e)
+      c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
+    c.sharing = i % 2 ? Sharing::kA : Sharing::kNothing;
+    c.seed = 2000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
+    c.n = 8 * draw(1, 50), c.k = 8 * draw(1, 70), c.placed = draw(0, 1), c.bias = draw(0, 1);
+    c.weighted = draw(0, 1), c.weighs_active = draw(0, 1);
+    test_plain<bf16, Form::kForward>(c);
+    test_plain<fp16, Form::kInput>(c);
+    c.weighted = true;
+    test_hidden_gradient<bf16, true>(c);
+    test_hidden_gradient<fp16, true>(c);
+    c.n = 16 * draw(1, 25), c.no_hidden = draw(0, 1);
+    test_hidden<bf16, true>(c);
+    test_hidden<fp16, true>(c);
+  }
+}
+
+int report() {
+  std::printf(failures ? "%d failures\n" : "ok\n", failures);
+  return failures != 0;
+}
+
 }  // namespace
 
+// Arguments: "turns" for products in turns instead of all others; "thorough" for many random sizes.
 int main(int argc, char** argv) {
-  const bool thorough = argc > 1 && std::string(argv[1]) == "thorough";
+  const auto has = [&](const char* word) {
+    return std::any_of(argv + 1, argv + argc, [&](const char* each) { return std::string(each) == word; });
+  };
+  const bool thorough = has("thorough");
+  if (has("turns")) return in_turns(thorough), report();
   unsigned seed = 1;
   // Sizes around tile edges, empty groups, one row; columns and depth that end inside a tile.
   std::vector<std::vector<int>> groups = {{0, 3, 0}, {127, 129}};
@@ -495,6 +564,5 @@ int main(int argc, char** argv) {
       test_weight<bf16>(in_place(c));
     }
   }
-  std::printf(failures ? "%d failures\n" : "ok\n", failures);
-  return failures != 0;
+  return report();
 }

@@ -19,6 +19,9 @@ TENSOR_CYCLES = 1024
 """Of the products of a step of 64 of the reduction: 8 of 64 x 256 x 16, 128 cycles each."""
 WARPS_A_SCHEDULER = 2
 """Of the eight that multiply."""
+TENSOR_CYCLES_IN_TURNS = 512
+"""Of a step where two warpgroups take turns: 8 of 64 x 128 x 16, 64 cycles each. One warp of a scheduler
+multiplies, the other stores."""
 
 BOX_BYTES = {  # that the accelerator loads, by the form of the product and the dimensions of the map
     ("forward", "2D"): 128 * 128,
@@ -212,12 +215,39 @@ def is_of_one_product(name: str) -> bool:
     return declared()[name].hopper and not name.startswith("flashdmoe.")
 
 
+def is_in_turns(name: str) -> bool:
+    """Whether two warpgroups take turns: both do not multiply one tile."""
+    return name.endswith(".turns")
+
+
+def products_a_group(name: str) -> int:
+    return 8 if is_in_turns(name) else 4
+
+
+def tensor_cycles(name: str) -> int:
+    """Cycles of the products of a step."""
+    return TENSOR_CYCLES_IN_TURNS if is_in_turns(name) else TENSOR_CYCLES
+
+
 def cost(name: str, code: Sequence[str]) -> Cost:
+    warps = 1 if is_in_turns(name) else WARPS_A_SCHEDULER
     return Cost(
-        step_cycles=round(WARPS_A_SCHEDULER * _a_step(Code(code).innermost("HGMMA"), "HGMMA", 4)),
+        step_cycles=round(warps * _a_step(Code(code).innermost("HGMMA"), "HGMMA", products_a_group(name))),
         l2_bytes=_l2_bytes(name, code, shares_a=False),
         l2_bytes_sharing_a=_l2_bytes(name, code, shares_a=True),
     )
+
+
+def between_tiles(code: Sequence[str]) -> list[str]:
+    """Instructions of the multiplying warps from the last product of a tile to the first of their next tile.
+
+    Those of all branches are among them, so a warp issues fewer. Left out are the loops along the reduction.
+    """
+    flow = Code(code)
+    waits = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+    tiles = next(loop for loop in flow.loops if any(waits in each for each in flow.instructions(loop)))
+    steps = (loop for loop in flow.loops if loop < tiles and starts(flow.instructions(loop), "HGMMA"))
+    return flow.instructions(tiles.difference(flow.apart, *steps))
 
 
 def _a_step(loop: Sequence[str], kind: str, a_step: int) -> float:
@@ -231,7 +261,9 @@ def _l2_bytes(name: str, code: Sequence[str], *, shares_a: bool) -> int:
     kinds = [opcode(each) for each in starts(loop, "UTMALDG")]
     halves = 0 if name.endswith(".pairs") else sum(kind.endswith("MULTICAST") for kind in kinds)  # of A
     own = [kind for kind in kinds if name.endswith(".pairs") or not kind.endswith("MULTICAST")]
-    total = sum(BOX_BYTES[form, kind.split(".")[1]] for kind in own)
+    # In turns, a tile's columns are 64 of each half of SwiGLU, and a box of B has as many lines.
+    boxes = BOX_BYTES | ({("forward", "3D"): 64 * 128} if name.endswith("hidden.swiglu.turns") else {})
+    total = sum(boxes[form, kind.split(".")[1]] for kind in own)
     if halves and shares_a:
         total += halves * A_BYTES // 2 - steps * A_BYTES
     return round(total / steps)
@@ -252,10 +284,11 @@ def wrong_registers(code: Sequence[str], kernel: Declared, at_entry: int) -> lis
     return [] if found <= have else [f"{less[0]} and {more[0]} a thread are {found}, of {have} registers"]
 
 
-def wrong_products(code: Sequence[str], kinds: int = 1) -> list[str]:
+def wrong_products(code: Sequence[str], kinds: int = 1, of_a_group: int = 4) -> list[str]:
     """Four products a group, at most one group under way beside the next, and all waited for in the end.
 
     kinds: of products that the kernel has.
+    of_a_group: how many products a group has; 8 where warpgroups take turns.
     """
     found = []
     fences = products = 0
@@ -268,7 +301,7 @@ def wrong_products(code: Sequence[str], kinds: int = 1) -> list[str]:
             products += 1
             if each.endswith("gsb0"):
                 groups += 1
-                if (fences, products) != (1, 4):
+                if (fences, products) != (1, of_a_group):
                     found.append(f"{index}: a group of {products} products behind {fences} fences")
                 fences = products = 0
         elif kind.startswith("WARPGROUP.DEPBAR"):

@@ -53,19 +53,26 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.fixture(params=["sm_90a", "sm_90a, sharing B", "sm_90a, sharing A", "sm_80"], autouse=True)
+@pytest.fixture(
+    params=["sm_90a", "sm_90a, sharing B", "sm_90a, sharing A", "sm_90a, in turns", "sm_80"], autouse=True
+)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whose kernels run; sharing: of pairs of blocks. A fall to PyTorch operations fails."""
+    """Whose kernels run; sharing: of pairs of blocks, also where products are computed in turns.
+
+    A fall to PyTorch operations fails.
+    """
     own, why = grouped_gemm.launch.path(DEVICE)
     if own is None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")
         pytest.fail(str(why))
-    wanted, *shared = request.param.split(", ")
+    wanted, *way = request.param.split(", ")
     if wanted == "sm_90a" and own != "sm_90a":
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
-    monkeypatch.setattr(launch, "SHARING", {"B": 2, "A": 3}[shared[0][-1]] if shared else 1)
+    sharing = {"sharing B": 2, "sharing A": 3, "in turns": 0}
+    monkeypatch.setattr(launch, "SHARING", sharing[way[0]] if way else 1)
+    monkeypatch.setattr(launch, "IN_TURNS", 2 if way == ["in turns"] else 0)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield

@@ -10,6 +10,7 @@ LEVEL = MAKE_TEST_ALL
 COMET = "tests/unit/test_comet_protocol.py"
 HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
+TURNS = "tests/unit/test_kernels_grouped_gemm.py -k in_turns_in_the_emulator_equal"
 FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
 ROUTE = "tests/unit/test_kernels_route.py -k equal_plain_loops"
 
@@ -128,9 +129,50 @@ KERNELS = (
         name="half-of-a-expected",
         breaks="a stage of a pair counts as full when half of A has come",
         file="cuda/grouped_gemm/hopper.cuh",
-        old="    mbarrier_arrive_expect(full, kBytesA + kBytesB);",
-        new="    mbarrier_arrive_expect(full, kBytesA / loader.p.blocks_across + kBytesB);",
+        old="    mbarrier_arrive_expect(full, kBytesA + Memory::kBytesB);",
+        new="    mbarrier_arrive_expect(full, kBytesA / loader.p.blocks_across + Memory::kBytesB);",
         tests=PRODUCTS,
+    ),
+    # Two warpgroups of a block take turns: each consumes every second tile of one ring.
+    Plant(
+        name="stages-released-by-both-warpgroups",
+        breaks="a stage counts as empty when both warpgroups have released it, but one multiplies it",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="init_barriers(shared, 1, p.blocks_across, 1, turns::kWarps);",
+        new="init_barriers(shared, 1, p.blocks_across, 1);",
+        tests=TURNS,
+    ),
+    Plant(
+        name="a-stage-released-before-its-products",
+        breaks="a stage is loaded again while a product may still read it",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="        wgmma_wait<1>();\n        release(previous);\n",
+        new="        release(previous);\n        wgmma_wait<1>();\n",
+        tests=TURNS,
+    ),
+    Plant(
+        name="an-exchange-of-both-warpgroups",
+        breaks="two warps, one of each warpgroup, convert their tiles in the same buffer",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="shared.exchange[0] + buffer);",
+        new="shared.exchange[self / 32 % kWarps]);",
+        tests=TURNS,
+    ),
+    Plant(
+        name="a-position-kept-elsewhere",
+        breaks="a warp does not find its position in the walk after a store",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="write(&shared.kept[self / 32].num_read, walk.num_read());",
+        new="write(&shared.kept[0].num_read, walk.num_read());",
+        tests=TURNS,
+    ),
+    Plant(
+        name="the-others-stages-not-passed",
+        breaks="a warpgroup takes stages of the ring that hold the other's tiles",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="Ring<kStages>::after((walk.num_read() - 1) *",
+        new="Ring<kStages>::after(walk.num_read() / 2 *",
+        tests=TURNS,
     ),
     Plant(
         name="one-block-of-a-fused-pair",

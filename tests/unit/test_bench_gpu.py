@@ -86,7 +86,7 @@ def test_the_grouped_plain_layer_gives_the_result_of_the_layer(expert: str, top_
         assert wanted is not None and relative_error(gradient, wanted) < 1e-5, name
 
 
-def test_all_three_ways_of_bench_alone_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ways_of_bench_alone_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(*sizes: int, **options: Any) -> pmoe.MoELayer:
         return pmoe.MoELayer(*sizes, **options)
 
@@ -94,9 +94,9 @@ def test_all_three_ways_of_bench_alone_are_compared(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench_alone, "drawn_layer", drawn)
     step = bench_alone.Step(bench_alone.Scenario(32, 64, 32, 4, 2))
     found = bench_alone.check(step)
-    assert list(bench_alone.WAYS) == ["pmoe", "without", "plain"]
+    assert list(bench_alone.WAYS) == ["pmoe", "in turns", "without", "plain"]
     assert {name: set(each) for name, each in found.items()} == dict.fromkeys(
-        ("without", "plain"), {"y", "x", "gate.weight", "experts.w1", "experts.w2"}
+        ("in turns", "without", "plain"), {"y", "x", "gate.weight", "experts.w1", "experts.w2"}
     )
     with torch.no_grad():
         step.plain.experts.w2.mul_(1.1)

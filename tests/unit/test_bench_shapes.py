@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bench import bench_shapes
-from bench.bench_alone import WHOLE
+from bench.bench_alone import SHAPES, WHOLE
 from bench.bench_shapes import NOTHING, A, B
-from pmoe.kernels.gemm import FORWARD, WEIGHT
+from pmoe.kernels.gemm import ACTIVATIONS, FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT
 from tests.emulated import load_kernels
 from tests.unit.test_docs_numbers import NUMBERS, table_below
 
@@ -36,6 +36,39 @@ def test_the_stored_layer_is_predicted_from_its_kernels(passed: str, times: floa
     kernels = json.loads(file.read_text(encoding="utf-8"))["ways"]["pmoe"][f"{passed}_kernels"]
     measured = sum(kernel["us"] for kernel in kernels) / 1e6
     assert sum(parts.values()) / measured == pytest.approx(times, abs=0.002)
+
+
+def test_products_are_computed_in_turns_by_the_kernels_own_rule(kernels: Path) -> None:
+    """The rule is for an H200. At these shapes it is right for an H100, too."""
+    module = load_kernels(kernels)
+    swiglu = ACTIVATIONS["swiglu"]
+    gated = {"form": FORWARD, "epilogue": HIDDEN, "activation": swiglu}
+    gradient = {"form": INPUT, "epilogue": HIDDEN_GRADIENT, "activation": swiglu}
+    for scenario in SHAPES.values():
+        tiles = bench_shapes.random_tiles(scenario.tokens * scenario.top_k, scenario.experts)
+        width = scenario.d_model
+        hidden = scenario.d_hidden
+        for fields, k, n, store in (
+            ({"form": FORWARD}, hidden, width, bench_shapes.PLAIN),
+            ({"form": INPUT}, 2 * hidden, width, bench_shapes.PLAIN),
+            (gated, width, 2 * hidden, bench_shapes.GATED),
+            (gradient, width, hidden, bench_shapes.GATED_GRADIENT),
+        ):
+            rule = module.grouped_gemm_takes_turns(**fields, k=k, in_turns=1)
+            for card in (bench_shapes.H100, bench_shapes.H200):
+                before = bench_shapes.product_of_rows(tiles, k, n, store, card)
+                assert rule == (bench_shapes.product_in_turns(tiles, k, n, store, card) < before)
+
+
+def test_a_store_in_turns_costs_nothing_beside_a_longer_product() -> None:
+    """With one wave, a product of 16 steps takes 16 steps and the last store."""
+    one_wave = bench_shapes.counted_tiles([128] * 132)
+    store = bench_shapes.Store(1e-6, 0)
+    seconds = bench_shapes.product_in_turns(one_wave, 1024, 128, store)
+    assert seconds == pytest.approx(16 * bench_shapes.STEP_IN_TURNS + 0.5e-6)
+    longer = bench_shapes.Store(40e-6, 0)
+    seconds = bench_shapes.product_in_turns(one_wave, 1024, 128, longer)
+    assert seconds == pytest.approx((16 * bench_shapes.STEP_IN_TURNS + 20e-6) / 2 + 20e-6)
 
 
 def test_tiles_of_random_rows_are_those_of_many_drawn_counts() -> None:

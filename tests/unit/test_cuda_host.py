@@ -217,6 +217,72 @@ def test_a_product_fills_the_device_in_whole_clusters(cuda: ModuleType) -> None:
     assert cuda.stub_num_encoded() == 2 + 2 + 2 + 0 + 2
 
 
+def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
+    """The rule pairs tiles of 128 columns here, so two blocks share A where there are 2 or 4, and not with 1.
+
+    The gradient of the gated hidden has a partial inner product for each tile.
+    """
+    cuda.stub_reset(runs=False, processors=7)
+    product(cuda, in_turns=2, n=256)
+    product(cuda, in_turns=2, n=128)
+    product(cuda, in_turns=2, n=256, sharing=1)
+    product(cuda, in_turns=2, n=256, form=1, epilogue=2, activation=4)
+    product(cuda, in_turns=2, n=256, epilogue=1, activation=4)
+    in_turns = cuda.stub_launched()
+    product(cuda, in_turns=0, n=256, form=1, epilogue=2, activation=4)
+    assert [(each["blocks"], each["cluster"]) for each in in_turns] == [
+        (6, 2), (7, 1), (7, 1), (6, 2), (6, 2),
+    ]  # fmt: skip
+    assert len({each["kernel"] for each in in_turns}) == 3
+    assert cuda.stub_launched()[-1]["kernel"] not in {each["kernel"] for each in in_turns}
+    assert cuda.row_dot_parts(True, 384, True) == 3
+    assert cuda.row_dot_parts(True, 384) == 2
+    assert cuda.row_dot_parts(False, 384, True) == cuda.row_dot_parts(False, 384)
+
+
+def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleType) -> None:
+    """A plain product may have 24 steps of 64, one of SwiGLU's hidden columns 41, their gradient 104."""
+
+    def taken(k: int, **fields: int) -> bool:
+        found: bool = cuda.grouped_gemm_takes_turns(k=k, in_turns=1, **fields)
+        return found
+
+    assert [taken(k, form=0) for k in (64 * 24, 64 * 24 + 8)] == [True, False]
+    hidden = {"form": 0, "epilogue": 1, "activation": 4}
+    assert [taken(k, **hidden) for k in (64 * 41, 64 * 41 + 8)] == [True, False]
+    gradient = {"form": 1, "epilogue": 2, "activation": 4}
+    assert [taken(k, **gradient) for k in (64 * 104, 64 * 104 + 8)] == [True, False]
+    assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, in_turns=2)
+    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, in_turns=0)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"a_gathered": True, "slot": 8},
+        {"form": 2, "m": 64, "b_rows": T, "b_stride": 64},
+        {"epilogue": 1, "activation": 2},
+        {"epilogue": 1, "activation": 4, "a_gathered": True, "slot": 8},
+        {"form": 1, "epilogue": 2, "activation": 2},
+        {"hopper": False},
+    ],
+)
+def test_products_without_such_a_kernel_are_computed_as_before(
+    cuda: ModuleType, given: dict[str, Any]
+) -> None:
+    cuda.stub_reset(runs=False)
+    product(cuda, **given)
+    product(cuda, in_turns=2, **given)
+    one, other = cuda.stub_launched()
+    assert one == other
+
+
+def test_a_product_in_turns_does_not_share_b(cuda: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"sharing \(2\) must be 0, 1 or 3 for a product in turns"):
+        product(cuda, in_turns=2, sharing=2)
+    assert cuda.stub_launched() == []
+
+
 def test_gathered_rows_need_no_map(cuda: ModuleType) -> None:
     product(cuda, a_gathered=True, slot=torch.zeros(64, dtype=INT).data_ptr(), a=8)  # as no map could have it
     assert cuda.stub_num_encoded() == 1 and cuda.stub_refused() == []

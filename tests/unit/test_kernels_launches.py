@@ -50,7 +50,7 @@ class Recorder:
 
         return note
 
-    def row_dot_parts(self, hopper: bool, columns: int) -> int:
+    def row_dot_parts(self, hopper: bool, columns: int, in_turns: bool = False) -> int:
         return 2
 
     def Moving(self, *args: Any) -> list[Any]:
@@ -85,6 +85,7 @@ COMMON = {
     "slot": "slot",
     "top_k": 2,
     "sharing": 0,
+    "in_turns": 0,
 }
 IN_PLACE = {"slot": 0, "top_k": 1}
 

@@ -50,7 +50,8 @@ def test_warps_take_no_more_registers_than_their_block_has() -> None:
 
 
 def test_products_are_in_groups_of_four_of_which_one_is_under_way_beside_the_next() -> None:
-    expect_none(machine_code.wrong_products, hopper("comet.", "grouped_gemm."))
+    for name, code in hopper("comet.", "grouped_gemm.").items():
+        assert not machine_code.wrong_products(code, of_a_group=machine_code.products_a_group(name)), name
     for name, code in hopper("flashdmoe.").items():
         assert not machine_code.wrong_products(code, PRODUCTS[name.split(".")[1]]), name
 
@@ -104,6 +105,7 @@ def plant(name: str, old: str, new: str) -> list[str]:
     return code
 
 
+TURNS = "grouped_gemm.sm_90a.bf16.forward.turns"
 PLAIN, FUSED = "grouped_gemm.sm_90a.bf16.forward", "comet.dispatch_gemm.sm_90a.bf16.forward.hidden.swiglu"
 
 
@@ -184,7 +186,7 @@ def test_a_choice_of_an_expert_by_a_whole_warp_takes_two_reductions_and_no_shuff
 
 
 def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() -> None:
-    """A block loads 128 rows of A and 256 columns of B in each step of depth 64.
+    """A block loads 128 rows of A and 256 columns of B in each step of depth 64; 128 columns in turns.
 
     Of an operand that two blocks share, each loads half.
     """
@@ -193,6 +195,35 @@ def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() 
             continue
         found = machine_code.cost(name, code)
         shares_b = name.endswith(".pairs")
-        assert found.l2_bytes == (128 + 256 // (1 + shares_b)) * 64 * 2, name
-        assert found.l2_bytes_sharing_a == (256 if shares_b else 64 + 256) * 64 * 2, name
-        assert 0 < found.step_cycles < machine_code.TENSOR_CYCLES, (name, found)
+        columns = 128 if machine_code.is_in_turns(name) else 256
+        assert found.l2_bytes == (128 + columns // (1 + shares_b)) * 64 * 2, name
+        assert found.l2_bytes_sharing_a == (columns if shares_b else 64 + columns) * 64 * 2, name
+        assert 0 < found.step_cycles < machine_code.tensor_cycles(name), (name, found)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("forward", 4), ("input", 4), ("forward.hidden.swiglu", 5), ("input.hidden_gradient.swiglu", 11)],
+)
+def test_a_store_in_turns_is_issued_beside_so_many_steps_of_the_other_warpgroup(
+    name: str, steps: int
+) -> None:
+    """A scheduler has one warp of each warpgroup, and issues one instruction a cycle.
+
+    What a warp issues between two of its tiles' products fits into the cycles of that many steps. It waits
+    for the ring there, and for no other warp of its block. It keeps nothing in local memory.
+    """
+    for element in ("bf16", "fp16"):
+        kernel = f"grouped_gemm.sm_90a.{element}.{name}.turns"
+        between = machine_code.between_tiles(sass("sm_90a")[kernel])
+        limit = steps * machine_code.TENSOR_CYCLES_IN_TURNS
+        assert limit / 2 < machine_code.executed(between) <= limit, kernel
+        assert count(between, "BAR") == count(between, "UCGABAR_ARV") == 0, kernel
+        assert count(between, "LDL") == count(between, "STL") == 0, kernel
+        used = resources("sm_90a")[kernel]
+        assert used.stack == used.local == 0, kernel
+
+
+def test_a_wait_between_tiles_is_found() -> None:
+    code = plant(TURNS, "STG.E.128", "BAR.SYNC.DEFER_BLOCKING")
+    assert count(machine_code.between_tiles(code), "BAR") == 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
-from pmoe.kernels.gemm import ELEMENTS, PLAIN, SPARE, layout_problem
+from pmoe.kernels.gemm import ELEMENTS, HIDDEN_GRADIENT, INPUT, PLAIN, SPARE, layout_problem
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 from pmoe.warn import warn_once
 
@@ -22,6 +22,17 @@ SHARING = 0
 Two blocks form a cluster, which can load one of the operands once for both. 0 lets the kernel's host code
 choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3 the rows (A): `Sharing` of
 cuda/grouped_gemm/launch.h.
+"""
+
+IN_TURNS = 0
+"""Setting for benchmarks: which products two warpgroups of a thread block on Hopper compute in turns.
+
+In turns, one warpgroup stores its tile while the other multiplies the next tile. Otherwise both multiply the
+same tile, and nothing is multiplied while they store it.
+
+0 computes none in turns, 1 those that are predicted to be faster, 2 all that have kernels for it: `Turns` of
+cuda/grouped_gemm/turns.h. The default is 0 because kernels in turns have not run on a GPU; tests run them in
+an emulator, and docs/numbers.md predicts their times.
 """
 
 GATHERING: bool | None = None
@@ -193,7 +204,27 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
         "slot": 0,
         "top_k": 1,
         "sharing": SHARING,
+        "in_turns": IN_TURNS,
     }
+
+
+def num_row_dots(kernels: str, width: int, model: int, activation: int) -> int:
+    """Returns the number of partial sums in which a kernel stores the inner product of each row.
+
+    The kernel computes the gradient of the hidden activation (T_M). Its inner products are the gradients of
+    the routing weights.
+
+    kernels: name of the kernel code, "sm_90a" or "sm_80".
+    width: H, number of columns of the activation after the nonlinearity. An inner product sums over them.
+    model: M = d_model, number of columns of the gradient that the kernel multiplies.
+    activation: number of the nonlinearity (`pmoe.kernels.gemm.ACTIVATIONS`).
+    """
+    module = extension.module()
+    in_turns = IN_TURNS and module.grouped_gemm_takes_turns(
+        form=INPUT, epilogue=HIDDEN_GRADIENT, activation=activation, k=model, in_turns=IN_TURNS
+    )
+    parts: int = module.row_dot_parts(kernels == "sm_90a", width, bool(in_turns))
+    return parts
 
 
 def start(device: torch.device, fields: dict[str, Any]) -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pmoe.kernels import extension
 from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, activation_code
 from pmoe.kernels.grouped_gemm import checks, reference
-from pmoe.kernels.grouped_gemm.launch import gathers_in_load, launch, path_for
+from pmoe.kernels.grouped_gemm.launch import gathers_in_load, launch, num_row_dots, path_for
 from pmoe.kernels.operands import address, at, check_memory, check_tensor
 from pmoe.kernels.permute import permute
 
@@ -211,7 +210,7 @@ def hidden_gradient(
         dense={"weight": weight_EMH},
     )
     _check_scale_memory(scale_N)
-    parts = extension.module().row_dot_parts(kernels == "sm_90a", width)
+    parts = num_row_dots(kernels, width, num_model, code)
     if dots is not None:
         check_tensor("dots", dots, shape=(num_rows,), dtypes=[torch.float32], contiguous=True)
     if parts == 1 and dots is not None:

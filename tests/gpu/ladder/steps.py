@@ -52,8 +52,19 @@ def product_steps(path: str) -> list[Step]:
         )
         for form in ("forward", "input", "weight") for sharing, operand in ((2, "B"), (3, "A")) if hopper
     ]  # fmt: skip
+    turns = [
+        Step(
+            name=f"{path}: two warpgroups take turns, {form}", run=f"{HERE}tiles:check_turns {path} {form}",
+            needs=(f"{path}: two blocks share A, {form}",), hopper=True,
+            means="both warpgroups on one tile are right, in turns they are not: stages of the ring, or its "
+            "barriers' arrivals",
+            look=f"{GEMM}hopper_turns.cuh, multiply(); wgmma_m64n128k16 of cuda/common/hopper_ptx.cuh",
+        )
+        for form in ("forward", "input") if hopper
+    ]  # fmt: skip
     return [
         *pairs,
+        *turns,
         Step(
             name=f"{path}: gathers", run=f"{HERE}tiles:check_gathers {path}", needs=(forward,),
             hopper=hopper, means="rows in place are right, rows by slot are not",

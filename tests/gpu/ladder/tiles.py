@@ -66,16 +66,24 @@ def places(form: str, operand: str, side: int) -> tuple[Tensor, Tensor]:
 
 
 def tile(
-    machine: Machine, form: str, operand: str, *, side: int = SIDE, sharing: int = 1, gathered: bool = False
+    machine: Machine,
+    form: str,
+    operand: str,
+    *,
+    side: int = SIDE,
+    sharing: int = 1,
+    gathered: bool = False,
+    in_turns: bool = False,
 ) -> str | None:
     """What is wrong with how the kernel reads that operand; None where nothing is.
 
     gathered: rows of A of the forward form stand elsewhere, row r in row slot[r] / 2.
+    in_turns: two warpgroups of a block compute tiles in turns.
     """
     unit = machine.put(torch.eye(side), BF16)
     ends = machine.put(torch.tensor([side], dtype=torch.int32))
     row, column = places(form, operand, side)
-    options: dict[str, Any] = {"sharing": sharing}
+    options: dict[str, Any] = {"sharing": sharing, "in_turns": 2 * in_turns}
     slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
     if gathered:
         slots = machine.put(slot, torch.int32)
@@ -109,6 +117,12 @@ def find_tile(machine: Machine, form: str, sharing: int = 1, **options: Any) -> 
         f"{form}, operand {each} as it is read": tile(machine, form, each, sharing=sharing, **options)
         for each in "ab"
     }
+
+
+def check_turns(path: str, form: str) -> None:
+    machine = this_machine(path)
+    for sharing in (1, 3):
+        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), in_turns=True))
 
 
 def check_gathers(path: str) -> None:

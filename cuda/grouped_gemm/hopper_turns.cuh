@@ -1,0 +1,154 @@
+// The grouped product on Hopper with two multiplying warpgroups that take turns: while one stores its tile,
+// the other multiplies the next tile.
+//
+// In hopper.cuh both warpgroups multiply the same tile of 128 x 256, so the tensor cores are idle while the
+// tile is stored. Here each tile has 128 columns, and one warpgroup has all 128 rows of it. The loading
+// warpgroup fills one ring of stages with the operands of all tiles, in the order of the tiles:
+//
+//   stages of            tile 0      tile 1      tile 2      tile 3
+//   first warpgroup      multiplies  stores      multiplies  stores
+//   second warpgroup                 multiplies  stores      multiplies
+//
+// Nothing but the ring orders the two warpgroups. Each goes past the stages of the other's tiles. It may
+// begin a tile while the other still multiplies the tile before: the ring holds no more than kStages steps,
+// so only these may overlap, and the tensor cores are busy meanwhile.
+//
+// A step of a smaller tile reads more operands for each product: 32 KiB for half of the products of 48 KiB.
+// So a pair of blocks should share operand A, with tiles side by side. Then each block loads 24 KiB a step.
+#pragma once
+#include "hopper.cuh"
+
+namespace pmoe::hopper {
+
+namespace turns {
+
+constexpr int kColumns = 128, kStages = 6;
+// A warpgroup reads the other's tile from the ring of tiles after its own is stored. With four places loading
+// does not wait for it.
+constexpr int kTilesAhead = 4;
+constexpr int kWarps = kMultiplierWarps / 2;  // of a warpgroup
+
+// What a warp needs again after a part of its store, which leaves no registers for it.
+struct Kept {
+  uint32_t num_read;  // the warp's position in its walk
+  int column;         // the first column of its tile
+};
+
+struct Shared : BlockMemory<kColumns, kStages, kTilesAhead> {
+  Kept kept[kMultiplierWarps];
+};
+constexpr int kSharedBytes = sizeof(Shared);
+
+#if PMOE_HOPPER_CODE
+
+// Multiplies and stores every second tile of a block. All multiplying threads call it.
+//
+// walk: the block's tiles; next(tile) returns false after the last.
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk>
+__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk) {
+  static_assert(kForm != Form::kWeight, "not computed in turns");
+  constexpr bool kTransposeB = kForm == Form::kInput;
+  constexpr int kForwardA = 32, kForwardB = kTransposeB ? 16 * kLineBytes : 32;
+  constexpr int kHalfRows = kRows / 2;  // rows of one wgmma instruction
+  constexpr int kTileColumns = are_halves(kEpilogue, kActivation) ? kColumns / 2 : kColumns;
+  using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
+  Tile tile;
+  // The second warpgroup goes past the first tile.
+  if (threadIdx.x >= kLoaders + kMultipliers / 2 && !walk.next(tile)) return;
+  while (walk.next(tile)) {
+    // All tiles have equally many steps. The position in the ring is computed once more for each tile,
+    // because the store leaves no register for it.
+    const int end = steps<kForm>(p, tile);
+    auto ring = Ring<kStages>::after((walk.num_read() - 1) * static_cast<uint32_t>(end));
+    float d[2][64];
+    if (end == 0) {
+      PMOE_UNROLL
+      for (int i = 0; i < 64; ++i) d[0][i] = d[1][i] = 0.0f;
+    }
+    if constexpr (Stores::kGated && kEpilogue == Epilogue::kHiddenGradient) {
+      const int self = thread_again() % 128;
+      for (int half = 0; half < 2; ++half)
+        prefetch_halves<T>(p, tile, half * kHalfRows + self / 32 * 16, self % 32, kColumns);
+    }
+    const Release release(shared);
+    int previous = 0;
+    for (int step = 0; step < end; ++step, ring.advance()) {
+      const uint64_t a = descriptor(shared.a[ring.stage], false);
+      const uint64_t b = descriptor(shared.b[ring.stage], kTransposeB);
+      mbarrier_wait(&shared.full[ring.stage], ring.full_parity());
+      wgmma_fence();
+      PMOE_UNROLL
+      for (int i = 0; i < kDepth / 16; ++i) {
+        PMOE_UNROLL
+        for (int half = 0; half < 2; ++half)
+          wgmma_m64n128k16<T, false, kTransposeB>(d[half],
+                                                  a + half * (kBytesA / 2 / 16) + i * (kForwardA / 16),
+                                                  b + i * (kForwardB / 16), step + i > 0);
+      }
+      wgmma_commit();
+      if (step > 0) {
+        wgmma_wait<1>();
+        release(previous);
+      }
+      previous = ring.stage;
+    }
+    wgmma_wait<0>();
+    pin_accumulators(d[0]);
+    pin_accumulators(d[1]);
+    if (end > 0) release(previous);
+    const int self = thread_again() - kLoaders;
+    // All lanes write the same values, and each reads what it wrote.
+    write(&shared.kept[self / 32].num_read, walk.num_read());
+    write(&shared.kept[self / 32].column, tile.column);
+    // From here on the warp is known by its buffer, the only one of its numbers that a register holds.
+    int buffer = self / 32 * kExchangeBytes;
+    make_opaque(buffer);
+    const auto kept = [&]() -> const Kept& { return shared.kept[buffer / kExchangeBytes]; };
+    Stores store(p, tile, self / 32 % kWarps * 16, self % 32, shared.exchange[0] + buffer);
+    unrolled<2>([&](auto half) {
+      constexpr int kHalf = decltype(half)::value;
+      if constexpr (kHalf) store.move_down(kHalfRows);
+      const int column = kHalf ? read(&kept().column) : tile.column;
+      typename Stores::Ahead ahead;
+      store_blocks<kTileColumns>(store, d[kHalf], column, ahead);
+      store.finish(column / kColumns);
+    });
+    walk = Walk(read(&kept().num_read));
+    if (!walk.next(tile)) return;  // a tile of the other warpgroup
+  }
+}
+
+#endif  // PMOE_HOPPER_CODE
+
+}  // namespace turns
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_in_turns(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                          const Problem p) {
+#if PMOE_HOPPER_CODE
+  turns::Shared& shared = *reinterpret_cast<turns::Shared*>(shared_memory());
+  if (threadIdx.x == 0) {
+    tma_prefetch(&a_map);
+    tma_prefetch(&b_map);
+    init_barriers(shared, 1, p.blocks_across, 1, turns::kWarps);
+  }
+  sync_before(p.blocks_across);
+  constexpr bool kHalves = are_halves(kEpilogue, kActivation);
+  using Walk = BlockWalk<kForm, kHalves, 1, turns::Shared>;
+  if (threadIdx.x < kLoaders) {
+    fewer_registers<kLoaderRegisters>();
+    if (threadIdx.x == 0) {
+      Walk::begin(p);
+      load_by_tma(Loader<kForm, kHalves, 1, turns::Shared>{a_map, b_map, p, rank_in_cluster()}, shared,
+                  Walk());
+    }
+  } else {
+    more_registers<kMultiplierRegisters>();
+    turns::multiply<T, kForm, kEpilogue, kActivation>(p, shared, Walk());
+  }
+  sync_after(p.blocks_across);
+#endif
+}
+
+}  // namespace pmoe::hopper

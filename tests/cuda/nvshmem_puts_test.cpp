@@ -7,6 +7,7 @@
 #include <string>
 
 #include "nvshmem/nvshmem.h"
+#include "nvshmem_interface.cu"  // the declarations have the types of NVSHMEM's own, also on the CPU
 #include "peers/puts.cuh"
 
 using namespace pmoe::peers;  // not an alias `puts`: C has a function of this name

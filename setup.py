@@ -120,6 +120,8 @@ def say_without_kernels(reason: str) -> None:
 PUTS_NAME = "pmoe._nvshmem"
 NVSHMEM_SOURCE = "cuda/heap/nvshmem.cpp"
 NVSHMEM_PLACES = "$NVSHMEM_HOME/include, or in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13"
+# Before 3.3, signals to other nodes may end in a segmentation fault.
+OLDEST_NVSHMEM = (3, 3)
 GET_NVSHMEM = "pip install nvidia-nvshmem-cu13 (or -cu12), or set NVSHMEM_HOME to NVSHMEM's folder"
 
 
@@ -176,6 +178,19 @@ class Nvshmem:
             raise refuse(
                 f"PMOE_NVSHMEM=1 needs {' and '.join(missing)} in {include.parent}, and there is none: "
                 f"{GET_NVSHMEM}"
+            )
+        header = include / "non_abi" / "nvshmem_version.h"
+        text = header.read_text(encoding="utf-8") if header.is_file() else ""
+        numbers = [
+            re.search(rf"^#define NVSHMEM_VENDOR_{part}_VERSION (\d+)$", text, re.MULTILINE)
+            for part in ("MAJOR", "MINOR")
+        ]
+        release = tuple(int(number[1]) for number in numbers if number is not None)
+        if release < OLDEST_NVSHMEM:
+            needed = ".".join(map(str, OLDEST_NVSHMEM))
+            raise refuse(
+                f"NVSHMEM in {include.parent} has version {'.'.join(map(str, release)) or 'unknown'}, and "
+                f"{needed} or newer is needed for puts: {GET_NVSHMEM}"
             )
         return cls(include, devices[0], hosts[0])
 

@@ -270,6 +270,15 @@ def test_kernels_with_puts_are_built_only_if_asked_for_and_name_what_is_missing(
         with pytest.raises(SystemExit, match=rf"PMOE_NVSHMEM=1 needs .*{name}.* in {nvshmem}.*: pip install"):
             SETUP.Nvshmem.complete()
         (nvshmem / name).touch()
+    header = nvshmem / "include" / "non_abi" / "nvshmem_version.h"
+    header.parent.mkdir()
+    for minor, version in ((None, "unknown"), (2, "3.2")):
+        if minor is not None:
+            lines = ("MAJOR_VERSION 3", f"MINOR_VERSION {minor}", "PATCH_VERSION 5")
+            header.write_text("".join(f"#define NVSHMEM_VENDOR_{line}\n" for line in lines))
+        with pytest.raises(SystemExit, match=rf"has version {version}, and 3\.3 or newer is needed for puts"):
+            SETUP.Nvshmem.complete()
+    header.write_text(header.read_text().replace("MINOR_VERSION 2", "MINOR_VERSION 8"))
     found = SETUP.Nvshmem.complete()
     assert found == SETUP.Nvshmem(
         nvshmem / "include", nvshmem / "lib" / "libnvshmem_device.a", nvshmem / "lib" / "libnvshmem_host.so.3"

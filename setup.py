@@ -132,6 +132,8 @@ def find_nvshmem() -> Path | None:
         return None
     packages = importlib.util.find_spec("nvidia")
     places = [Path(place, "nvshmem") for place in (packages and packages.submodule_search_locations) or ()]
+    if asked == "1":  # pip builds in an environment of its own, from which packages here are not imported
+        places.append(Path(sysconfig.get_paths()["purelib"], "nvidia", "nvshmem"))
     if home := os.environ.get("NVSHMEM_HOME"):
         places = [Path(home)]
     for place in places:

@@ -236,16 +236,18 @@ def nvshmem_library() -> str | None:
 def nvshmem_version(path: str) -> str:
     """Opens NVSHMEM's host library, and returns its version: "3.8.0".
 
-    Every later load in this process gets the same library. Raises RuntimeError if it cannot be opened.
+    Every later load in this process gets the same library. Raises RuntimeError if it cannot be opened, or is
+    too old to tell its version.
 
     path: the library's path, from `nvshmem_library`.
     """
     try:
         library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
+        read_version = library.nvshmemx_vendor_get_version_info
+    except (OSError, AttributeError) as error:
         raise RuntimeError(f"NVSHMEM's library cannot be opened: {error}") from error
     numbers = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    library.nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
+    read_version(*map(ctypes.byref, numbers))
     return ".".join(str(number.value) for number in numbers)
 
 

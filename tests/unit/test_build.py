@@ -279,6 +279,11 @@ def test_kernels_with_puts_are_built_only_if_asked_for_and_name_what_is_missing(
         with pytest.raises(SystemExit, match=rf"has version {version}, and 3\.3 or newer is needed for puts"):
             SETUP.Nvshmem.complete()
     header.write_text(header.read_text().replace("MINOR_VERSION 2", "MINOR_VERSION 8"))
+    (nvshmem.parent / "nvidia").symlink_to(nvshmem.parent)
+    with monkeypatch.context() as patch:  # as in pip's own environment, whose packages are others
+        patch.delenv("NVSHMEM_HOME")
+        patch.setattr(SETUP.sysconfig, "get_paths", lambda: {"purelib": str(nvshmem.parent)})
+        assert SETUP.Nvshmem.complete().include == nvshmem.parent / "nvidia" / "nvshmem" / "include"
     found = SETUP.Nvshmem.complete()
     assert found == SETUP.Nvshmem(
         nvshmem / "include", nvshmem / "lib" / "libnvshmem_device.a", nvshmem / "lib" / "libnvshmem_host.so.3"

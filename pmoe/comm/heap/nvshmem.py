@@ -50,9 +50,7 @@ class NvshmemMemory(DeviceMemory):
         Raises RuntimeError if NVSHMEM is missing, or was started for another group of ranks in this process.
         """
         if not hasattr(heap_module.loaded_extension(), "NVSHMEM"):
-            raise RuntimeError(
-                "NVSHMEM is not built in: install its headers, then run PMOE_NVSHMEM=1 pip install ."
-            )
+            raise RuntimeError(f"NVSHMEM is not built in: {extension.HOW_TO_BUILD_PUTS}")
         library = extension.nvshmem_library()
         if library is None:
             raise RuntimeError(extension.NO_NVSHMEM_LIBRARY)

@@ -465,7 +465,8 @@ class PutsBuild(Build):
 
     def link_flags(self) -> list[str]:
         libraries = [str(self.nvshmem.device_library), "-Xlinker", str(self.nvshmem.host_library)]
-        return [*self.code_flags(), *libraries]
+        # The device linker's own functions stay inside, too: another library may contain the same archive.
+        return [*self.code_flags(), "-Xcompiler", "-fPIC,-fvisibility=hidden", *libraries]
 
 
 def _flags_of(source: str) -> list[str]:

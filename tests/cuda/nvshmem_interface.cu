@@ -13,7 +13,7 @@
 
 #include "peers/puts.cuh"
 
-static_assert(NVSHMEM_SIGNAL_SET == 9 && NVSHMEM_CMP_GE == 4, "see cuda/peers/nvshmem_puts.cuh");
+static_assert(NVSHMEM_SIGNAL_SET == 9 && NVSHMEM_CMP_GE == 5, "see cuda/peers/nvshmem_puts.cuh");
 
 #if defined(__CUDACC__)
 #define DEVICE __device__

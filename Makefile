@@ -118,6 +118,19 @@ $(CONVERT): tests/convert/requirements.txt tests/convert/environment.sh $(STAMP)
 .PHONY: .venv-convert
 .venv-convert: $(CONVERT)
 
+# NVSHMEM, for the nightly tests that compile and link kernels with it: 180 MB, and nothing else uses it. The last file
+# is written last.
+NVSHMEM := .venv-nvshmem/requirements.txt
+$(NVSHMEM): tests/cuda/nvshmem/requirements.txt $(STAMP)
+	@rm -rf .venv-nvshmem
+	mkdir .venv-nvshmem
+	echo "*" > .venv-nvshmem/.gitignore
+	$(PIP) install -q --no-deps --target .venv-nvshmem -r tests/cuda/nvshmem/requirements.txt
+	cp tests/cuda/nvshmem/requirements.txt $@
+
+.PHONY: .venv-nvshmem
+.venv-nvshmem: $(NVSHMEM)
+
 # ---- every machine -------------------------------------------------------------------------------
 
 train: $(STAMP)
@@ -150,7 +163,7 @@ test-all test-nightly: PYTEST_ARGS = -n 3
 test-all: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not nightly and not gpu" $(PYTEST_ARGS)
 
-test-nightly: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT)
+test-nightly: $(STAMP) extension browser $(FAIRSEQ) $(CONVERT) $(NVSHMEM)
 	@$(OMP) $(BIN)/python -m pytest tests -m "not gpu" $(PYTEST_ARGS)
 
 CPP = $(filter-out %.pyc,$(wildcard cuda/*.[hc]* cuda/*/*.[hc]* tests/cuda/*.[hc]* tests/cuda/*/*.[hc]*))
@@ -175,8 +188,8 @@ bench: $(STAMP)
 	@$(OMP) $(BIN)/python bench/bench_overlap.py --link modelled $(ARGS)
 
 clean:
-	rm -rf .venv .venv-convert .venv-fairseq .venv-gpu .venv-versions .venv-wheel build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
-	rm -f pmoe/_cuda.*
+	rm -rf .venv .venv-convert .venv-fairseq .venv-gpu .venv-nvshmem .venv-versions .venv-wheel build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -f pmoe/_cuda.* pmoe/_nvshmem.*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ---- a machine with a GPU ------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Installs pmoe, with its CUDA kernels where there is nvcc. Tool settings are in pyproject.toml, set-up from
 nothing is in the Makefile.
 
-The kernels become one extension, ``pmoe/_cuda.*``: ``cuda/binding.cpp``, and of every folder ``cuda/<name>/``
+The kernels become the extension ``pmoe/_cuda.*``: ``cuda/binding.cpp``, and of every folder ``cuda/<name>/``
 that has a ``bind.cpp`` this file and its ``*.cu``. It includes no torch header and links the CUDA runtime
 statically, so it depends on the Python version, not on torch's. What pip and ``setup.py build_ext --inplace``
 read:
@@ -9,8 +9,9 @@ read:
     PMOE_NVCC        the nvcc to use; else the one on PATH, in $CUDA_HOME/bin or in /usr/local/cuda/bin
     PMOE_CUDA        0: no kernels; 1: a missing nvcc is an error; unset: kernels where there is nvcc
     PMOE_CUDA_ARCHS  what to compile for, as in "sm_90a": a quicker build while working on one kernel
-    PMOE_NVSHMEM     0: no NVSHMEM; 1: missing headers of it are an error; unset: with it where they are
-    NVSHMEM_HOME     where they are, in include/; else in the package nvidia-nvshmem-cu12 or -cu13
+    PMOE_NVSHMEM     unset: heaps in NVSHMEM's memory where its headers are; 0: none; 1: also pmoe/_nvshmem.*,
+                     FlashDMoE's kernels that send by NVSHMEM's puts; a missing part of NVSHMEM is an error
+    NVSHMEM_HOME     where NVSHMEM is, in include/ and lib/; else in the package nvidia-nvshmem-cu12 or -cu13
 """
 
 from __future__ import annotations
@@ -116,27 +117,84 @@ def say_without_kernels(reason: str) -> None:
     _say(f"pmoe: building without CUDA kernels: {reason}")
 
 
+PUTS_NAME = "pmoe._nvshmem"
 NVSHMEM_SOURCE = "cuda/heap/nvshmem.cpp"
 NVSHMEM_PLACES = "$NVSHMEM_HOME/include, or in the package nvidia-nvshmem-cu12 or nvidia-nvshmem-cu13"
+# Before 3.3, signals to other nodes may end in a segmentation fault.
+OLDEST_NVSHMEM = (3, 3)
+GET_NVSHMEM = "pip install nvidia-nvshmem-cu13 (or -cu12), or set NVSHMEM_HOME to NVSHMEM's folder"
 
 
 def find_nvshmem() -> Path | None:
     """The folder to include NVSHMEM's host headers from, or None. Its library is looked for at run time."""
-    asked = os.environ.get("PMOE_NVSHMEM", "")
-    if asked not in ("", "0", "1"):
-        raise refuse(f"PMOE_NVSHMEM ({asked!r}) must be 0, 1 or unset")
+    asked = asked_nvshmem()
     if asked == "0":
         return None
     packages = importlib.util.find_spec("nvidia")
     places = [Path(place, "nvshmem") for place in (packages and packages.submodule_search_locations) or ()]
+    if asked == "1":  # pip builds in an environment of its own, from which packages here are not imported
+        places.append(Path(sysconfig.get_paths()["purelib"], "nvidia", "nvshmem"))
     if home := os.environ.get("NVSHMEM_HOME"):
         places = [Path(home)]
     for place in places:
         if (place / "include" / "host" / "nvshmem_api.h").is_file():
             return place / "include"
     if asked == "1":
-        raise refuse(f"PMOE_NVSHMEM=1 needs host/nvshmem_api.h, and it is not in {NVSHMEM_PLACES}")
+        raise refuse(
+            f"PMOE_NVSHMEM=1 needs host/nvshmem_api.h, and it is not in {NVSHMEM_PLACES}: {GET_NVSHMEM}"
+        )
     return None
+
+
+def asked_nvshmem() -> str:
+    """The value of PMOE_NVSHMEM, which must be "0", "1" or "" (unset)."""
+    asked = os.environ.get("PMOE_NVSHMEM", "")
+    if asked not in ("", "0", "1"):
+        raise refuse(f"PMOE_NVSHMEM ({asked!r}) must be 0, 1 or unset")
+    return asked
+
+
+@dataclass(frozen=True)
+class Nvshmem:
+    """What pmoe/_nvshmem.* is made of: NVSHMEM's headers, device library and host library."""
+
+    include: Path
+    device_library: Path
+    host_library: Path
+
+    @classmethod
+    def complete(cls) -> Nvshmem:
+        """Ends the build with the names of all parts that are missing."""
+        include = find_nvshmem()
+        if include is None:
+            raise refuse(f"kernels with puts need PMOE_NVSHMEM=1, and NVSHMEM: {GET_NVSHMEM}")
+        folders = [include.parent / name for name in ("lib", "lib64")]
+        devices = [path for folder in folders for path in folder.glob("libnvshmem_device.a")]
+        hosts = [path for folder in folders for path in sorted(folder.glob("libnvshmem_host.so*"))]
+        parts = {
+            "include/nvshmem.h": (include / "nvshmem.h").is_file(),
+            "lib/libnvshmem_device.a": bool(devices),
+            "lib/libnvshmem_host.so": bool(hosts),
+        }
+        if missing := [name for name, is_there in parts.items() if not is_there]:
+            raise refuse(
+                f"PMOE_NVSHMEM=1 needs {' and '.join(missing)} in {include.parent}, and there is none: "
+                f"{GET_NVSHMEM}"
+            )
+        header = include / "non_abi" / "nvshmem_version.h"
+        text = header.read_text(encoding="utf-8") if header.is_file() else ""
+        numbers = [
+            re.search(rf"^#define NVSHMEM_VENDOR_{part}_VERSION (\d+)$", text, re.MULTILINE)
+            for part in ("MAJOR", "MINOR")
+        ]
+        release = tuple(int(number[1]) for number in numbers if number is not None)
+        if release < OLDEST_NVSHMEM:
+            needed = ".".join(map(str, OLDEST_NVSHMEM))
+            raise refuse(
+                f"NVSHMEM in {include.parent} has version {'.'.join(map(str, release)) or 'unknown'}, and "
+                f"{needed} or newer is needed for puts: {GET_NVSHMEM}"
+            )
+        return cls(include, devices[0], hosts[0])
 
 
 @dataclass(frozen=True)
@@ -232,6 +290,26 @@ def cuda_sources() -> list[str]:
     return [path.relative_to(HERE).as_posix() for path in found]
 
 
+def puts_sources() -> list[str]:
+    """The sources of pmoe/_nvshmem.*: FlashDMoE's folder without the kernels for Hopper, which relocatable
+    code would spoil (cuda/nvshmem/no_hopper.cpp)."""
+    found = [HERE / "cuda" / "binding.cpp", HERE / "cuda" / "flashdmoe" / "bind.cpp"]
+    kernels = sorted((HERE / "cuda" / "flashdmoe").glob("*.cu"))
+    found += [path for path in kernels if not path.name.startswith("hopper")]
+    found += sorted((HERE / "cuda" / "nvshmem").glob("*.cpp"))
+    return [path.relative_to(HERE).as_posix() for path in found]
+
+
+def extensions() -> list[Extension]:
+    """pmoe/_cuda.* where kernels are built; pmoe/_nvshmem.* only if asked for, as it takes minutes."""
+    if why_no_kernels():
+        return []
+    built = [Extension("pmoe._cuda", cuda_sources())]
+    if asked_nvshmem() == "1":
+        built.append(Extension(PUTS_NAME, puts_sources()))
+    return built
+
+
 # ---- building
 
 
@@ -256,9 +334,10 @@ class Build:
         # Only the bindings see Python and pybind11: the kernels are free of both, and of rebuilds for them.
         # nvcc hands .cpp files to g++, with its own folder of headers.
         seen = [generated, pybind11_folder(self.folder), Path(sysconfig.get_paths()["include"])]
+        common += self.common_flags()
         flags = {
             ".cpp": [*common, *(word for path in seen for word in ("-I", str(path)))],
-            ".cu": [*common, "-lineinfo", *map(gencode, self.archs)],
+            ".cu": [*common, "-lineinfo", *self.code_flags()],
         }
         words = {source: [*flags[Path(source).suffix], *_flags_of(source)] for source in sources}
         self._announce([source for source in sources if not self._is_compiled(source, words[source])])
@@ -270,6 +349,19 @@ class Build:
                 pool.shutdown(cancel_futures=True)
                 raise
         return self._link(objects, self.folder / name)
+
+    def common_flags(self) -> list[str]:
+        """What all files of this extension are compiled with, beside the flags of all extensions."""
+        return []
+
+    def code_flags(self) -> list[str]:
+        """What device code is compiled for."""
+        return [gencode(name) for name in self.archs]
+
+    def link_flags(self) -> list[str]:
+        """No device link: as no code is relocatable, it would add nothing but an empty binary of nvcc's
+        default architecture."""
+        return ["-nodlink"]
 
     def _announce(self, missing: list[str]) -> None:
         self.wanted = len(missing)
@@ -301,9 +393,8 @@ class Build:
 
     def _link(self, objects: list[Path], made: Path) -> Path:
         command = [self.nvcc.path, "-shared", "-cudart", "static", *map(str, objects)]
-        # Symbols of the static runtime stay inside: torch brings a runtime of its own. No device link: as no
-        # code is relocatable, it would add nothing but an empty binary of nvcc's default architecture.
-        command += ["-Xlinker", "--exclude-libs,ALL", "-nodlink"]
+        # Symbols of the static runtime stay inside: torch brings a runtime of its own.
+        command += ["-Xlinker", "--exclude-libs,ALL", *self.link_flags()]
         if not self._up_to_date(made, [self.nvcc.version, *command], lambda: objects):
             self._make(made.name, made, command)
         return made
@@ -346,6 +437,36 @@ class Build:
             return all(os.stat(path).st_mtime_ns <= when for path in depends())
         except (OSError, ValueError):  # something is missing, or half written
             return False
+
+
+class PutsBuild(Build):
+    """Builds pmoe/_nvshmem.*: relocatable device code, linked with NVSHMEM's device library.
+
+    The host library is a dependency of the result, without a path. Python opens it first
+    (pmoe/kernels/extension.py). There is no PTX: the device linker would leave it out.
+    """
+
+    def __init__(self, nvcc: Nvcc, folder: Path, nvshmem: Nvshmem):
+        super().__init__(nvcc, folder)
+        self.nvshmem = nvshmem
+        self.archs = [name for name in self.archs if name.startswith("sm_")]
+        if not self.archs:
+            raise refuse(
+                f"PMOE_CUDA_ARCHS ({os.environ.get('PMOE_CUDA_ARCHS')!r}) must name an architecture such as "
+                "sm_80 with PMOE_NVSHMEM=1: kernels with puts are never compiled by the driver"
+            )
+
+    def common_flags(self) -> list[str]:
+        include = ["-isystem", str(self.nvshmem.include)]
+        return ["-DPMOE_NVSHMEM_PUTS", f"-DPMOE_MODULE={PUTS_NAME.split('.')[-1]}", *include]
+
+    def code_flags(self) -> list[str]:
+        return ["-rdc=true", *super().code_flags()]
+
+    def link_flags(self) -> list[str]:
+        libraries = [str(self.nvshmem.device_library), "-Xlinker", str(self.nvshmem.host_library)]
+        # The device linker's own functions stay inside, too: another library may contain the same archive.
+        return [*self.code_flags(), "-Xcompiler", "-fPIC,-fvisibility=hidden", *libraries]
 
 
 def _flags_of(source: str) -> list[str]:
@@ -392,7 +513,11 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        build = Build(Nvcc.usable(), Path(self.build_temp).resolve())
+        folder = Path(self.build_temp).resolve()
+        if ext.name == PUTS_NAME:
+            build: Build = PutsBuild(Nvcc.usable(), folder / "nvshmem", Nvshmem.complete())
+        else:
+            build = Build(Nvcc.usable(), folder)
         _copy(build.extension(ext.sources, target.name), target)
 
     def copy_extensions_to_source(self) -> None:
@@ -461,7 +586,7 @@ if __name__ == "__main__":  # as it is under pip; tests import find_nvcc
             "pmoe.integrations.report": ["report.html", "charts.mplstyle"],
             "pmoe.papers": ["assumptions.md", "printed.json"],
         },
-        ext_modules=[] if why_no_kernels() else [Extension("pmoe._cuda", cuda_sources())],
+        ext_modules=extensions(),
         cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         entry_points={
             "console_scripts": ["pmoe = pmoe.cli:main"],

@@ -263,7 +263,13 @@ class PersistentRanks:
         expert = [of["expert"] for of in forward]
         passes = zip(self._passes(grad, weight, expert, operands), forward, strict=True)
         made = [
-            flashdmoe.backward_tensors(tensors, of, kept=(of["input"], of["hidden"]), needs=(True,) * 4)
+            flashdmoe.backward_tensors(
+                tensors,
+                of,
+                hopper=self.launcher.hopper,
+                kept=(of["input"], of["hidden"]),
+                needs=(True,) * 4,
+            )
             for tensors, of in passes
         ]
         flashdmoe.launch_pass(self.launcher, "backward", operands.activation, made)

@@ -1,5 +1,5 @@
 // The Python module pmoe._cuda: the functions that each kernel's folder binds (module.h), and facts about all
-// kernels.
+// kernels. pmoe._nvshmem is made of this file, too (nvshmem/start.cpp): setup.py gives PMOE_MODULE its name.
 //
 // No torch header is used. Tensors are passed as addresses and streams as integers, so one build works with
 // every version of torch for this Python.
@@ -18,6 +18,10 @@
 #include "common/on_device.h"
 #include "module.h"
 #include "pmoe_build.h"  // written by setup.py
+
+#ifndef PMOE_MODULE
+#define PMOE_MODULE _cuda
+#endif
 
 namespace py = pybind11;
 
@@ -99,7 +103,7 @@ bool loads_eagerly() {
 
 }  // namespace
 
-PYBIND11_MODULE(_cuda, m) {
+PYBIND11_MODULE(PMOE_MODULE, m) {
   m.doc() = "The CUDA kernels of pmoe; pmoe.kernels is their Python side";
   m.attr("ARCHS") = PMOE_ARCHS;
   m.attr("NVCC") = PMOE_NVCC;

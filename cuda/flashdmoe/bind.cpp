@@ -27,6 +27,7 @@ constexpr int kMostBlocks = 1024;        // largest number of blocks of a rank
 void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   static std::map<std::string, int> names;  // static, because KernelInfo::name points to its keys
   for_each([&](const Which& which) {
+    if (kernel_of(which) == nullptr) return;  // pmoe._nvshmem has none for Hopper
     const auto name = names.emplace(name_of(which), 0).first;
     const Path& path = path_of(which);
     found.push_back({name->first.c_str(), kernel_of(which), path.threads, path.shared_bytes, which.hopper});

@@ -1,5 +1,5 @@
 // Puts by NVSHMEM's device functions (puts.cuh says what they must do). A rank of the heap is the PE of the
-// same number. This file has been compiled against declarations only (tests/cuda/nvshmem), and has never run.
+// same number. pmoe._nvshmem has kernels with these puts (nvshmem/start.cpp). They have never run.
 //
 // A put reads memory by the network card, so a fence of the whole system comes before each. NVSHMEM orders
 // the signal of a put only behind the put's own bytes, so nvshmem_fence() comes after puts without a signal.

@@ -20,6 +20,7 @@ PTX at once would take the driver minutes.
 from __future__ import annotations
 
 import collections
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -41,6 +42,12 @@ NAME = "pmoe._cuda"
 PROBE = "heap.raise_flag"
 HOW_TO_BUILD = (
     "with nvcc 12.5 or newer on PATH: pip install . (or, in place: python setup.py build_ext --inplace)"
+)
+PUTS_NAME = "pmoe._nvshmem"
+HOW_TO_BUILD_PUTS = "pip install nvidia-nvshmem-cu13, then PMOE_NVSHMEM=1 pip install ."
+NO_NVSHMEM_LIBRARY = (
+    "libnvshmem_host is neither in $NVSHMEM_HOME/lib nor in a package nvidia-nvshmem: install NVSHMEM, or "
+    "set NVSHMEM_HOME to its folder"
 )
 
 
@@ -204,6 +211,9 @@ def ask_device(index: int, only: str = "") -> Device:
     )
 
 
+# ---- NVSHMEM: its host library, and the extension whose kernels call its device functions
+
+
 def nvshmem_library() -> str | None:
     """Returns the path of NVSHMEM's host library; None if it is not found. The library is not opened.
 
@@ -221,6 +231,79 @@ def nvshmem_library() -> str | None:
             for library in sorted(place.joinpath(folder).glob("libnvshmem_host.so*")):
                 return str(library)
     return None
+
+
+def nvshmem_version(path: str) -> str:
+    """Opens NVSHMEM's host library, and returns its version: "3.8.0".
+
+    Every later load in this process gets the same library. Raises RuntimeError if it cannot be opened, or is
+    too old to tell its version.
+
+    path: the library's path, from `nvshmem_library`.
+    """
+    try:
+        library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+        read_version = library.nvshmemx_vendor_get_version_info
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(f"NVSHMEM's library cannot be opened: {error}") from error
+    numbers = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    read_version(*map(ctypes.byref, numbers))
+    return ".".join(str(number.value) for number in numbers)
+
+
+def version_refusal(built: str, library: str) -> str | None:
+    """Returns why code that was built with one version of NVSHMEM cannot use a library of another version.
+
+    Returns None if it can. NVSHMEM needs a library of the same major version that is not older. Otherwise its
+    own start would end the process.
+
+    built, library: the two versions, such as "3.8.0".
+    """
+    built_numbers = [int(part) for part in built.split(".")[:2]]
+    library_numbers = [int(part) for part in library.split(".")[:2]]
+    if built_numbers[0] == library_numbers[0] and built_numbers <= library_numbers:
+        return None
+    return (
+        f"{PUTS_NAME} was built with NVSHMEM {built}, and the library has version {library}: it must have "
+        f"the same first number and must not be older; install NVSHMEM {built}, or build again"
+    )
+
+
+def load_puts() -> ModuleType | None:
+    """Returns the extension `pmoe._nvshmem`; None if it cannot be loaded (`why_no_puts` gives the reason).
+
+    It has FlashDMoE's kernels that send rows by NVSHMEM's puts to ranks whose memory cannot be mapped.
+    """
+    return _load_puts()[0]
+
+
+def why_no_puts() -> str | None:
+    """Returns why the extension `pmoe._nvshmem` cannot be loaded; None if it can."""
+    return _load_puts()[1]
+
+
+def puts_module() -> Any:
+    """Returns the extension `pmoe._nvshmem`, for callers that have a heap which needs puts."""
+    loaded = load_puts()
+    assert loaded is not None, "the extension is not loaded: a heap that needs puts was made without it"
+    return loaded
+
+
+@cache
+def _load_puts() -> tuple[ModuleType | None, str | None]:
+    """Tries to import the extension with puts. Returns (extension module, None), or (None, why not)."""
+    if importlib.util.find_spec(PUTS_NAME) is None:
+        return None, f"{PUTS_NAME} is not built: {HOW_TO_BUILD_PUTS}"
+    library = nvshmem_library()
+    if library is None:
+        return None, NO_NVSHMEM_LIBRARY
+    try:
+        version = nvshmem_version(library)  # opened before, because the extension does not know its path
+        loaded = importlib.import_module(PUTS_NAME)
+    except (ImportError, RuntimeError) as error:
+        return None, f"{PUTS_NAME} cannot be imported: {error}"
+    why = version_refusal(loaded.NVSHMEM, version)
+    return (loaded, None) if why is None else (None, why)
 
 
 # ---- the name of a device, and the kernel code that is loaded on it
@@ -296,6 +379,8 @@ class Status:
             names = ", ".join(_by_operation(self.kernels))
             lines += textwrap.wrap(names, 110, initial_indent="  ", subsequent_indent="  ")
             lines.append(f"NVSHMEM: {self.nvshmem or 'not built in, its headers were not found'}")
+            if self.nvshmem is not None:
+                lines.append(f"NVSHMEM's puts: {why_no_puts() or 'built, untested'}")
         else:
             lines = [f"CUDA kernels: none, {self.reason}"]
         if self.no_devices is not None:

@@ -225,12 +225,18 @@ def forward_tensors(
 
 
 def backward_tensors(
-    arguments: RankTensors, places: RankTensors, *, kept: Sequence[Tensor | None], needs: Sequence[bool]
+    arguments: RankTensors,
+    places: RankTensors,
+    *,
+    hopper: bool,
+    kept: Sequence[Tensor | None],
+    needs: Sequence[bool],
 ) -> RankTensors:
     """Returns the arguments of a backward launch, with new tensors that the launch fills.
 
     arguments: the arguments that both passes have in common, from `pass_tensors`.
     places: the tensors of the forward launch that say where rows are stored, by their names in `PLACES`.
+    hopper: whether the launch runs the kernels' sm_90a code.
     kept: two tensors of forward: the dispatched input (T_DI), and the hidden activation before the
         nonlinearity (T_M). If T_DI is None, the launch sends the layer's input again. If T_M is None, the
         launch computes it again.
@@ -250,7 +256,6 @@ def backward_tensors(
         kept = [None if tensor is None else F.pad(tensor, (0, 0, 0, missing)) for tensor in kept]
         places = places | {"slot": F.pad(places["slot"], (0, missing))}
     input_PCM, hidden_PCG = kept
-    hopper = extension.path(arguments["w1"].device)[0] == "sm_90a"
     wide = arguments["w1"].shape[1]
     parts = extension.module().row_dot_parts(hopper, width)
     for name, need in zip(("w1", "w2", "b1", "b2"), needs, strict=True):
@@ -297,7 +302,9 @@ def launch_pass(
             for name, value in tensors.items()
         }
         fields.append(launcher.rank_fields(heap) | sizes | numbers)
-    extension.module().flashdmoe(
+    is_staged = launcher.heaps[0].shape.is_staged
+    module = extension.puts_module() if is_staged else extension.module()
+    module.flashdmoe(
         **launch_fields,
         hopper=launcher.hopper,
         is_backward=direction == "backward",

@@ -101,12 +101,11 @@ def loaded_extension() -> Any:
 
 
 def has_puts() -> bool:
-    """Returns whether FlashDMoE's loaded kernels can send to ranks whose memory cannot be mapped.
+    """Returns whether FlashDMoE's kernels can send to ranks whose memory cannot be mapped.
 
-    They can if they were compiled with NVSHMEM's device functions (cuda/peers/puts.cuh). ``setup.py`` never
-    compiles them so.
+    They can if `pmoe._nvshmem` was built and can be loaded: its kernels call NVSHMEM's device functions.
     """
-    return bool(getattr(extension.load(), "flashdmoe_puts", False))
+    return extension.load_puts() is not None
 
 
 def synchronize(device: torch.device) -> None:

@@ -294,7 +294,9 @@ class PersistentRunner(KernelsRunner):
             heap, expert_TK, dense(grad_TM), weight_TK, parameters, self.activation, x_TM
         )
         needs = (*needs, False, False)[:4]
-        rank_tensors = flashdmoe.backward_tensors(common, places, kept=[rows, hidden], needs=needs)
+        rank_tensors = flashdmoe.backward_tensors(
+            common, places, hopper=launcher.hopper, kept=[rows, hidden], needs=needs
+        )
         flashdmoe.launch_pass(launcher, "backward", self.activation, [rank_tensors])
         of_weight = rank_tensors["weight_gradient"].to(weight_TK.dtype)
         return (

@@ -58,7 +58,7 @@ def declared() -> dict[str, Declared]:
     module = load()
     assert module is not None
     symbols = {}
-    for line in _run("nm", "--defined-only", _file()).splitlines():
+    for line in run_tool("nm", "--defined-only", _file()).splitlines():
         address, kind, symbol = line.split(maxsplit=2)
         if kind in "tT":
             symbols[int(address, 16)] = symbol
@@ -83,7 +83,7 @@ def sass(arch: str) -> dict[str, list[str]]:
 
 
 def _disassembled(arch: str) -> dict[str, list[str]]:
-    listed = _listed(_run("cuobjdump", "-sass", "-arch", arch, _file()))
+    listed = _listed(run_tool("cuobjdump", "-sass", "-arch", arch, _file()))
     found: dict[str, list[str]] = {}
     for name, (_, code) in zip(_names([symbol for symbol, _ in listed]), listed, strict=True):
         assert name not in found, f"two kernels are {name}: one must have another name or namespace"
@@ -93,7 +93,7 @@ def _disassembled(arch: str) -> dict[str, list[str]]:
 
 def functions_of(cubin: Path) -> dict[str, list[str]]:
     """The instructions of every function of another file, by symbol, without the NOPs behind their end."""
-    found = dict(_listed(_run("cuobjdump", "-sass", str(cubin))))
+    found = dict(_listed(run_tool("cuobjdump", "-sass", str(cubin))))
     for code in found.values():
         while code and opcode(code[-1]) == "NOP":
             code.pop()
@@ -109,7 +109,7 @@ def _listed(text: str) -> list[tuple[str, list[str]]]:
 
 @cache
 def resources(arch: str) -> dict[str, Resources]:
-    text = _run("cuobjdump", "-res-usage", "-arch", arch, _file())
+    text = run_tool("cuobjdump", "-res-usage", "-arch", arch, _file())
     listed = re.findall(r"Function (\S+):\n\s+(REG:.*)", text)
     found = {}
     for name, (_, numbers) in zip(_names([symbol for symbol, _ in listed]), listed, strict=True):
@@ -155,7 +155,7 @@ def _path() -> str:
     return os.pathsep.join(folders)
 
 
-def _run(tool: str, *arguments: str, stdin: str | None = None) -> str:
+def run_tool(tool: str, *arguments: str, stdin: str | None = None) -> str:
     found = shutil.which(tool, path=_path())
     if found is None:
         raise FileNotFoundError(
@@ -174,7 +174,7 @@ def _run(tool: str, *arguments: str, stdin: str | None = None) -> str:
 
 
 def _demangled(symbols: Sequence[str]) -> list[str]:
-    return _run("c++filt", stdin="\n".join(symbols)).splitlines()
+    return run_tool("c++filt", stdin="\n".join(symbols)).splitlines()
 
 
 def _names(symbols: Sequence[str]) -> list[str]:

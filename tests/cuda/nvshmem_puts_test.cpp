@@ -7,6 +7,7 @@
 #include <string>
 
 #include "nvshmem/nvshmem.h"
+#include "nvshmem_interface.cu"  // the declarations have the types of NVSHMEM's own, also on the CPU
 #include "peers/puts.cuh"
 
 using namespace pmoe::peers;  // not an alias `puts`: C has a function of this name
@@ -25,7 +26,7 @@ int main() {
       "threadfence_system\nput to 32 from 96 bytes 8 pe 3\nsignal 40 value 7 op 9 pe 3\n"
       "signal alone 48 value 8 op 9 pe 1\n"
       "quiet\n"
-      "wait 56 cmp 4 value 9\n";
+      "wait 56 cmp 5 value 9\n";
   if (nvshmem_calls != wanted) std::printf("FAILED:\n%s", nvshmem_calls.c_str());
   std::printf("%d failures\n", nvshmem_calls != wanted);
   return nvshmem_calls != wanted;

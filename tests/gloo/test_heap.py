@@ -407,7 +407,7 @@ def test_where_one_flag_never_comes_the_probe_says_so_on_all_ranks() -> None:
 
 
 class FakeNvshmem:
-    """Stands in for the functions of cuda/heap/nvshmem.cpp."""
+    """Stands in for the functions of cuda/heap/nvshmem.cpp and cuda/nvshmem/start.cpp."""
 
     NVSHMEM = "0.0.0"
 
@@ -440,6 +440,9 @@ class FakeNvshmem:
     def nvshmem_pointer(self, device: int, base: int, peer: int) -> int:
         return base + 4096 if self.reach else 0
 
+    def nvshmem_start(self, device: int) -> None:
+        self.log.append("start puts")
+
 
 def over_nvshmem(rank: int, world: int, given: dict[str, Any]) -> tuple[str, list[str]]:
     group = Ranks()
@@ -452,13 +455,17 @@ def over_nvshmem(rank: int, world: int, given: dict[str, Any]) -> tuple[str, lis
         patch.setattr(nvshmem, "_members", given.get("members"))
         patch.setattr(heap_module.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank)))
         patch.setattr(extension, "nvshmem_library", lambda: "the library")
+        patch.setattr(
+            extension, "nvshmem_version", lambda path: given.get("versions", ["3.8.0"] * world)[rank]
+        )
+        patch.setattr(extension, "why_no_puts", lambda: "no puts here")
         told = ""
         try:
             heap = nvshmem_heap(group, SHAPE, CPU)
             assert heap.peer_addresses[rank] == heap.base
             assert heap.peer_addresses[1 - rank] == heap.base + 4096
             heap.close()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             told = str(error)
     dist.barrier()
     return told, fake.log
@@ -475,10 +482,18 @@ def test_a_rank_beyond_loads_and_stores_is_refused_on_all_and_memory_goes() -> N
     for told, log in ranks(2).run(over_nvshmem, {"reach": False}):
         assert told == (
             "pmoe: no symmetric heap: rank 0: could not open the heap of rank 1: loads and stores do "
-            "not reach it (there is no NVLink), and the kernels write by stores: pmoe._cuda was built "
-            "without NVSHMEM's puts, or these kernels do not use them"
+            "not reach it (there is no NVLink), and the kernels write by stores: no puts here"
         )
         assert log[-1] == "free"
+
+
+def test_ranks_with_different_versions_of_nvshmem_are_refused_before_it_starts() -> None:
+    for told, log in ranks(2).run(over_nvshmem, {"versions": ["3.8.0", "3.4.5"]}):
+        assert (
+            f"rank 0: kernels {HOPPER} with NVSHMEM 3.8.0; rank 1: kernels {HOPPER} with NVSHMEM 3.4.5"
+            in told
+        )
+        assert log == []
 
 
 PERSISTENT = HeapShape(3, 3, 128, 20, 16, torch.bfloat16, 8)
@@ -497,6 +512,9 @@ def heap_of_nodes(rank: int, world: int, given: dict[str, Any]) -> tuple[list[bo
         patch.setattr(nvshmem, "_members", None)
         patch.setattr(heap_module.DeviceMemory, "place", lambda self, device: (HOPPER, str(rank)))
         patch.setattr(extension, "nvshmem_library", lambda: "the library")
+        patch.setattr(extension, "nvshmem_version", lambda path: "3.8.0")
+        patch.setattr(extension, "puts_module", lambda: fake)
+        patch.setattr(extension, "why_no_puts", lambda: given.get("why"))
         try:
             heap = nvshmem_heap(Ranks(), given.get("shape", PERSISTENT), CPU)
         except (RuntimeError, ValueError) as error:
@@ -509,11 +527,14 @@ def heap_of_nodes(rank: int, world: int, given: dict[str, Any]) -> tuple[list[bo
 
 
 def test_peers_that_cannot_be_mapped_get_no_address_and_all_ranks_stage_rows() -> None:
-    assert [found[:2] for found in ranks(3).run(heap_of_nodes, {"mapped": TWO_NODES})] == [
+    heaps = ranks(3).run(heap_of_nodes, {"mapped": TWO_NODES})
+    assert [found[:2] for found in heaps] == [
         ([True, True, False], True),
         ([True, True, False], True),
         ([False, False, True], True),
     ]
+    for _, _, log in heaps:
+        assert log[-5:] == ["allocate", "free", "start puts", "allocate", "free"]  # after the probe
 
 
 def test_a_pair_of_ranks_is_mapped_in_both_directions_or_in_none() -> None:
@@ -533,11 +554,14 @@ def test_nothing_is_staged_if_all_ranks_map_all() -> None:
 
 def test_comet_s_heaps_and_kernels_without_puts_refuse_peers_that_cannot_be_mapped() -> None:
     comet = HeapShape(3, 3, 50, 20, 16, torch.bfloat16)
-    without: dict[str, Any] = {"mapped": TWO_NODES, "puts": [False] * 3}
-    for given in (without, {"mapped": TWO_NODES, "shape": comet}):
+    without: dict[str, Any] = {"mapped": TWO_NODES, "puts": [False] * 3, "why": "no puts here"}
+    for given, why in (
+        (without, "no puts here"),
+        ({"mapped": TWO_NODES, "shape": comet}, "these kernels do not send by NVSHMEM's puts"),
+    ):
         for message in ranks(3).run(heap_of_nodes, given):
             assert "rank 2: could not open the heap of rank 0" in message
-            assert "pmoe._cuda was built without NVSHMEM's puts" in message
+            assert message.endswith(why)
 
 
 def test_ranks_whose_kernels_differ_in_puts_are_refused() -> None:

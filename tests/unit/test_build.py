@@ -248,11 +248,102 @@ def test_nvshmem_is_compiled_where_its_headers_are_and_not_elsewhere(
     assert SETUP.find_nvshmem() is None and source not in SETUP.cuda_sources()
     monkeypatch.setenv("PMOE_NVSHMEM", "1")
     monkeypatch.setenv("NVSHMEM_HOME", "/nowhere")
-    with pytest.raises(SystemExit, match=r"PMOE_NVSHMEM=1 needs host/nvshmem_api\.h, and it is not in"):
+    with pytest.raises(
+        SystemExit,
+        match=r"PMOE_NVSHMEM=1 needs host/nvshmem_api\.h, and it is not in .*: pip install nvidia-nvshmem",
+    ):
         SETUP.find_nvshmem()
     monkeypatch.setenv("PMOE_NVSHMEM", "yes")
     with pytest.raises(SystemExit, match=r"PMOE_NVSHMEM \('yes'\) must be 0, 1 or unset"):
         SETUP.find_nvshmem()
+
+
+def test_kernels_with_puts_are_built_only_if_asked_for_and_name_what_is_missing(
+    nvshmem: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SETUP, "find_nvcc", lambda: "nvcc")
+    monkeypatch.setenv("NVSHMEM_HOME", str(nvshmem))
+    assert [built.name for built in SETUP.extensions()] == ["pmoe._cuda"]
+    monkeypatch.setenv("PMOE_NVSHMEM", "1")
+    assert [built.name for built in SETUP.extensions()] == ["pmoe._cuda", "pmoe._nvshmem"]
+    for name in ("include/nvshmem.h", "lib/libnvshmem_device.a"):
+        with pytest.raises(SystemExit, match=rf"PMOE_NVSHMEM=1 needs .*{name}.* in {nvshmem}.*: pip install"):
+            SETUP.Nvshmem.complete()
+        (nvshmem / name).touch()
+    header = nvshmem / "include" / "non_abi" / "nvshmem_version.h"
+    header.parent.mkdir()
+    for minor, version in ((None, "unknown"), (2, "3.2")):
+        if minor is not None:
+            lines = ("MAJOR_VERSION 3", f"MINOR_VERSION {minor}", "PATCH_VERSION 5")
+            header.write_text("".join(f"#define NVSHMEM_VENDOR_{line}\n" for line in lines))
+        with pytest.raises(SystemExit, match=rf"has version {version}, and 3\.3 or newer is needed for puts"):
+            SETUP.Nvshmem.complete()
+    header.write_text(header.read_text().replace("MINOR_VERSION 2", "MINOR_VERSION 8"))
+    (nvshmem.parent / "nvidia").symlink_to(nvshmem.parent)
+    with monkeypatch.context() as patch:  # as in pip's own environment, whose packages are others
+        patch.delenv("NVSHMEM_HOME")
+        patch.setattr(SETUP.sysconfig, "get_paths", lambda: {"purelib": str(nvshmem.parent)})
+        assert SETUP.Nvshmem.complete().include == nvshmem.parent / "nvidia" / "nvshmem" / "include"
+    found = SETUP.Nvshmem.complete()
+    assert found == SETUP.Nvshmem(
+        nvshmem / "include", nvshmem / "lib" / "libnvshmem_device.a", nvshmem / "lib" / "libnvshmem_host.so.3"
+    )
+    monkeypatch.setenv("PMOE_CUDA_ARCHS", "ptx80")
+    with pytest.raises(
+        SystemExit, match=r"PMOE_CUDA_ARCHS \('ptx80'\) must name an architecture such as sm_80"
+    ):
+        SETUP.PutsBuild(SETUP.Nvcc("nvcc", "13.0"), nvshmem, found)
+    monkeypatch.setenv("PMOE_CUDA_ARCHS", "sm_80, ptx80")
+    build = SETUP.PutsBuild(SETUP.Nvcc("nvcc", "13.0"), nvshmem, found)
+    assert build.code_flags() == ["-rdc=true", "-gencode=arch=compute_80,code=sm_80"]
+    assert build.link_flags()[-3:] == [str(found.device_library), "-Xlinker", str(found.host_library)]
+
+
+def test_the_sources_with_puts_are_flashdmoe_s_and_none_for_hopper() -> None:
+    sources = SETUP.puts_sources()
+    assert all((ROOT / source).is_file() for source in sources)
+    kernels = {source for source in SETUP.cuda_sources() if source.startswith("cuda/flashdmoe/")}
+    others = {"cuda/binding.cpp", "cuda/nvshmem/start.cpp", "cuda/nvshmem/no_hopper.cpp"}
+    assert set(sources) == {name for name in kernels if "/hopper" not in name} | others
+    assert not set(SETUP.cuda_sources()) & others - {"cuda/binding.cpp"}
+
+
+@pytest.mark.parametrize(
+    ("built", "library", "fits"),
+    [
+        ("3.8.0", "3.8.0", True),
+        ("3.4.5", "3.8.0", True),
+        ("3.8.1", "3.8.0", True),
+        ("3.8.0", "3.4.5", False),
+        ("3.8.0", "4.0.0", False),
+        ("3.10.0", "3.9.0", False),
+    ],
+)
+def test_an_older_library_of_nvshmem_is_refused_with_both_versions(
+    built: str, library: str, fits: bool
+) -> None:
+    why = extension.version_refusal(built, library)
+    if fits:
+        assert why is None
+    else:
+        assert why is not None and f"built with NVSHMEM {built}, and the library has version {library}" in why
+
+
+def test_without_kernels_with_puts_the_reason_says_what_to_install(
+    nvshmem: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = extension._load_puts.__wrapped__
+    assert load() == (
+        None,
+        "pmoe._nvshmem is not built: pip install nvidia-nvshmem-cu13, then PMOE_NVSHMEM=1 pip install .",
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True if name == "pmoe._nvshmem" else None)
+    assert load() == (None, extension.NO_NVSHMEM_LIBRARY)
+    monkeypatch.setenv("NVSHMEM_HOME", str(nvshmem))  # its library is an empty file
+    loaded, why = load()
+    assert loaded is None
+    assert why.startswith("pmoe._nvshmem cannot be imported: NVSHMEM's library cannot be opened: ")
+    assert str(nvshmem) in why
 
 
 def test_status_tells_whether_nvshmem_is_built_in(nvshmem: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +355,9 @@ def test_status_tells_whether_nvshmem_is_built_in(nvshmem: Path, monkeypatch: py
     assert "NVSHMEM: built for 3.4.5, untested; its library is not found" in str(status()).splitlines()
     monkeypatch.setenv("NVSHMEM_HOME", str(nvshmem))
     library = nvshmem / "lib" / "libnvshmem_host.so.3"
-    assert f"NVSHMEM: built for 3.4.5, untested; library {library}" in str(status()).splitlines()
+    lines = str(status()).splitlines()
+    assert f"NVSHMEM: built for 3.4.5, untested; library {library}" in lines
+    assert f"NVSHMEM's puts: {extension.why_no_puts() or 'built, untested'}" in lines
 
 
 # ---- wheels ---------------------------------------------------------------------------------------

@@ -42,24 +42,24 @@ class NvshmemMemory(DeviceMemory):
         self.base = 0
 
     def place(self, device: torch.device) -> tuple[str, str]:
-        """Checks that NVSHMEM can be used. Returns the device code that is loaded, and this node's name.
+        """Checks that NVSHMEM can be used. Returns two texts, which ranks compare.
+
+        The first text names the device code that is loaded and the version of NVSHMEM's library, which must
+        be the same on all ranks. The second text is this node's name.
 
         Raises RuntimeError if NVSHMEM is missing, or was started for another group of ranks in this process.
         """
         if not hasattr(heap_module.loaded_extension(), "NVSHMEM"):
-            raise RuntimeError(
-                "NVSHMEM is not built in: install its headers, then run PMOE_NVSHMEM=1 pip install ."
-            )
-        if extension.nvshmem_library() is None:
-            raise RuntimeError(
-                "libnvshmem_host is neither in $NVSHMEM_HOME/lib nor in a package nvidia-nvshmem: install "
-                "NVSHMEM, or set NVSHMEM_HOME to its folder"
-            )
+            raise RuntimeError(f"NVSHMEM is not built in: {extension.HOW_TO_BUILD_PUTS}")
+        library = extension.nvshmem_library()
+        if library is None:
+            raise RuntimeError(extension.NO_NVSHMEM_LIBRARY)
         if _members not in (None, self.members):
             raise RuntimeError(
                 f"NVSHMEM serves ranks {_members} in this process; it cannot serve {self.members}, too"
             )
-        return super().place(device)
+        code, node = super().place(device)
+        return f"{code} with NVSHMEM {extension.nvshmem_version(library)}", node
 
     def give_id(self) -> bytes:
         """Loads NVSHMEM's library, and returns the id by which the ranks of a job find each other.
@@ -86,6 +86,10 @@ class NvshmemMemory(DeviceMemory):
                 f"has it as {self.ranks}"
             )
         _members = self.members
+
+    def start_puts(self, device: torch.device) -> None:
+        """Gives NVSHMEM's state to the kernels that send by puts. `start` must come first."""
+        extension.puts_module().nvshmem_start(device.index)
 
     def mapped(self, device: torch.device) -> list[bool]:
         """Returns, for each rank of the group, whether loads and stores of this device reach its memory.
@@ -122,9 +126,10 @@ class NvshmemMemory(DeviceMemory):
         """
         peer: int = heap_module.loaded_extension().nvshmem_pointer(device.index, self.base, int(handle))
         if not peer:
+            why = extension.why_no_puts() or "these kernels do not send by NVSHMEM's puts"
             raise RuntimeError(
                 "loads and stores do not reach it (there is no NVLink), and the kernels write by stores: "
-                "pmoe._cuda was built without NVSHMEM's puts, or these kernels do not use them"
+                f"{why}"
             )
         return peer
 

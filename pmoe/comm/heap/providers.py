@@ -98,9 +98,10 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     nodes that NVLink connects. A process can use NVSHMEM with one group of ranks only. So far this function
     has been run with a single process only.
 
-    FlashDMoE's kernels may also send by NVSHMEM's puts, if they were compiled so
+    FlashDMoE's kernels may also send by NVSHMEM's puts, if `pmoe._nvshmem` was built
     (`pmoe.kernels.heap.has_puts`). Then ranks may lie beyond loads and stores: such a rank has address 0, and
-    all ranks' heaps have room for outgoing rows. Two ranks are mapped to each other, or neither is.
+    all ranks' heaps have room for outgoing rows. Two ranks are mapped to each other, or neither is. NVSHMEM's
+    memory is freed when the heap is closed; NVSHMEM itself ends with the process.
 
     ranks: the ranks of the layer.
     shape: the sizes of the heap, the same on all ranks.
@@ -108,7 +109,8 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
     Raises on every rank:
 
-    - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes or kernels differ.
+    - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes, kernels or versions of
+      NVSHMEM differ.
     - RuntimeError with the rank, if there is not enough memory, if NVSHMEM is not built in or was started for
       another group already, or if a rank cannot read and write another rank's memory by loads and stores.
     """
@@ -119,6 +121,8 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     builder.attempt(lambda: memory.start(builder.device, ids[0]))
     if shape.d_hidden and heap_module.has_puts():
         builder.stage_for(builder.attempt(lambda: memory.mapped(builder.device)))
+        if builder.shape.is_staged:  # the same on all ranks
+            builder.attempt(lambda: memory.start_puts(builder.device))
     return builder.build()
 
 

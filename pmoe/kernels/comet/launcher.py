@@ -158,7 +158,7 @@ class Launcher:
     heaps: the symmetric heap of each rank of this process. Ranks write rows into each other's heaps.
     divide: function that returns how a launch splits its thread blocks between communication and computation.
     device: the device on which all these ranks run.
-    hopper: whether the device runs the kernels' sm_90a code.
+    hopper: whether the launches run the kernels' sm_90a code.
     blocks: number of thread blocks of each rank.
     tile_columns: number of columns of a tile of a product.
     """
@@ -191,7 +191,8 @@ class Launcher:
         why = why or ranks_refusal(self.device, shape.num_ranks, shape.experts)
         if why is not None:
             raise ValueError(f"the fused kernels cannot run: {why}")
-        self.hopper = code == "sm_90a"
+        # Kernels that send by puts have the instructions of sm_80 on every device (cuda/nvshmem).
+        self.hopper = code == "sm_90a" and not shape.is_staged
         # Multiprocessors are left to NCCL, which only several processes use: count processes, not ranks.
         spare = spare_blocks(shape.num_ranks // len(heaps))
         self.blocks = (processors(self.device) - spare) // len(heaps)

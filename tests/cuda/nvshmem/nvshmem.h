@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
-enum { NVSHMEM_SIGNAL_SET = 9, NVSHMEM_CMP_GE = 4 };
+enum { NVSHMEM_SIGNAL_SET = 9, NVSHMEM_CMP_GE = 5 };
 
 #if defined(__CUDACC__)
 

@@ -1,0 +1,31 @@
+// Takes the place of FlashDMoE's kernels for Hopper in pmoe._nvshmem, which has none. On Hopper it runs the
+// kernels with the instructions of sm_80.
+//
+// The kernels for Hopper divide registers among warps (setmaxnreg) and keep products in flight (wgmma). The
+// compiler gives up both where it cannot see all code that a kernel calls: relocatable device code calls even
+// a division of integers in another unit. Tried with CUDA 13.0 and NVSHMEM 3.8:
+//
+//   relocatable device code, with or without puts    setmaxnreg ignored (C7504), wgmma serialized (C7509),
+//                                                    1,512 to 1,784 bytes of spills a thread
+//   NVSHMEM's functions in the kernel's own unit     wgmma serialized (C7510), no register allocation (C7600)
+#include <stdexcept>
+
+#include "flashdmoe/launch.h"
+
+namespace pmoe::flashdmoe {
+
+ForwardKernel hopper_bf16(Activation) { return nullptr; }
+ForwardKernel hopper_fp16(Activation) { return nullptr; }
+BackwardKernel hopper_backward_bf16(Activation) { return nullptr; }
+BackwardKernel hopper_backward_fp16(Activation) { return nullptr; }
+
+}  // namespace pmoe::flashdmoe
+
+namespace pmoe {
+
+// Called before a launch of a kernel for Hopper.
+void encode_maps(Element, Form, const Problem&, int64_t, int64_t, CUtensorMap*, CUtensorMap*) {
+  throw std::invalid_argument("pmoe._nvshmem has no kernels for sm_90a: hopper must be False");
+}
+
+}  // namespace pmoe

@@ -18,9 +18,11 @@ assumed costs of a call. Nobody has measured either on a GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
@@ -53,6 +55,8 @@ ENTRY_MICROSECONDS = 10.0
 """Assumed costs for the host: of a launch or a copy, of an event that is recorded or waited for, of a group
 of NCCL's calls, and of all else in a pass (Python's call, row counts and addresses).
 """
+PLACES_OF_LAUNCH = 4
+"""The most PLACE calls in one launch (``kMostPlaced`` in ``cuda/program/cuda_backend.h``)."""
 GOAL_MICROSECONDS = 20
 """The goal for two ranks and n = 4, a pass."""
 
@@ -103,6 +107,18 @@ class HostCalls:
         return ENTRY_MICROSECONDS + launches + events + self.groups * GROUP_MICROSECONDS
 
 
+def joined_copies(issued: Sequence[Issue | Wait | Signal]) -> int:
+    """Returns how many of a pass's PLACE calls have no launch of their own.
+
+    Up to `PLACES_OF_LAUNCH` calls that follow one another are one launch.
+
+    issued: the calls of the pass, in their order.
+    """
+    runs = itertools.groupby(issued, lambda call: isinstance(call, Issue) and call.kernel is Kernel.PLACE)
+    lengths = [len(list(calls)) for is_place, calls in runs if is_place]
+    return sum(length - -(-length // PLACES_OF_LAUNCH) for length in lengths)
+
+
 def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
     """Counts the calls of a pass of the benchmark's layer, with an even load, on Hopper."""
     calls = RecordedProgram(library, compiled(ranks, n, direction).words())
@@ -114,7 +130,7 @@ def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
     groups = kernels.count(Kernel.EXCHANGE)
     copies = kernels.count(Kernel.COPY)
     # HIDDEN_GRADIENT is two launches: the second adds up partial sums.
-    launches = len(kernels) - groups - copies + kernels.count(Kernel.HIDDEN_GRADIENT)
+    launches = len(kernels) - groups - copies + kernels.count(Kernel.HIDDEN_GRADIENT) - joined_copies(issued)
     zeroes_counters = ranks > 1 and n > 1
     return HostCalls(
         launches=launches,

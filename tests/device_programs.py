@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.bench_program import PLACES_OF_LAUNCH
 from bench.recorded_program import Issue, Wait
 from pmoe.engine.passes.base import plan_schedule
 from pmoe.kernels import extension
@@ -104,6 +105,8 @@ class Reader:
     def __init__(self, noted: list[Noted]) -> None:
         self.noted = list(noted)
         self.event_of: dict[int, int] = {}
+        self.placed: Noted | None = None
+        self.num_placed = 0
 
     def take(self, *names: str) -> Noted:
         call = self.noted.pop(0)
@@ -127,6 +130,10 @@ class Reader:
         """
         calls: Calls = []
         for call in recorded:
+            if isinstance(call, Issue) and call.kernel is Kernel.PLACE:
+                calls.append(replace(call, lane=self.lane(self._placed())))
+                continue
+            self.num_placed = 0
             if isinstance(call, Issue):
                 calls += [
                     replace(call, lane=self.lane(noted)) for noted in self._issued(call, parts, own_rank)
@@ -138,6 +145,14 @@ class Reader:
             calls.append(type(call)(self.lane(noted), event))
         assert not self.noted, self.noted
         return calls
+
+    def _placed(self) -> Noted:
+        """Returns the launch of a PLACE call. Up to `PLACES_OF_LAUNCH` that follow one another have one."""
+        if self.num_placed % PLACES_OF_LAUNCH == 0:
+            self.placed = self.take("launch")
+        self.num_placed += 1
+        assert self.placed is not None
+        return self.placed
 
     def _issued(self, call: Issue, parts: int, own_rank: int) -> list[Noted]:
         if call.kernel is Kernel.EXCHANGE:

@@ -4,7 +4,8 @@
 //   copies         cudaMemcpyAsync
 //   exchanges      NCCL's sends and receives (nccl.h)
 //   products       pmoe's grouped products (products.h)
-//   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice
+//   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice. PLACE calls that
+//                  follow one another are one launch
 //   TAKE, PUT      of single numbers: kernel.cuh
 //
 // The host never waits for the device. Nothing in this folder has run on a GPU.
@@ -13,6 +14,7 @@
 
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -93,6 +95,7 @@ class CudaBackend {
   // Prepares a pass: the calls that follow belong to it.
   void begin(const int64_t* streams, void* workspace) {
     if (communicator_) communicator_->check();
+    placed_.clear();
     workspace_ = static_cast<uint8_t*>(workspace);
     if (takes_counters())
       check(cudaMemsetAsync(workspace_, 0, static_cast<size_t>(num_products_) * sizeof(uint32_t),
@@ -101,29 +104,53 @@ class CudaBackend {
   }
 
   void wait(int64_t stream, int64_t event) {
+    launch_placed();
     check(cudaStreamWaitEvent(stream_of(stream), events_[event], 0), "cudaStreamWaitEvent");
   }
 
   void signal(int64_t stream, int64_t event) {
+    launch_placed();
     check(cudaEventRecord(events_[event], stream_of(stream)), "cudaEventRecord");
   }
 
   void copy(const Call& call) {
+    launch_placed();
     const Memory& source = call.operand[0];
     check(cudaMemcpyAsync(at(call, 1), at(call, 0), static_cast<size_t>(source.rows * source.row_bytes),
                           cudaMemcpyDefault, stream_of(call.stream)),
           "cudaMemcpyAsync");
   }
 
-  void exchange(const Call& call) { communicator_->exchange(call); }
+  void exchange(const Call& call) {
+    launch_placed();
+    communicator_->exchange(call);
+  }
 
   void launch(const Call& call) {
+    if (call.kernel == kPlace) return put_off(call);
+    launch_placed();
     if (is_product(call.kernel))
       multiply(call);
     else if (call.operand[0].row_bytes == sizeof(float))
       move_numbers(call);
     else
       move_rows(call);
+  }
+
+  // Launches the PLACE calls that were put off. Every other call does this first, so that the order stays.
+  // Such a call always comes: a product reads the rows, or another lane waits for them.
+  void launch_placed() {
+    if (placed_.empty()) return;
+    try {
+      if (placed_.size() == 1)
+        permute::permute(placed_[0].moving, placed_[0].x, placed_[0].rows);
+      else
+        permute::permute_several(placed_);
+    } catch (const std::exception& raised) {  // the program names the record of the call that came
+      throw std::runtime_error("the copies of record " + std::to_string(first_placed_) + ": " +
+                               raised.what());
+    }
+    placed_.clear();
   }
 
   // Makes the compute lane wait for all others, after an error: the caller may then free the pass's memory as
@@ -191,33 +218,58 @@ class CudaBackend {
          call.operand[1].rows);
   }
 
-  // PLACE and SUM, and TAKE and PUT of rows: source, position or index -> out. The kernels take the address
-  // of sorted row 0, from which `first` rows are missing.
-  void move_rows(const Call& call) {
-    const bool sums = call.kernel == kSum || call.kernel == kTake;
-    const Memory& sorted = call.operand[sums ? 0 : 2];
-    const Memory& tokens = call.operand[sums ? 2 : 0];
-    const Memory& position = call.operand[1];
-    const permute::Moving moving = {
-        facts_.device,
-        reinterpret_cast<void*>(call.stream),
-        facts_.element == Element::kBf16 ? permute::RowType::kBf16 : permute::RowType::kFp16,
-        tokens.rows,
-        position.columns,
-        sorted.rows,
-        sorted.row_bytes,
-        reinterpret_cast<const int32_t*>(position.address),
-        nullptr,
-        0,
-        call.first};
-    const permute::RowsAt of_sorted = {
-        reinterpret_cast<void*>(sorted.address - call.first * sorted.row_bytes), sorted.row_bytes};
-    const permute::RowsAt of_tokens = {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
-    if (sums)
-      permute::unpermute(moving, of_sorted, of_tokens);
-    else
-      permute::permute(moving, of_tokens, of_sorted);
+  // Puts off a PLACE call: those that follow one another on a stream are one launch.
+  void put_off(const Call& call) {
+    const permute::Copying copying = {moving_of(call), tokens_of(call), sorted_of(call)};
+    const bool joins =
+        placed_.size() < kMostPlaced && !placed_.empty() && placed_[0].moving.stream == copying.moving.stream;
+    if (!joins) launch_placed();
+    if (placed_.empty()) first_placed_ = call.record;
+    placed_.push_back(copying);
   }
+
+  // SUM, and TAKE and PUT of rows.
+  void move_rows(const Call& call) {
+    if (is_sum(call))
+      permute::unpermute(moving_of(call), sorted_of(call), tokens_of(call));
+    else
+      permute::permute(moving_of(call), tokens_of(call), sorted_of(call));
+  }
+
+  // PLACE and SUM, TAKE and PUT have the operands source, position or index, and out. One is rows by token,
+  // the other sorted rows.
+  static bool is_sum(const Call& call) { return call.kernel == kSum || call.kernel == kTake; }
+  static const Memory& sorted_memory(const Call& call) { return call.operand[is_sum(call) ? 0 : 2]; }
+  static const Memory& tokens_memory(const Call& call) { return call.operand[is_sum(call) ? 2 : 0]; }
+
+  permute::Moving moving_of(const Call& call) const {
+    const Memory& sorted = sorted_memory(call);
+    const Memory& position = call.operand[1];
+    return {facts_.device,
+            reinterpret_cast<void*>(call.stream),
+            facts_.element == Element::kBf16 ? permute::RowType::kBf16 : permute::RowType::kFp16,
+            tokens_memory(call).rows,
+            position.columns,
+            sorted.rows,
+            sorted.row_bytes,
+            reinterpret_cast<const int32_t*>(position.address),
+            nullptr,
+            0,
+            call.first};
+  }
+
+  // The kernels take the address of sorted row 0, from which `first` rows are missing.
+  static permute::RowsAt sorted_of(const Call& call) {
+    const Memory& sorted = sorted_memory(call);
+    return {reinterpret_cast<void*>(sorted.address - call.first * sorted.row_bytes), sorted.row_bytes};
+  }
+
+  static permute::RowsAt tokens_of(const Call& call) {
+    const Memory& tokens = tokens_memory(call);
+    return {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
+  }
+
+  static constexpr size_t kMostPlaced = 4;  // of permute_several
 
   const Words& words_;
   const Facts facts_;
@@ -227,6 +279,8 @@ class CudaBackend {
   int num_products_ = 0;
   int parts_ = 1;  // partial sums of a row of kHiddenGradient
   uint8_t* workspace_ = nullptr;
+  std::vector<permute::Copying> placed_;  // calls of PLACE that were put off
+  int64_t first_placed_ = -1;             // the record of the first of them
 };
 
 // A program that was loaded for a device. Several threads may run it, one after the other.

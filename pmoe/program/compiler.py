@@ -59,6 +59,8 @@ class _PassCompiler:
     memory: the operands of the pass.
     records: the records so far.
     task, lane: the task of which records are being appended (`NO_TASK` for none), and its lane.
+    copied: buffers whose rows have been copied. PLACE records that follow one another are one launch on a
+        device, so copies of several tasks are made by the first of them (`Schedule.joint_copies`).
     """
 
     def __init__(self, schedule: Schedule, shape: LayerShape, restore: Restore | None) -> None:
@@ -69,6 +71,7 @@ class _PassCompiler:
         self.task = NO_TASK
         self.lane = Lane.COMPUTE
         self.num_weight_gradients = 0
+        self.copied: set[str] = set()
         computed = [task.chunk for task in schedule.tasks if task.kind is Kind.COMPUTE]
         self.first_computed = computed[0] if computed else -1
         self.last_computed = computed[-1] if computed else -1
@@ -115,9 +118,16 @@ class _PassCompiler:
             Kernel.PLACE, tokens, self.memory.position(i), target, condition=target.rows, first=first_row
         )
 
-    def place_local(self, base: Base, name: str, i: int) -> None:
-        """Appends the copy of chunk i's tokens to their rows that stay, in the ring slot of ``name``."""
-        self.place(base, self.memory.buffer(name, i), i, ChunkNumber.LOCAL_ROW_BEGIN)
+    def place_once(self, base: Base, name: str, i: int, first: ChunkNumber) -> None:
+        """Appends the copy of chunk i's tokens to buffer ``name``, unless an earlier task has made it.
+
+        base: the tensor with the tokens.
+        first: the number of the sorted row that is the first row of the buffer.
+        """
+        target = self.memory.buffer(name, i)
+        if target.name not in self.copied:
+            self.copied.add(target.name)
+            self.place(base, target, i, first)
 
     def sort(self, name: str, target: Operand, i: int) -> None:
         """Appends the copy that sorts chunk i's arrived rows by expert, if they may need it."""
@@ -158,11 +168,26 @@ class _PassCompiler:
     def gather(self, i: int) -> None:
         """Copies the tokens that chunk i sends to its send buffer (task G)."""
         source = Base.T_I if self.memory.is_forward else Base.DT_O
-        self.place(source, self.memory.buffer("send", i), i, ChunkNumber.ROW_BEGIN)
+        self.place_once(source, "send", i, ChunkNumber.ROW_BEGIN)
 
     def gather_again(self, i: int) -> None:
-        """Copies the tokens of chunk i to be sent again in backward (task GI)."""
-        self.place(Base.T_I, self.memory.buffer("send_again", i), i, ChunkNumber.ROW_BEGIN)
+        """Copies the tokens of chunk i to be sent again in backward, and rows of later tasks (task GI)."""
+        self.place_once(Base.T_I, "send_again", i, ChunkNumber.ROW_BEGIN)
+        for task in self.schedule.joint_copies[f"{Kind.GATHER_AGAIN.value}{i}"]:
+            if task.kind is Kind.GATHER:
+                self.gather(task.chunk)
+            else:
+                self.copy_piece(task.chunk)
+
+    def copy_piece(self, i: int) -> None:
+        """Copies the input of chunk i's rows that stay, and the gradients of their output, in backward.
+
+        The gradients are copied before the task L that reads them. The rows of the chunk before, which lay in
+        the same memory, were read by earlier tasks of the lane.
+        """
+        if self.memory.dispatched == "communicate":
+            self.place_once(Base.T_I, "T_DI_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
+            self.place_once(Base.DT_O, "dT_DO_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
 
     def dispatch(self, i: int) -> None:
         """Sends the rows of chunk i to the ranks of their experts (task S)."""
@@ -237,9 +262,8 @@ class _PassCompiler:
             self.place(Base.T_I, self.memory.rows_for_experts(unit), i, ChunkNumber.LOCAL_ROW_BEGIN)
             self.experts(unit, self.memory.part_of_home(i, stays=True))
             return
-        self.place_local(Base.DT_O, "dT_DO_L", i)
-        if self.memory.dispatched == "communicate" and self.memory.hidden != "recompute":
-            self.place_local(Base.T_I, "T_DI_L", i)
+        self.copy_piece(i)
+        self.place_once(Base.DT_O, "dT_DO_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
         self.gradients(unit, self.memory.buffer("dT_DO_L", i), self.memory.part_of_home(i, stays=True))
 
     def compute(self, i: int) -> None:
@@ -288,8 +312,8 @@ class _PassCompiler:
 
     def recompute(self, i: int, place: str = "") -> None:
         """Recomputes the hidden activation T_M of one part of chunk i (task M, or LM with place="_L")."""
-        if self.memory.dispatched == "communicate" and place:
-            self.place_local(Base.T_I, "T_DI_L", i)
+        if place:
+            self.copy_piece(i)
         elif self.memory.dispatched == "communicate" and self.memory.may_sort:
             self.sort("T_DI", self.memory.buffer("T_DI_sorted", i), i)
         w1 = self.memory.parameter(Base.W1)

@@ -40,7 +40,9 @@ class Kernel(enum.IntEnum):
     EXCHANGE = 2  # rows for other ranks -> rows from other ranks, by an all-to-all
     TAKE = 3  # source, index -> out: out[r] = source[index[r]]
     PUT = 4  # source, index -> out: out[index[r]] = source[r]
-    PLACE = 5  # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out
+    # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out. Records that
+    # follow one another are one launch on a device
+    PLACE = 5
     SUM = 6  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
     HIDDEN = 7  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
     OUTPUT = 8  # active, w2, b2, weight -> out; ends: out = (active w2^T + b2) * weight

@@ -5,6 +5,7 @@ The interpreter in C++ runs over a backend that writes its calls down (`tests.pr
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from pmoe.schedule.buffer_sizes import (
 )
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
-from pmoe.schedule.tasks import Lane, Schedule, Stages, sequential
+from pmoe.schedule.tasks import Lane, Schedule, Stages, Task, sequential
 from tests import programs
 from tests.kit import TOKENS, build, loss_of, one_thread, tokens
 from tests.programs import (
@@ -390,6 +391,16 @@ def bytes_of(memory: Memory, item_bytes: int) -> range:
     )
 
 
+def names_of(schedule: Schedule, task: Task) -> set[str]:
+    """Returns the buffers that a task reads and writes, with those whose copies it makes for later tasks.
+
+    A task GI copies for the tasks G and LM that may join it, and LM for the task L of its chunk.
+    """
+    joint = schedule.joint_copies.get(task.name, ()) if schedule.direction == "backward" else ()
+    names = {name for each in (task, *joint) for name in (*each.reads, *each.writes)}
+    return names | {name.replace("T_DI_L.", "dT_DO_L.") for name in names if name.startswith("T_DI_L.")}
+
+
 def slot_problem(one: Pass) -> str | None:
     """Returns an operand outside the ring slots that its task names; None if there is none."""
     spans, _ = arena_elements(slot_elements(one.schedule, one.sizes), 8)
@@ -406,7 +417,7 @@ def slot_problem(one: Pass) -> str | None:
                 continue
             task = one.schedule.tasks[record.task]
             # "home_L.i", the results of rows that stay, is a part of the memory of "home.i".
-            named = {name.replace("home_L.", "home.") for name in (*task.reads, *task.writes)}
+            named = {name.replace("home_L.", "home.") for name in names_of(one.schedule, task)}
             if operand.name not in named:
                 return f"{task.name} does not name {operand.name}"
             inside = bytes_of(memory, 8)
@@ -474,6 +485,14 @@ def test_forward_writes_the_hidden_activation_only_if_something_reads_it() -> No
                 if issue.kernel is Kernel.HIDDEN:
                     is_read = one.restore is not None and one.restore.hidden != "recompute"
                     assert (issue.operands[3].address > 0) == (is_read or columns is ON_CPU), str(one.restore)
+
+
+def test_copies_of_several_tasks_follow_one_another() -> None:
+    """S4 on two ranks: a launch sends tokens and gradients of a chunk, and copies those that stay."""
+    one = s4(direction="backward")
+    kernels = [issue.kernel for issue in one.issues]
+    joined = sum(kernel is before is Kernel.PLACE for before, kernel in itertools.pairwise(kernels))
+    assert kernels.count(Kernel.PLACE) - joined < kernels.count(Kernel.PLACE) / 2
 
 
 def test_a_bias_that_experts_do_not_have_has_no_address() -> None:

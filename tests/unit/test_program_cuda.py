@@ -308,6 +308,16 @@ def test_each_call_that_fails_is_named_by_its_record(cuda: ModuleType) -> None:
     assert records == sorted(records) and len(set(records)) > 20
 
 
+def test_an_error_of_copies_that_were_put_off_names_their_record(cuda: ModuleType) -> None:
+    """The copies of GI and G are launched when the next call comes, so that record is named, too."""
+    one = s4(cuda, "backward")
+    cut = one.loaded.cut(1 << 45, one.rank, one.send, one.recv)  # more tokens than a launch can have
+    message = r"record 2 \(GI3: place\): the copies of record 1: tokens \(\d+\) of 32 bytes each need"
+    with pytest.raises(RuntimeError, match=message):
+        one.loaded.run(cut, ADDRESSES, STREAMS, 1 << 50)
+    one.calls()  # the next pass is whole
+
+
 def test_an_address_that_kernels_cannot_read_is_refused_before_any_call(cuda: ModuleType) -> None:
     one = s4(cuda)
     cuda.stub_reset(runs=False)

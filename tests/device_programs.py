@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.bench_program import PLACES_OF_LAUNCH
-from bench.recorded_program import Issue, Wait
+from bench.bench_program import PLACES_OF_LAUNCH, SUMS_OF_LAUNCH
+from bench.recorded_program import Issue, Signal, Wait
 from pmoe.engine.passes.base import plan_schedule
 from pmoe.kernels import extension
 from pmoe.program.compiler import compile_pass
@@ -107,6 +107,7 @@ class Reader:
         self.event_of: dict[int, int] = {}
         self.placed: Noted | None = None
         self.num_placed = 0
+        self.num_unsummed = 0
 
     def take(self, *names: str) -> Noted:
         call = self.noted.pop(0)
@@ -125,7 +126,7 @@ class Reader:
         """Returns the journal as calls of lanes: those of the streams on which CUDA and NCCL were called.
 
         recorded: the calls of the recording backend.
-        parts: partial sums of HIDDEN_GRADIENT: with more than one, a second launch adds them up.
+        parts: partial sums of HIDDEN_GRADIENT: with more than one, another launch adds them up.
         own_rank: the rank of the pass.
         """
         calls: Calls = []
@@ -135,10 +136,15 @@ class Reader:
                 continue
             self.num_placed = 0
             if isinstance(call, Issue):
-                calls += [
-                    replace(call, lane=self.lane(noted)) for noted in self._issued(call, parts, own_rank)
-                ]
+                if call.kernel in (Kernel.TAKE, Kernel.PUT) and call.operands[0].columns == 1:
+                    self._sum()
+                calls += [replace(call, lane=self.lane(noted)) for noted in self._issued(call, own_rank)]
+                self.num_unsummed += call.kernel is Kernel.HIDDEN_GRADIENT and parts > 1
+                if self.num_unsummed == SUMS_OF_LAUNCH:
+                    self._sum()
                 continue
+            if isinstance(call, Signal) and call.lane is Lane.COMPUTE:
+                self._sum()
             noted = self.take("wait" if isinstance(call, Wait) else "record")
             event = self.event_of.setdefault(noted.numbers[0], call.event)
             assert event == call.event
@@ -154,7 +160,13 @@ class Reader:
         assert self.placed is not None
         return self.placed
 
-    def _issued(self, call: Issue, parts: int, own_rank: int) -> list[Noted]:
+    def _sum(self) -> None:
+        """Reads the launch that adds up the partial sums of the HIDDEN_GRADIENT calls before, if any wait."""
+        if self.num_unsummed:
+            assert self.lane(self.take("launch")) is Lane.COMPUTE
+        self.num_unsummed = 0
+
+    def _issued(self, call: Issue, own_rank: int) -> list[Noted]:
         if call.kernel is Kernel.EXCHANGE:
             return self._exchanged(call, own_rank)
         if call.kernel is Kernel.COPY:
@@ -162,8 +174,7 @@ class Reader:
             source, target = call.operands
             assert copied.numbers == (target.address, source.address, source.rows * source.row_bytes)
             return [copied]
-        is_split = call.kernel is Kernel.HIDDEN_GRADIENT and parts > 1
-        return [self.take("launch") for _ in range(1 + is_split)]
+        return [self.take("launch")]
 
     def _exchanged(self, call: Issue, own_rank: int) -> list[Noted]:
         """Reads an exchange: each rank's rows go from their place, and to their place."""
@@ -224,7 +235,7 @@ class DeviceCall(ProgramCall):
         experts = self.call.plan.modules.experts
         shape = super().layer_shape()
         columns = experts.columns("cuda")  # type: ignore[attr-defined]
-        return replace(shape, columns=columns, weighs_active=True)
+        return replace(shape, columns=columns, weighs_active=True, places=True)
 
     def run(self, direction: str) -> None:
         plan = self.call.plan

@@ -6,7 +6,9 @@
 //   products       pmoe's grouped products (products.h)
 //   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice. PLACE calls that
 //                  follow one another are one launch
-//   TAKE, PUT      of single numbers: kernel.cuh
+//   TAKE, PUT      of single numbers: kernel.cuh. It also adds up HIDDEN_GRADIENT's partial sums; those of
+//   two
+//                  calls are one launch
 //
 // The host never waits for the device. Nothing in this folder has run on a GPU.
 #pragma once
@@ -83,19 +85,25 @@ class CudaBackend {
   }
 
   // Returns the bytes of device memory that a pass needs besides its bases: the products' tile counters, and
-  // partial sums of routing weights' gradients. All products run on one lane, so they share the latter.
+  // partial sums of routing weights' gradients. Those of two products exist at the same time.
   int64_t workspace_bytes(const Cut& cut) const {
-    int64_t rows = 0;
-    for (int64_t i = 0; i < words_.header().records; ++i)
-      if (words_.record(i).kernel == kHiddenGradient)
-        rows = larger(rows, cut.numbers[words_.operand(words_.record(i).operand_begin).rows]);
-    return counter_bytes() + (parts_ > 1 ? parts_ * rows * int64_t{sizeof(float)} : 0);
+    int64_t largest = 0;
+    int64_t second = 0;
+    for (int64_t i = 0; i < words_.header().records; ++i) {
+      if (words_.record(i).kernel != kHiddenGradient) continue;
+      const int64_t rows = cut.numbers[words_.operand(words_.record(i).operand_begin).rows];
+      second = larger(second, smaller(rows, largest));
+      largest = larger(largest, rows);
+    }
+    const int64_t parts = parts_ > 1 ? parts_ * (largest + second) : 0;
+    return counter_bytes() + parts * int64_t{sizeof(float)};
   }
 
   // Prepares a pass: the calls that follow belong to it.
   void begin(const int64_t* streams, void* workspace) {
     if (communicator_) communicator_->check();
     placed_.clear();
+    unsummed_.clear();
     workspace_ = static_cast<uint8_t*>(workspace);
     if (takes_counters())
       check(cudaMemsetAsync(workspace_, 0, static_cast<size_t>(num_products_) * sizeof(uint32_t),
@@ -110,6 +118,7 @@ class CudaBackend {
 
   void signal(int64_t stream, int64_t event) {
     launch_placed();
+    if (stream == stream_of_sums_) launch_sums();
     check(cudaEventRecord(events_[event], stream_of(stream)), "cudaEventRecord");
   }
 
@@ -151,6 +160,21 @@ class CudaBackend {
                                raised.what());
     }
     placed_.clear();
+  }
+
+  // Launches the sums of routing weights' gradients that were put off. They must be launched before something
+  // reads them: another lane, which waits for an event of this one, or a call that moves numbers.
+  void launch_sums() {
+    if (unsummed_.empty()) return;
+    const PartialSums none = {nullptr, nullptr, 0};
+    try {
+      sum_parts(reinterpret_cast<void*>(stream_of_sums_), parts_, unsummed_[0],
+                unsummed_.size() > 1 ? unsummed_[1] : none);
+    } catch (const std::exception& raised) {  // the program names the record of the call that came
+      throw std::runtime_error("the sums of record " + std::to_string(first_unsummed_) + ": " +
+                               raised.what());
+    }
+    unsummed_.clear();
   }
 
   // Makes the compute lane wait for all others, after an error: the caller may then free the pass's memory as
@@ -199,18 +223,27 @@ class CudaBackend {
   }
 
   void multiply(const Call& call) {
-    const bool has_dots = call.kernel == kHiddenGradient;
-    auto* const dots = has_dots ? static_cast<float*>(at(call, 6)) : nullptr;
-    auto* const parts = reinterpret_cast<float*>(workspace_ + counter_bytes());
+    const bool is_split = call.kernel == kHiddenGradient && parts_ > 1;
+    float* dots = call.kernel == kHiddenGradient ? static_cast<float*>(at(call, 6)) : nullptr;
+    if (is_split) dots = put_off_sum(call, dots);
     auto* const counters = takes_counters() ? reinterpret_cast<uint32_t*>(workspace_) : nullptr;
-    launch_product(products_[static_cast<size_t>(call.record)], call, facts_.hopper,
-                   parts_ > 1 ? parts : dots, counters);
-    if (has_dots && parts_ > 1)
-      sum_parts(reinterpret_cast<void*>(call.stream), parts, parts_, dots, call.operand[0].rows);
+    launch_product(products_[static_cast<size_t>(call.record)], call, facts_.hopper, dots, counters);
+    if (unsummed_.size() == kMostUnsummed) launch_sums();
+  }
+
+  // Puts off the sums of a call's routing weights' gradients. Returns the memory of the partial sums.
+  float* put_off_sum(const Call& call, float* dots) {
+    float* parts = reinterpret_cast<float*>(workspace_ + counter_bytes());
+    for (const PartialSums& each : unsummed_) parts += parts_ * each.count;
+    if (unsummed_.empty()) first_unsummed_ = call.record;
+    unsummed_.push_back({parts, dots, call.operand[0].rows});
+    stream_of_sums_ = call.stream;  // all products are on the compute lane
+    return parts;
   }
 
   // TAKE and PUT of one number a row.
   void move_numbers(const Call& call) {
+    launch_sums();
     const auto* const source = static_cast<const float*>(at(call, 0));
     const auto* const index = static_cast<const int32_t*>(at(call, 1));
     auto* const move = call.kernel == kTake ? take_numbers : put_numbers;
@@ -269,7 +302,8 @@ class CudaBackend {
     return {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
   }
 
-  static constexpr size_t kMostPlaced = 4;  // of permute_several
+  static constexpr size_t kMostPlaced = 4;    // of permute_several
+  static constexpr size_t kMostUnsummed = 2;  // of sum_parts
 
   const Words& words_;
   const Facts facts_;
@@ -281,6 +315,9 @@ class CudaBackend {
   uint8_t* workspace_ = nullptr;
   std::vector<permute::Copying> placed_;  // calls of PLACE that were put off
   int64_t first_placed_ = -1;             // the record of the first of them
+  std::vector<PartialSums> unsummed_;     // sums of calls of HIDDEN_GRADIENT that were put off
+  int64_t first_unsummed_ = -1;           // the record of the first of them
+  int64_t stream_of_sums_ = -1;           // and its stream
 };
 
 // A program that was loaded for a device. Several threads may run it, one after the other.

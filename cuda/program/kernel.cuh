@@ -2,6 +2,7 @@
 // the kernels of cuda/permute, whose rows are multiples of 16 bytes.
 #pragma once
 #include "common/device.cuh"
+#include "program/launch.h"
 
 namespace pmoe::program {
 
@@ -26,13 +27,19 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = first_number(); i < count; i += step_of_grid()) out[index[i]] = source[i];
 }
 
-// out[i] = the sum over p of parts[p * count + i], added in the order of p
-__global__ void __launch_bounds__(kThreads)
-    sum_parts_kernel(const float* parts, int32_t num_parts, float* out, int64_t count) {
-  for (int64_t i = first_number(); i < count; i += step_of_grid()) {
-    float sum = 0.0f;
-    for (int32_t p = 0; p < num_parts; ++p) sum += parts[p * count + i];
-    out[i] = sum;
+// For both members of `of`: out[i] = the sum over p of parts[p * count + i], added in the order of p.
+struct PairOfSums {
+  PartialSums of[2];
+};
+__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const PairOfSums sums, int32_t num_parts) {
+  PMOE_UNROLL
+  for (int which = 0; which < 2; ++which) {
+    const PartialSums& own = sums.of[which];
+    for (int64_t i = first_number(); i < own.count; i += step_of_grid()) {
+      float sum = 0.0f;
+      for (int32_t p = 0; p < num_parts; ++p) sum += own.parts[p * own.count + i];
+      own.out[i] = sum;
+    }
   }
 }
 

@@ -21,9 +21,10 @@ void put_numbers(void* stream, const float* source, const int32_t* index, float*
   Prepared("program.put", put_kernel, grid_of(count), stream).launch(source, index, out, count);
 }
 
-void sum_parts(void* stream, const float* parts, int num_parts, float* out, int64_t count) {
-  Prepared("program.sum_parts", sum_parts_kernel, grid_of(count), stream)
-      .launch(parts, num_parts, out, count);
+void sum_parts(void* stream, int num_parts, const PartialSums& first, const PartialSums& second) {
+  const Grid grid = grid_of(larger(first.count, second.count));
+  Prepared("program.sum_parts", sum_parts_kernel, grid, stream)
+      .launch(PairOfSums{{first, second}}, num_parts);
 }
 
 void list_kernels(std::vector<KernelInfo>& found) {

@@ -16,8 +16,15 @@ void take_numbers(void* stream, const float* source, const int32_t* index, float
 // out[index[i]] = source[i] for `count` numbers.
 void put_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count);
 
-// out[i] = the sum over p of parts[p * count + i], for `count` numbers.
-void sum_parts(void* stream, const float* parts, int num_parts, float* out, int64_t count);
+// Partial sums of `count` numbers, and memory for their sums; a count of 0 for none.
+struct PartialSums {
+  const float* parts;  // (number of parts, count)
+  float* out;          // (count,)
+  int64_t count;
+};
+
+// Adds up one or two lists of partial sums, in one launch. The first one's count is at least 1.
+void sum_parts(void* stream, int num_parts, const PartialSums& first, const PartialSums& second);
 
 void list_kernels(std::vector<KernelInfo>& found);
 

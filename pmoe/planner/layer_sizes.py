@@ -221,7 +221,7 @@ class LayerSizes:
         arguments: the arguments of `BufferSizes` that do not follow from the layer's sizes, such as the
             direction and the numbers of rows by chunk.
         """
-        arguments |= {"d_model": self.d_model, "columns": self.columns}
+        arguments |= {"d_model": self.d_model, "columns": self.columns, "places": self.programs}
         if self.wires == AS_THEY_ARE:
             return BufferSizes(**arguments)
         return MessageSizes(**arguments, wires=self.wires, element_size=self.element_size)

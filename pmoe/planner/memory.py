@@ -493,7 +493,9 @@ def _backward_work(
     restore: the restore pair.
     """
     if sizes.programs:  # their kernels compute in the buffers, and sum routing weights' gradients in parts
-        parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * backward.largest_unit * WIDE
+        units = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
+        summed_rows = min(units, 2) * backward.largest_unit  # two products' sums are added up in one launch
+        parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * summed_rows * WIDE
         return buffers.summing + parts + _held_weights(sizes, call, backward) + SMALL
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
     wide = _product_size(sizes)

@@ -34,6 +34,7 @@ from pmoe.program.records import (
 )
 from pmoe.schedule.buffer_sizes import (
     ALIGNMENT,
+    SORTED_RESULTS,
     BufferSizes,
     ChunkRows,
     HiddenColumns,
@@ -141,6 +142,7 @@ def shape_of(call: Counted, columns: HiddenColumns = ON_CPU, *, bias: bool = Tru
         keeps_own=call.stages.local,
         sends=call.stages.remote,
         weighs_active=columns is ON_GPU and not bias,
+        places=columns is ON_GPU,
         element_bytes=8,
         weight_bytes=4,
         sum_bytes=8,
@@ -181,6 +183,7 @@ class Pass:
             d_model=6,
             columns=self.columns,
             restore=self.restore,
+            places=self.columns is ON_GPU,
         )
 
 
@@ -493,6 +496,25 @@ def test_copies_of_several_tasks_follow_one_another() -> None:
     kernels = [issue.kernel for issue in one.issues]
     joined = sum(kernel is before is Kernel.PLACE for before, kernel in itertools.pairwise(kernels))
     assert kernels.count(Kernel.PLACE) - joined < kernels.count(Kernel.PLACE) / 2
+
+
+def test_results_are_stored_in_the_order_of_arrival_on_a_device() -> None:
+    """Three ranks, whose rows must be sorted: nothing copies results, and they have no sorted form."""
+    for columns in (ON_GPU, ON_CPU):
+        for one in passes(3, 2, columns=columns):
+            is_sorted = any(one.call.chunk_rows.regrouped)
+            of_rows = [
+                issue for issue in one.issues if issue.kernel in (Kernel.OUTPUT, Kernel.INPUT_GRADIENT)
+            ]
+            placed = [issue for issue in of_rows if issue.operands[-3].address]
+            copied = [
+                issue for issue in one.issues if issue.kernel is Kernel.PUT and issue.operands[0].columns > 1
+            ]
+            assert (len(placed) > 0) == (is_sorted and columns is ON_GPU)
+            assert (len(copied) > 0) == (is_sorted and columns is ON_CPU)
+            sorted_results = [turn for turn in one.schedule.turns if turn in SORTED_RESULTS]
+            num_bytes = {name: sum(one.sizes.of(name)[0]) for name in sorted_results}
+            assert (sum(num_bytes.values()) > 0) == (is_sorted and columns is ON_CPU)
 
 
 def test_a_bias_that_experts_do_not_have_has_no_address() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.bench_program import num_launches
 from bench.recorded_program import Issue, RecordedProgram, Wait
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
@@ -57,6 +58,7 @@ def shape_of(ranks: int, stages: Stages, *, bias: bool = False) -> LayerShape:
         keeps_own=stages.local,
         sends=stages.remote,
         weighs_active=not bias,
+        places=True,
         element_bytes=2,
         weight_bytes=4,
         sum_bytes=4,
@@ -161,6 +163,15 @@ def test_calls_of_cuda_and_nccl_keep_the_order_of_the_schedule(cuda: ModuleType,
         for one in passes(cuda, ranks, n, local=n != 2):
             problem = order_problem(one.calls(), one.program, one.schedule)
             assert problem is None, (str(one.restore), one.schedule.direction, n, problem)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_launches_of_the_prediction_are_those_of_the_backend(cuda: ModuleType, direction: str) -> None:
+    for ranks, n in ((1, 1), (1, 4), (2, 4), (3, 2)):
+        one = s4(cuda, direction, ranks, n)
+        one.run()
+        launches = [call for call in journal(cuda) if call.what == "launch"]
+        assert len(launches) == num_launches(one.recorded), (ranks, n)
 
 
 def test_a_pass_has_an_event_for_each_signal_and_one_more(cuda: ModuleType) -> None:

@@ -58,7 +58,7 @@ class CudaBackend {
   // words, communicator: must outlive this object. communicator may be null if the program sends no rows.
   // labels: the name of each record for messages.
   CudaBackend(const Words& words, const std::vector<std::string>& labels, const Facts& facts,
-              const Communicator* communicator)
+              Communicator* communicator)
       : words_(words),
         facts_(facts),
         communicator_(communicator),
@@ -307,7 +307,7 @@ class CudaBackend {
 
   const Words& words_;
   const Facts facts_;
-  const Communicator* const communicator_;
+  Communicator* const communicator_;
   const Events events_;            // those of the program, and one for join()
   std::vector<Product> products_;  // by record
   int num_products_ = 0;
@@ -324,7 +324,7 @@ class CudaBackend {
 class CudaProgram {
  public:
   CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,
-              std::shared_ptr<const Communicator> communicator)
+              std::shared_ptr<Communicator> communicator)
       : words_of_(std::move(words)),
         labels_(std::move(labels)),
         device_(facts.device),
@@ -365,7 +365,10 @@ class CudaProgram {
     backend_->begin(streams.data(), workspace);
     const Backend backend = {this, launch, copy, exchange, wait, signal};
     const Ending ending = program::run(words_, cut, {bases.data(), streams.data()}, backend);
-    if (!ending.error) return;
+    if (!ending.error) {
+      if (communicator_) communicator_->watch(reinterpret_cast<cudaStream_t>(streams[0]));
+      return;
+    }
     backend_->join(streams.data());
     throw std::runtime_error("pass program: record " + std::to_string(ending.record) + " (" +
                              labels_[static_cast<size_t>(ending.record)] + "): " + error_);
@@ -414,7 +417,7 @@ class CudaProgram {
   const std::vector<int64_t> words_of_;
   const std::vector<std::string> labels_;
   const int device_;
-  const std::shared_ptr<const Communicator> communicator_;
+  const std::shared_ptr<Communicator> communicator_;
   const Words words_;
   std::unique_ptr<CudaBackend> backend_;
   std::mutex mutex_;  // a pass uses the program's events from its first call to its last

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,9 @@ import pytest
 import torch
 
 from bench.recorded_program import Issue, Memory, RecordedProgram, Signal, Wait
+from pmoe import warn
 from pmoe.kernels import extension
+from pmoe.program import on_cuda
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.on_cuda import CudaBackend
@@ -574,6 +577,27 @@ def test_layers_that_a_device_cannot_run_as_programs_are_refused_by_reason(
     rows = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
     found = CudaBackend().refusal(shape, rows)  # type: ignore[arg-type]
     assert found == reason or (reason is not None and found is not None and found.startswith(reason))
+
+
+class Looked:
+    """A communicator that answers whether it was aborted."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def look(self) -> str:
+        return self.answers.pop(0)
+
+
+def test_the_thread_that_looks_at_passes_warns_once_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cuda, "LOOK_SECONDS", 0)
+    warn.GIVEN.clear()
+    communicator = Looked("", "", "rank 0 of 2: a pass program has not ended within 600 s")
+    with pytest.warns(UserWarning, match="rank 0 of 2: a pass program has not ended within 600 s"):
+        on_cuda._look(weakref.ref(communicator))
+    assert communicator.answers == []
+    gone = weakref.ref(Looked())
+    on_cuda._look(gone)  # ends without asking
 
 
 # ---- frozen parameters ----------------------------------------------------------------------------

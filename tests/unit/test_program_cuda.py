@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -81,6 +84,7 @@ class DevicePass:
 
     counts: rows by source rank, chunk, destination rank and expert.
     calls: the calls of CUDA and NCCL, on the lanes of their streams.
+    seconds: the time limit of the communicator.
     """
 
     module: ModuleType
@@ -90,6 +94,7 @@ class DevicePass:
     restore: Restore | None
     stages: Stages
     spare: int = 0
+    seconds: float = 60.0
     streams: dict[Lane, int] = field(default_factory=lambda: dict(STREAMS))
 
     def __post_init__(self) -> None:
@@ -106,7 +111,7 @@ class DevicePass:
         self.communicator = None
         if self.stages.remote:
             identity = self.module.nccl_id()
-            self.communicator = self.module.Communicator(identity, ranks, self.rank, 0)
+            self.communicator = self.module.Communicator(identity, ranks, self.rank, 0, self.seconds)
         self.loaded = load(self.program, self.schedule, spare=self.spare, communicator=self.communicator)
 
     def run(self) -> None:
@@ -127,6 +132,10 @@ class DevicePass:
             cleared = reader.take("set")
             num_products = sum(record.kernel.name in PRODUCT_NAMES for record in self.program.records)
             assert (cleared.stream, cleared.numbers[1]) == (STREAMS[Lane.COMPUTE], 4 * num_products)
+        if self.communicator is not None:
+            end = noted.pop()  # the event by which the end of the pass is watched
+            assert (end.what, end.stream) == ("record", self.streams[Lane.COMPUTE])
+            reader.noted.pop()
         return reader.read(self.recorded, parts=PARTS, own_rank=self.rank)
 
 
@@ -145,13 +154,15 @@ def passes(
             yield DevicePass(module, counts, seed % ranks, schedule, restore, stages, spare=seed % 2)
 
 
-def s4(module: ModuleType, direction: str = "forward", ranks: int = 2, n: int = 4) -> DevicePass:
+def s4(
+    module: ModuleType, direction: str = "forward", ranks: int = 2, n: int = 4, seconds: float = 60.0
+) -> DevicePass:
     """Returns a pass in which every rank sends rows to every other in every chunk."""
     stages = Stages(local=True, remote=ranks > 1)
     counts = torch.ones(ranks, n, ranks, EXPERTS, dtype=torch.int64)
     restore = STRATEGIES["S4"]
     schedule = rotating(direction, n, stages, restore=restore)
-    return DevicePass(module, counts, 0, schedule, restore, stages)
+    return DevicePass(module, counts, 0, schedule, restore, stages, seconds=seconds)
 
 
 # ---- the order of calls
@@ -174,12 +185,18 @@ def test_the_launches_of_the_prediction_are_those_of_the_backend(cuda: ModuleTyp
         assert len(launches) == num_launches(one.recorded), (ranks, n)
 
 
-def test_a_pass_has_an_event_for_each_signal_and_one_more(cuda: ModuleType) -> None:
+def test_a_pass_has_an_event_for_each_signal_and_two_more(cuda: ModuleType) -> None:
+    """One makes the compute lane wait after an error. The communicator watches passes by the other."""
     before = cuda.stub_num_events()
     one = s4(cuda)
     assert cuda.stub_num_events() - before == one.program.num_events + 1
     one.calls()
+    one.calls()
+    assert one.communicator.look() == ""
     del one.loaded
+    assert cuda.stub_num_events() - before == 2, "the second pass began before anybody looked at the first"
+    one.communicator = None
+    gc.collect()
     assert cuda.stub_num_events() == before
 
 
@@ -291,6 +308,85 @@ def test_an_error_of_an_earlier_exchange_ends_the_pass_before_its_first_call(cud
     nccl().stub_nccl_async_error(0)
 
 
+# ---- a peer that never comes
+
+
+def test_a_pass_that_does_not_end_in_time_aborts_the_communicator(cuda: ModuleType) -> None:
+    """The device never reaches the end: the thread that looks aborts NCCL, and later passes say why."""
+    one = s4(cuda, seconds=0.02)
+    one.run()
+    assert one.communicator.look() == "", "the pass has ended"
+    one.run()
+    cuda.stub_reach_events(False)
+    assert one.communicator.look() == "", "the pass has time left"
+    time.sleep(0.05)
+    reason = (
+        "rank 0 of 2: a pass program has not ended within 0.02 s: another rank never came, or the device is "
+        "busy. The communicator of pass programs was aborted"
+    )
+    assert one.communicator.look().startswith(reason)
+    assert aborted() == 1
+    with pytest.raises(RuntimeError, match=reason):
+        one.run()
+    assert journal(cuda) == [], "nothing is issued on an aborted communicator"
+    assert one.communicator.look().startswith(reason) and aborted() == 1
+
+
+def test_a_long_pass_before_it_does_not_count_against_a_pass(cuda: ModuleType) -> None:
+    """A pass has its time limit after the pass before it has ended."""
+    one = s4(cuda, seconds=0.2)
+    one.run()
+    one.run()
+    time.sleep(0.25)
+    assert one.communicator.look() == ""
+    one.run()
+    assert one.communicator.look() == "" and aborted() == 0
+
+
+def test_an_exchange_that_waits_on_the_host_is_ended(cuda: ModuleType) -> None:
+    """NCCL waits for a peer inside the first group: another thread aborts, and the record is named."""
+    one = s4(cuda, seconds=0.02)
+    nccl().stub_nccl_stuck(1)
+    nccl().stub_nccl_fail(b"ncclGroupEnd", 0)
+
+    def look() -> None:
+        while not one.communicator.look():
+            time.sleep(0.005)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    message = r"record \d+ \(S0: exchange\): rank 0 of 2: an exchange of a pass program has waited for 0.02 s"
+    with pytest.raises(RuntimeError, match=message):
+        one.run()
+    looker.join()
+    assert aborted() == 1
+
+
+def test_an_exchange_that_fails_later_aborts_the_communicator(cuda: ModuleType) -> None:
+    one = s4(cuda)
+    one.run()
+    nccl().stub_nccl_async_error(6)
+    reason = "rank 0 of 2: an exchange of a pass program failed: an error of the stand-in (6)"
+    assert one.communicator.look().startswith(reason)
+    assert aborted() == 1
+    nccl().stub_nccl_async_error(0)
+
+
+def test_a_rank_that_never_comes_to_the_communicator_is_an_error_in_time(cuda: ModuleType) -> None:
+    nccl().stub_nccl_stuck(1)
+    nccl().stub_nccl_fail(b"ncclCommInitRank", 0)
+    message = "rank 1 of 2: ncclCommInitRank has not ended within 0.02 s: another rank never came"
+    with pytest.raises(RuntimeError, match=message):
+        cuda.Communicator(cuda.nccl_id(), 2, 1, 0, 0.04)
+    nccl().stub_nccl_stuck(0)  # so that NCCL's thread ends
+
+
+def aborted() -> int:
+    """Returns how many communicators NCCL has aborted. Threads of their own do so."""
+    time.sleep(0.05)
+    return int(nccl().stub_nccl_aborts())
+
+
 def test_an_error_of_cuda_names_the_record(cuda: ModuleType) -> None:
     one = s4(cuda)
     cuda.stub_reset(runs=False)
@@ -306,6 +402,7 @@ def test_each_call_that_fails_is_named_by_its_record(cuda: ModuleType) -> None:
     one = s4(cuda, "backward")
     one.run()
     num_calls = len([call for call in cuda.stub_noted() if not call[0].startswith("nccl")])
+    num_calls -= 1  # the event for the end of the pass, which belongs to no record
     records = []
     for calls in range(num_calls):
         cuda.stub_reset(runs=False)
@@ -346,7 +443,7 @@ def load_change(**changes: Any) -> Callable[[ModuleType], object]:
         stages = Stages(local=True, remote=ranks is not None)
         shape = replace(shape_of(ranks or 1, stages), **changes)
         schedule = rotating("backward", 2, stages, restore=KEEP)
-        communicator = module.Communicator(module.nccl_id(), 3, 0, 0) if ranks else None
+        communicator = module.Communicator(module.nccl_id(), 3, 0, 0, 60) if ranks else None
         return load(compile_pass(schedule, shape, KEEP), schedule, communicator=communicator)
 
     return change
@@ -364,10 +461,10 @@ def load_change(**changes: Any) -> Callable[[ModuleType], object]:
         (load_change(d_model=12), r"\(L1: hidden_gradient\) has rows that are not multiples of 16 bytes"),
         (load_change(ranks_of_communicator=2), "a program for 2 ranks needs a communicator of as many"),
         (
-            lambda module: module.Communicator(module.nccl_id(), 2, 2, 0),
+            lambda module: module.Communicator(module.nccl_id(), 2, 2, 0, 60),
             r"rank \(2\) must be below ranks \(2\)",
         ),
-        (lambda module: module.Communicator(b"abc", 2, 0, 0), r"id \(3 bytes\) must have 128 bytes"),
+        (lambda module: module.Communicator(b"abc", 2, 0, 0, 60), r"id \(3 bytes\) must have 128 bytes"),
     ],
 )
 def test_what_has_no_kernel_is_refused_when_it_is_loaded(

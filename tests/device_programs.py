@@ -235,7 +235,7 @@ class DeviceCall(ProgramCall):
         experts = self.call.plan.modules.experts
         shape = super().layer_shape()
         columns = experts.columns("cuda")  # type: ignore[attr-defined]
-        return replace(shape, columns=columns, weighs_active=True, places=True)
+        return replace(shape, columns=columns, weighs_active=not shape.bias, places=True)
 
     def run(self, direction: str) -> None:
         plan = self.call.plan

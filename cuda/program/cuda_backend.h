@@ -9,6 +9,7 @@
 //   TAKE, PUT      of single numbers: kernel.cuh. It also adds up HIDDEN_GRADIENT's partial sums; those of
 //   two
 //                  calls are one launch
+//   BIAS_DOTS, SCALE, BIAS_GRADIENT of experts with biases: kernel.cuh
 //
 // The host never waits for the device. Nothing in this folder has run on a GPU.
 #pragma once
@@ -140,6 +141,8 @@ class CudaBackend {
     launch_placed();
     if (is_product(call.kernel))
       multiply(call);
+    else if (call.kernel == kBiasDots || call.kernel == kScale || call.kernel == kBiasGradient)
+      compute_bias(call);
     else if (call.operand[0].row_bytes == sizeof(float))
       move_numbers(call);
     else
@@ -198,8 +201,14 @@ class CudaBackend {
       return words_.operand(record.operand_begin + i);
     };
     if (record.kernel < kNothing || record.kernel > kBiasGradient) return "calls an unknown kernel";
-    if (record.kernel == kBiasDots || record.kernel == kScale || record.kernel == kBiasGradient)
-      return "has no CUDA kernel: gradients of experts with biases are computed by the engine (pmoe.engine)";
+    if (record.kernel == kBiasDots || record.kernel == kScale || record.kernel == kBiasGradient) {
+      const Operand& rows = operand(record.kernel == kScale ? 1 : 0);
+      if (rows.row_bytes != 2 * rows.columns || rows.columns % 2)
+        return "has rows that are not pairs of 16-bit numbers";
+      const bool is_weighted = record.kernel != kBiasGradient;
+      if (is_weighted && operand(record.kernel == kScale ? 0 : 2).row_bytes != sizeof(float))
+        return "has routing weights that are not float32";
+    }
     if (is_product(record.kernel)) {
       if (record.lane != 0) return "is a product outside of the compute lane";
       if (operand(0).row_bytes != 2 * operand(0).columns) return "has rows whose numbers are not 16 bits";
@@ -239,6 +248,26 @@ class CudaBackend {
     unsummed_.push_back({parts, dots, call.operand[0].rows});
     stream_of_sums_ = call.stream;  // all products are on the compute lane
     return parts;
+  }
+
+  // What backward computes only for experts with biases.
+  void compute_bias(const Call& call) {
+    void* const stream = reinterpret_cast<void*>(call.stream);
+    const Element type = facts_.element;
+    if (call.kernel == kScale) {
+      const Memory& grad = call.operand[1];
+      return scale_rows(stream, type, static_cast<const float*>(at(call, 0)), at(call, 1), grad.rows,
+                        grad.columns / 2);
+    }
+    const Memory& grad = call.operand[0];
+    const RowsByExpert rows = {static_cast<const uint32_t*>(at(call, 0)),
+                               static_cast<const int32_t*>(at(call, static_cast<int>(call.operands) - 1)),
+                               static_cast<int32_t>(words_.header().local_experts), grad.rows,
+                               grad.columns / 2};
+    if (call.kernel == kBiasGradient)
+      return sum_rows(stream, type, rows, static_cast<float*>(at(call, 1)), call.flag != 0);
+    launch_sums();  // to which it adds
+    add_bias_dots(stream, type, rows, at(call, 1), static_cast<float*>(at(call, 2)));
   }
 
   // TAKE and PUT of one number a row.

@@ -9,8 +9,7 @@
 
 namespace pmoe::program {
 
-// The kernels that a backend over CUDA knows besides those of layout.h: pmoe.program.records.Kernel. It has
-// none for kBiasDots, kScale and kBiasGradient, which only experts with biases need.
+// The kernels that a backend over CUDA knows besides those of layout.h: pmoe.program.records.Kernel.
 enum DeviceKernel : int64_t {
   kTake = 3,
   kPut = 4,

@@ -71,7 +71,7 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bool:
     """Returns whether compiled pass programs compute the layer's calls, as far as its sizes tell.
 
-    The backend for CUDA refuses biases, and rows of other types than bfloat16 and float16.
+    The backend for CUDA refuses rows of other types than bfloat16 and float16.
 
     modules: the modules and options of the layer.
     device_type: the type of the rows' device.
@@ -80,8 +80,7 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
     options = modules.options
     if not (options.switches.program and options.rotates and device_type == "cuda"):
         return False
-    has_bias = getattr(modules.experts, "has_bias", True)
-    return row_size == 2 and not has_bias and modules.refusal("program") is None
+    return row_size == 2 and modules.refusal("program") is None
 
 
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:

@@ -52,7 +52,6 @@ class CudaBackend:
         reasons = {
             f"pmoe's kernels do not run on {rows.device}: {why}": code is None,
             f"{problem}": problem is not None,
-            "experts have biases, whose gradients have no kernel": shape.bias,
             f"routing weights have {shape.weight_bytes} bytes, and kernels read float32": (
                 shape.weight_bytes != FLOAT32_BYTES
             ),

@@ -452,10 +452,6 @@ def load_change(**changes: Any) -> Callable[[ModuleType], object]:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            load_change(bias=True, weighs_active=False),
-            r"record \d+ \(L1: bias_dots\) has no CUDA kernel: gradients of experts with biases",
-        ),
         (load_change(element_bytes=4), r"\(L1: hidden_gradient\) has rows whose numbers are not 16 bits"),
         (load_change(weight_bytes=2), r"\(L1: hidden_gradient\) has routing weights that are not float32"),
         (load_change(d_model=12), r"\(L1: hidden_gradient\) has rows that are not multiples of 16 bytes"),
@@ -500,11 +496,11 @@ def test_without_nccl_in_the_process_the_message_says_so(kernels: Path) -> None:
 
 
 def layer_call(
-    pair: Restore, n: int, expert: str, num_tokens: int, seed: int = 3
+    pair: Restore, n: int, expert: str, num_tokens: int, seed: int = 3, bias: bool = False
 ) -> tuple[EngineCall, Tensor]:
     """Returns a call of a layer in bfloat16 by the engine on the CPU, and its row counts."""
     layer = build(
-        pipeline=n, memory_reuse=pair, expert=expert, bias=False, d_model=WIDTH, d_hidden=WIDTH,
+        pipeline=n, memory_reuse=pair, expert=expert, bias=bias, d_model=WIDTH, d_hidden=WIDTH,
         dtype=torch.bfloat16,
     )  # fmt: skip
     x = tokens(num_tokens, seed, torch.bfloat16, WIDTH).requires_grad_()
@@ -536,8 +532,13 @@ def check_results(device: DeviceCall, expected: ProgramCall, told: object) -> No
 @pytest.mark.parametrize("kernel", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
 def test_launches_compute_a_layer_of_one_rank(kernels: Path, pair: Restore, kernel: str) -> None:
-    for n, expert, num_tokens in ((1, "swiglu", 11), (2, "ffn", 11), (4, "swiglu", 5), (2, "swiglu", 0)):
-        call, counts = layer_call(pair, n, expert, num_tokens)
+    for n, expert, num_tokens, bias in (
+        (1, "swiglu", 11, True),
+        (2, "ffn", 11, kernel == "sm_80"),
+        (4, "swiglu", 5, False),
+        (2, "swiglu", 0, True),
+    ):
+        call, counts = layer_call(pair, n, expert, num_tokens, bias=bias)
 
         def exchange(*_: object) -> None:
             raise AssertionError("one rank sends no rows")

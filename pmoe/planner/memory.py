@@ -941,8 +941,9 @@ class BufferLifetimes:
 
     stay: needed until the pass ends, because a collective reads or writes them. The first name is the
         experts' result in the order in which rows arrived. It is allocated when the experts start, or after
-        the experts if received rows had to be sorted by expert. The other names exist only if experts are
-        sharded over ranks, and are allocated after the experts.
+        the experts if they do not store the results in this order (`BufferSizes.places`) and received rows
+        had to be sorted by expert. The other names exist only if experts are sharded over ranks, and are
+        allocated after the experts.
     pending: needed until the weight gradient of the same chunk is computed.
     brief: needed until the experts' products are done.
     result: the experts' result, sorted by expert. It is needed until the end of the task: the task copies it
@@ -1067,7 +1068,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
             continue
         live += num_bytes(task_buffers.pending, i)
         early, late = task_buffers.stay[:1], task_buffers.stay[1:] if sharded else ()
-        if task_buffers.stay and rows.extent.regrouped[i]:
+        if task_buffers.stay and rows.extent.regrouped[i] and not buffers.places:
             early, late = (), (*early, *late)
         live += num_bytes(early, i)
         # While the experts run, all buffers allocated so far exist, and the brief buffers, and the result.

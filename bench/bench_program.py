@@ -21,6 +21,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ from pmoe.program.records import Base, Kernel, PassProgram
 from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.restore import STRATEGIES
 from pmoe.schedule.ring_buffers import rotating
-from pmoe.schedule.tasks import Stages
+from pmoe.schedule.tasks import Lane, Stages
 from pmoe.text import table
 
 EXPERTS = 8
@@ -53,6 +54,10 @@ ENTRY_MICROSECONDS = 10.0
 """Assumed costs for the host: of a launch or a copy, of an event that is recorded or waited for, of a group
 of NCCL's calls, and of all else in a pass (Python's call, row counts and addresses).
 """
+PLACES_OF_LAUNCH = 4
+"""The most PLACE calls in one launch (``kMostPlaced`` in ``cuda/program/cuda_backend.h``)."""
+SUMS_OF_LAUNCH = 2
+"""The most HIDDEN_GRADIENT calls whose partial sums are added up in one launch (``kMostUnsummed``)."""
 GOAL_MICROSECONDS = 20
 """The goal for two ranks and n = 4, a pass."""
 
@@ -71,6 +76,7 @@ def compiled(ranks: int, n: int, direction: str) -> PassProgram:
         keeps_own=stages.local,
         sends=stages.remote,
         weighs_active=True,
+        places=True,
         element_bytes=2,
         weight_bytes=4,
         sum_bytes=4,
@@ -103,6 +109,39 @@ class HostCalls:
         return ENTRY_MICROSECONDS + launches + events + self.groups * GROUP_MICROSECONDS
 
 
+def num_launches(issued: Sequence[Issue | Wait | Signal], *, splits: bool = True) -> int:
+    """Counts the launches of kernels that ``cuda/program/cuda_backend.h`` makes for the calls of a pass.
+
+    PLACE calls that follow one another are one launch, as far as `PLACES_OF_LAUNCH` allows. HIDDEN_GRADIENT
+    is one launch, and the sums of its parts are put off: those of `SUMS_OF_LAUNCH` calls are one launch. The
+    launch comes earlier if the compute lane signals an event, or moves single numbers.
+
+    issued: the calls of the pass, in their order.
+    splits: whether HIDDEN_GRADIENT makes several partial sums.
+    """
+    launches = placed = unsummed = 0
+    for call in issued:
+        is_issue = isinstance(call, Issue)
+        if is_issue and call.kernel is Kernel.PLACE:
+            launches += placed % PLACES_OF_LAUNCH == 0
+            placed += 1
+            continue
+        placed = 0
+        moves_numbers = (
+            is_issue and call.kernel in (Kernel.TAKE, Kernel.PUT) and call.operands[0].columns == 1
+        )
+        if moves_numbers or (isinstance(call, Signal) and call.lane is Lane.COMPUTE):
+            launches += unsummed > 0
+            unsummed = 0
+        launches += is_issue and call.kernel not in (Kernel.EXCHANGE, Kernel.COPY)
+        if is_issue and call.kernel is Kernel.HIDDEN_GRADIENT and splits:
+            unsummed += 1
+            if unsummed == SUMS_OF_LAUNCH:
+                launches += 1
+                unsummed = 0
+    return launches
+
+
 def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
     """Counts the calls of a pass of the benchmark's layer, with an even load, on Hopper."""
     calls = RecordedProgram(library, compiled(ranks, n, direction).words())
@@ -112,16 +151,13 @@ def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
     issued = calls.run({base: base << 32 for base in Base})
     kernels = [call.kernel for call in issued if isinstance(call, Issue)]
     groups = kernels.count(Kernel.EXCHANGE)
-    copies = kernels.count(Kernel.COPY)
-    # HIDDEN_GRADIENT is two launches: the second adds up partial sums.
-    launches = len(kernels) - groups - copies + kernels.count(Kernel.HIDDEN_GRADIENT)
     zeroes_counters = ranks > 1 and n > 1
     return HostCalls(
-        launches=launches,
-        copies=copies + zeroes_counters,
+        launches=num_launches(issued),
+        copies=kernels.count(Kernel.COPY) + zeroes_counters,
         groups=groups,
         messages=groups * 2 * (ranks - 1),
-        records=sum(isinstance(call, Signal) for call in issued),
+        records=sum(isinstance(call, Signal) for call in issued) + (ranks > 1),  # one for the end of the pass
         waits=sum(isinstance(call, Wait) for call in issued),
     )
 

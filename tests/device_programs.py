@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.recorded_program import Issue, Wait
+from bench.bench_program import PLACES_OF_LAUNCH, SUMS_OF_LAUNCH
+from bench.recorded_program import Issue, Signal, Wait
 from pmoe.engine.passes.base import plan_schedule
 from pmoe.kernels import extension
 from pmoe.program.compiler import compile_pass
@@ -104,6 +105,9 @@ class Reader:
     def __init__(self, noted: list[Noted]) -> None:
         self.noted = list(noted)
         self.event_of: dict[int, int] = {}
+        self.placed: Noted | None = None
+        self.num_placed = 0
+        self.num_unsummed = 0
 
     def take(self, *names: str) -> Noted:
         call = self.noted.pop(0)
@@ -122,16 +126,25 @@ class Reader:
         """Returns the journal as calls of lanes: those of the streams on which CUDA and NCCL were called.
 
         recorded: the calls of the recording backend.
-        parts: partial sums of HIDDEN_GRADIENT: with more than one, a second launch adds them up.
+        parts: partial sums of HIDDEN_GRADIENT: with more than one, another launch adds them up.
         own_rank: the rank of the pass.
         """
         calls: Calls = []
         for call in recorded:
-            if isinstance(call, Issue):
-                calls += [
-                    replace(call, lane=self.lane(noted)) for noted in self._issued(call, parts, own_rank)
-                ]
+            if isinstance(call, Issue) and call.kernel is Kernel.PLACE:
+                calls.append(replace(call, lane=self.lane(self._placed())))
                 continue
+            self.num_placed = 0
+            if isinstance(call, Issue):
+                if call.kernel in (Kernel.TAKE, Kernel.PUT) and call.operands[0].columns == 1:
+                    self._sum()
+                calls += [replace(call, lane=self.lane(noted)) for noted in self._issued(call, own_rank)]
+                self.num_unsummed += call.kernel is Kernel.HIDDEN_GRADIENT and parts > 1
+                if self.num_unsummed == SUMS_OF_LAUNCH:
+                    self._sum()
+                continue
+            if isinstance(call, Signal) and call.lane is Lane.COMPUTE:
+                self._sum()
             noted = self.take("wait" if isinstance(call, Wait) else "record")
             event = self.event_of.setdefault(noted.numbers[0], call.event)
             assert event == call.event
@@ -139,7 +152,21 @@ class Reader:
         assert not self.noted, self.noted
         return calls
 
-    def _issued(self, call: Issue, parts: int, own_rank: int) -> list[Noted]:
+    def _placed(self) -> Noted:
+        """Returns the launch of a PLACE call. Up to `PLACES_OF_LAUNCH` that follow one another have one."""
+        if self.num_placed % PLACES_OF_LAUNCH == 0:
+            self.placed = self.take("launch")
+        self.num_placed += 1
+        assert self.placed is not None
+        return self.placed
+
+    def _sum(self) -> None:
+        """Reads the launch that adds up the partial sums of the HIDDEN_GRADIENT calls before, if any wait."""
+        if self.num_unsummed:
+            assert self.lane(self.take("launch")) is Lane.COMPUTE
+        self.num_unsummed = 0
+
+    def _issued(self, call: Issue, own_rank: int) -> list[Noted]:
         if call.kernel is Kernel.EXCHANGE:
             return self._exchanged(call, own_rank)
         if call.kernel is Kernel.COPY:
@@ -147,8 +174,7 @@ class Reader:
             source, target = call.operands
             assert copied.numbers == (target.address, source.address, source.rows * source.row_bytes)
             return [copied]
-        is_split = call.kernel is Kernel.HIDDEN_GRADIENT and parts > 1
-        return [self.take("launch") for _ in range(1 + is_split)]
+        return [self.take("launch")]
 
     def _exchanged(self, call: Issue, own_rank: int) -> list[Noted]:
         """Reads an exchange: each rank's rows go from their place, and to their place."""
@@ -209,7 +235,7 @@ class DeviceCall(ProgramCall):
         experts = self.call.plan.modules.experts
         shape = super().layer_shape()
         columns = experts.columns("cuda")  # type: ignore[attr-defined]
-        return replace(shape, columns=columns, weighs_active=True)
+        return replace(shape, columns=columns, weighs_active=not shape.bias, places=True)
 
     def run(self, direction: str) -> None:
         plan = self.call.plan

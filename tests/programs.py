@@ -251,11 +251,18 @@ class Computing:
         self.experts.activate(hidden_NG, active_NH)
 
     def _output(
-        self, _: Issue, active: Memory, w2: Memory, b2: Memory, weight: Memory, target: Memory, ends: Memory
-    ) -> None:
+        self, _: Issue, active: Memory, w2: Memory, b2: Memory, weight: Memory, place: Memory, target: Memory,
+        ends: Memory,
+    ) -> None:  # fmt: skip
         active_NH, out = self.rows(active, target)
         w2_EMH, b2_EM = self.weight(w2, "w2"), self.bias(b2)
-        expert_product(active_NH, w2_EMH, self.groups(ends), b2_EM, out=out, scale_N=self.numbers(weight))
+        result = torch.empty_like(out)
+        expert_product(active_NH, w2_EMH, self.groups(ends), b2_EM, out=result, scale_N=self.numbers(weight))
+        self._store(result, place, out)
+
+    def _store(self, result: Tensor, place: Memory, out: Tensor) -> None:
+        """Stores row r of a result as row place[r] of ``out``; as row r without places."""
+        out[self.index(place)[:, 0] if place.address else slice(None)] = result
 
     def _recompute(
         self, _: Issue, source: Memory, w1: Memory, b1: Memory, hidden: Memory, ends: Memory
@@ -286,9 +293,13 @@ class Computing:
         for expert, grad_nM, dot_n in groups.rows_by_expert(grad_NM, self.numbers(dots)):
             dot_n.addmv_(grad_nM, b2_EM[expert])
 
-    def _input_gradient(self, _: Issue, grad: Memory, w1: Memory, target: Memory, ends: Memory) -> None:
+    def _input_gradient(
+        self, _: Issue, grad: Memory, w1: Memory, place: Memory, target: Memory, ends: Memory
+    ) -> None:
         grad_NG, out = self.rows(grad, target)
-        expert_input_gradient(grad_NG, self.weight(w1, "w1"), self.groups(ends), out=out)
+        result = torch.empty_like(out)
+        expert_input_gradient(grad_NG, self.weight(w1, "w1"), self.groups(ends), out=result)
+        self._store(result, place, out)
 
     def _scale(self, _: Issue, weight: Memory, grad: Memory) -> None:
         self.rows(grad)[0].mul_(self.numbers(weight).unsqueeze(1))

@@ -20,9 +20,8 @@ using Address = std::uintptr_t;
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 std::unique_ptr<program::Communicator> make_communicator(const std::string& id, int ranks, int rank,
-                                                         int device) {
-  const pmoe::OnDevice on_device(device);
-  return std::make_unique<program::Communicator>(id, ranks, rank);
+                                                         int device, double seconds) {
+  return std::make_unique<program::Communicator>(id, ranks, rank, device, seconds);
 }
 
 std::unique_ptr<program::CudaProgram> load(std::vector<int64_t> words, std::vector<std::string> labels,
@@ -52,8 +51,10 @@ void bind_program(py::module_& m) {
       "nccl_loaded", [] { program::Nccl::loaded(); }, "Raises RuntimeError if no library of NCCL is loaded.");
   py::class_<program::Communicator, std::shared_ptr<program::Communicator>>(
       m, "Communicator", py::module_local(), "A communicator of NCCL for the exchanges of pass programs.")
-      .def(py::init(&make_communicator), arg("id"), arg("ranks"), arg("rank"), arg("device"), no_gil(),
-           "Waits until all ranks have come.");
+      .def(py::init(&make_communicator), arg("id"), arg("ranks"), arg("rank"), arg("device"), arg("seconds"),
+           no_gil(), "Waits until all ranks have come.")
+      .def("look", &program::Communicator::look, no_gil(),
+           "Aborts it if a pass has not ended in time. Returns why it was aborted, \"\" if it was not.");
   py::class_<program::Cut>(m, "PassCut", py::module_local(),
                            "The numbers of one call, computed from its row counts.")
       .def_readonly("arena_bytes", &program::Cut::arena_bytes, "Bytes of all ring slots.");

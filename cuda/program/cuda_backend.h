@@ -4,8 +4,12 @@
 //   copies         cudaMemcpyAsync
 //   exchanges      NCCL's sends and receives (nccl.h)
 //   products       pmoe's grouped products (products.h)
-//   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice
-//   TAKE, PUT      of single numbers: kernel.cuh
+//   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice. PLACE calls that
+//                  follow one another are one launch
+//   TAKE, PUT      of single numbers: kernel.cuh. It also adds up HIDDEN_GRADIENT's partial sums; those of
+//   two
+//                  calls are one launch
+//   BIAS_DOTS, SCALE, BIAS_GRADIENT of experts with biases: kernel.cuh
 //
 // The host never waits for the device. Nothing in this folder has run on a GPU.
 #pragma once
@@ -13,6 +17,7 @@
 
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -54,7 +59,7 @@ class CudaBackend {
   // words, communicator: must outlive this object. communicator may be null if the program sends no rows.
   // labels: the name of each record for messages.
   CudaBackend(const Words& words, const std::vector<std::string>& labels, const Facts& facts,
-              const Communicator* communicator)
+              Communicator* communicator)
       : words_(words),
         facts_(facts),
         communicator_(communicator),
@@ -81,18 +86,25 @@ class CudaBackend {
   }
 
   // Returns the bytes of device memory that a pass needs besides its bases: the products' tile counters, and
-  // partial sums of routing weights' gradients. All products run on one lane, so they share the latter.
+  // partial sums of routing weights' gradients. Those of two products exist at the same time.
   int64_t workspace_bytes(const Cut& cut) const {
-    int64_t rows = 0;
-    for (int64_t i = 0; i < words_.header().records; ++i)
-      if (words_.record(i).kernel == kHiddenGradient)
-        rows = larger(rows, cut.numbers[words_.operand(words_.record(i).operand_begin).rows]);
-    return counter_bytes() + (parts_ > 1 ? parts_ * rows * int64_t{sizeof(float)} : 0);
+    int64_t largest = 0;
+    int64_t second = 0;
+    for (int64_t i = 0; i < words_.header().records; ++i) {
+      if (words_.record(i).kernel != kHiddenGradient) continue;
+      const int64_t rows = cut.numbers[words_.operand(words_.record(i).operand_begin).rows];
+      second = larger(second, smaller(rows, largest));
+      largest = larger(largest, rows);
+    }
+    const int64_t parts = parts_ > 1 ? parts_ * (largest + second) : 0;
+    return counter_bytes() + parts * int64_t{sizeof(float)};
   }
 
   // Prepares a pass: the calls that follow belong to it.
   void begin(const int64_t* streams, void* workspace) {
     if (communicator_) communicator_->check();
+    placed_.clear();
+    unsummed_.clear();
     workspace_ = static_cast<uint8_t*>(workspace);
     if (takes_counters())
       check(cudaMemsetAsync(workspace_, 0, static_cast<size_t>(num_products_) * sizeof(uint32_t),
@@ -101,29 +113,71 @@ class CudaBackend {
   }
 
   void wait(int64_t stream, int64_t event) {
+    launch_placed();
     check(cudaStreamWaitEvent(stream_of(stream), events_[event], 0), "cudaStreamWaitEvent");
   }
 
   void signal(int64_t stream, int64_t event) {
+    launch_placed();
+    if (stream == stream_of_sums_) launch_sums();
     check(cudaEventRecord(events_[event], stream_of(stream)), "cudaEventRecord");
   }
 
   void copy(const Call& call) {
+    launch_placed();
     const Memory& source = call.operand[0];
     check(cudaMemcpyAsync(at(call, 1), at(call, 0), static_cast<size_t>(source.rows * source.row_bytes),
                           cudaMemcpyDefault, stream_of(call.stream)),
           "cudaMemcpyAsync");
   }
 
-  void exchange(const Call& call) { communicator_->exchange(call); }
+  void exchange(const Call& call) {
+    launch_placed();
+    communicator_->exchange(call);
+  }
 
   void launch(const Call& call) {
+    if (call.kernel == kPlace) return put_off(call);
+    launch_placed();
     if (is_product(call.kernel))
       multiply(call);
+    else if (call.kernel == kBiasDots || call.kernel == kScale || call.kernel == kBiasGradient)
+      compute_bias(call);
     else if (call.operand[0].row_bytes == sizeof(float))
       move_numbers(call);
     else
       move_rows(call);
+  }
+
+  // Launches the PLACE calls that were put off. Every other call does this first, so that the order stays.
+  // Such a call always comes: a product reads the rows, or another lane waits for them.
+  void launch_placed() {
+    if (placed_.empty()) return;
+    try {
+      if (placed_.size() == 1)
+        permute::permute(placed_[0].moving, placed_[0].x, placed_[0].rows);
+      else
+        permute::permute_several(placed_);
+    } catch (const std::exception& raised) {  // the program names the record of the call that came
+      throw std::runtime_error("the copies of record " + std::to_string(first_placed_) + ": " +
+                               raised.what());
+    }
+    placed_.clear();
+  }
+
+  // Launches the sums of routing weights' gradients that were put off. They must be launched before something
+  // reads them: another lane, which waits for an event of this one, or a call that moves numbers.
+  void launch_sums() {
+    if (unsummed_.empty()) return;
+    const PartialSums none = {nullptr, nullptr, 0};
+    try {
+      sum_parts(reinterpret_cast<void*>(stream_of_sums_), parts_, unsummed_[0],
+                unsummed_.size() > 1 ? unsummed_[1] : none);
+    } catch (const std::exception& raised) {  // the program names the record of the call that came
+      throw std::runtime_error("the sums of record " + std::to_string(first_unsummed_) + ": " +
+                               raised.what());
+    }
+    unsummed_.clear();
   }
 
   // Makes the compute lane wait for all others, after an error: the caller may then free the pass's memory as
@@ -147,8 +201,14 @@ class CudaBackend {
       return words_.operand(record.operand_begin + i);
     };
     if (record.kernel < kNothing || record.kernel > kBiasGradient) return "calls an unknown kernel";
-    if (record.kernel == kBiasDots || record.kernel == kScale || record.kernel == kBiasGradient)
-      return "has no CUDA kernel: gradients of experts with biases are computed by the engine (pmoe.engine)";
+    if (record.kernel == kBiasDots || record.kernel == kScale || record.kernel == kBiasGradient) {
+      const Operand& rows = operand(record.kernel == kScale ? 1 : 0);
+      if (rows.row_bytes != 2 * rows.columns || rows.columns % 2)
+        return "has rows that are not pairs of 16-bit numbers";
+      const bool is_weighted = record.kernel != kBiasGradient;
+      if (is_weighted && operand(record.kernel == kScale ? 0 : 2).row_bytes != sizeof(float))
+        return "has routing weights that are not float32";
+    }
     if (is_product(record.kernel)) {
       if (record.lane != 0) return "is a product outside of the compute lane";
       if (operand(0).row_bytes != 2 * operand(0).columns) return "has rows whose numbers are not 16 bits";
@@ -172,18 +232,47 @@ class CudaBackend {
   }
 
   void multiply(const Call& call) {
-    const bool has_dots = call.kernel == kHiddenGradient;
-    auto* const dots = has_dots ? static_cast<float*>(at(call, 6)) : nullptr;
-    auto* const parts = reinterpret_cast<float*>(workspace_ + counter_bytes());
+    const bool is_split = call.kernel == kHiddenGradient && parts_ > 1;
+    float* dots = call.kernel == kHiddenGradient ? static_cast<float*>(at(call, 6)) : nullptr;
+    if (is_split) dots = put_off_sum(call, dots);
     auto* const counters = takes_counters() ? reinterpret_cast<uint32_t*>(workspace_) : nullptr;
-    launch_product(products_[static_cast<size_t>(call.record)], call, facts_.hopper,
-                   parts_ > 1 ? parts : dots, counters);
-    if (has_dots && parts_ > 1)
-      sum_parts(reinterpret_cast<void*>(call.stream), parts, parts_, dots, call.operand[0].rows);
+    launch_product(products_[static_cast<size_t>(call.record)], call, facts_.hopper, dots, counters);
+    if (unsummed_.size() == kMostUnsummed) launch_sums();
+  }
+
+  // Puts off the sums of a call's routing weights' gradients. Returns the memory of the partial sums.
+  float* put_off_sum(const Call& call, float* dots) {
+    float* parts = reinterpret_cast<float*>(workspace_ + counter_bytes());
+    for (const PartialSums& each : unsummed_) parts += parts_ * each.count;
+    if (unsummed_.empty()) first_unsummed_ = call.record;
+    unsummed_.push_back({parts, dots, call.operand[0].rows});
+    stream_of_sums_ = call.stream;  // all products are on the compute lane
+    return parts;
+  }
+
+  // What backward computes only for experts with biases.
+  void compute_bias(const Call& call) {
+    void* const stream = reinterpret_cast<void*>(call.stream);
+    const Element type = facts_.element;
+    if (call.kernel == kScale) {
+      const Memory& grad = call.operand[1];
+      return scale_rows(stream, type, static_cast<const float*>(at(call, 0)), at(call, 1), grad.rows,
+                        grad.columns / 2);
+    }
+    const Memory& grad = call.operand[0];
+    const RowsByExpert rows = {static_cast<const uint32_t*>(at(call, 0)),
+                               static_cast<const int32_t*>(at(call, static_cast<int>(call.operands) - 1)),
+                               static_cast<int32_t>(words_.header().local_experts), grad.rows,
+                               grad.columns / 2};
+    if (call.kernel == kBiasGradient)
+      return sum_rows(stream, type, rows, static_cast<float*>(at(call, 1)), call.flag != 0);
+    launch_sums();  // to which it adds
+    add_bias_dots(stream, type, rows, at(call, 1), static_cast<float*>(at(call, 2)));
   }
 
   // TAKE and PUT of one number a row.
   void move_numbers(const Call& call) {
+    launch_sums();
     const auto* const source = static_cast<const float*>(at(call, 0));
     const auto* const index = static_cast<const int32_t*>(at(call, 1));
     auto* const move = call.kernel == kTake ? take_numbers : put_numbers;
@@ -191,49 +280,80 @@ class CudaBackend {
          call.operand[1].rows);
   }
 
-  // PLACE and SUM, and TAKE and PUT of rows: source, position or index -> out. The kernels take the address
-  // of sorted row 0, from which `first` rows are missing.
-  void move_rows(const Call& call) {
-    const bool sums = call.kernel == kSum || call.kernel == kTake;
-    const Memory& sorted = call.operand[sums ? 0 : 2];
-    const Memory& tokens = call.operand[sums ? 2 : 0];
-    const Memory& position = call.operand[1];
-    const permute::Moving moving = {
-        facts_.device,
-        reinterpret_cast<void*>(call.stream),
-        facts_.element == Element::kBf16 ? permute::RowType::kBf16 : permute::RowType::kFp16,
-        tokens.rows,
-        position.columns,
-        sorted.rows,
-        sorted.row_bytes,
-        reinterpret_cast<const int32_t*>(position.address),
-        nullptr,
-        0,
-        call.first};
-    const permute::RowsAt of_sorted = {
-        reinterpret_cast<void*>(sorted.address - call.first * sorted.row_bytes), sorted.row_bytes};
-    const permute::RowsAt of_tokens = {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
-    if (sums)
-      permute::unpermute(moving, of_sorted, of_tokens);
-    else
-      permute::permute(moving, of_tokens, of_sorted);
+  // Puts off a PLACE call: those that follow one another on a stream are one launch.
+  void put_off(const Call& call) {
+    const permute::Copying copying = {moving_of(call), tokens_of(call), sorted_of(call)};
+    const bool joins =
+        placed_.size() < kMostPlaced && !placed_.empty() && placed_[0].moving.stream == copying.moving.stream;
+    if (!joins) launch_placed();
+    if (placed_.empty()) first_placed_ = call.record;
+    placed_.push_back(copying);
   }
+
+  // SUM, and TAKE and PUT of rows.
+  void move_rows(const Call& call) {
+    if (is_sum(call))
+      permute::unpermute(moving_of(call), sorted_of(call), tokens_of(call));
+    else
+      permute::permute(moving_of(call), tokens_of(call), sorted_of(call));
+  }
+
+  // PLACE and SUM, TAKE and PUT have the operands source, position or index, and out. One is rows by token,
+  // the other sorted rows.
+  static bool is_sum(const Call& call) { return call.kernel == kSum || call.kernel == kTake; }
+  static const Memory& sorted_memory(const Call& call) { return call.operand[is_sum(call) ? 0 : 2]; }
+  static const Memory& tokens_memory(const Call& call) { return call.operand[is_sum(call) ? 2 : 0]; }
+
+  permute::Moving moving_of(const Call& call) const {
+    const Memory& sorted = sorted_memory(call);
+    const Memory& position = call.operand[1];
+    return {facts_.device,
+            reinterpret_cast<void*>(call.stream),
+            facts_.element == Element::kBf16 ? permute::RowType::kBf16 : permute::RowType::kFp16,
+            tokens_memory(call).rows,
+            position.columns,
+            sorted.rows,
+            sorted.row_bytes,
+            reinterpret_cast<const int32_t*>(position.address),
+            nullptr,
+            0,
+            call.first};
+  }
+
+  // The kernels take the address of sorted row 0, from which `first` rows are missing.
+  static permute::RowsAt sorted_of(const Call& call) {
+    const Memory& sorted = sorted_memory(call);
+    return {reinterpret_cast<void*>(sorted.address - call.first * sorted.row_bytes), sorted.row_bytes};
+  }
+
+  static permute::RowsAt tokens_of(const Call& call) {
+    const Memory& tokens = tokens_memory(call);
+    return {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
+  }
+
+  static constexpr size_t kMostPlaced = 4;    // of permute_several
+  static constexpr size_t kMostUnsummed = 2;  // of sum_parts
 
   const Words& words_;
   const Facts facts_;
-  const Communicator* const communicator_;
+  Communicator* const communicator_;
   const Events events_;            // those of the program, and one for join()
   std::vector<Product> products_;  // by record
   int num_products_ = 0;
   int parts_ = 1;  // partial sums of a row of kHiddenGradient
   uint8_t* workspace_ = nullptr;
+  std::vector<permute::Copying> placed_;  // calls of PLACE that were put off
+  int64_t first_placed_ = -1;             // the record of the first of them
+  std::vector<PartialSums> unsummed_;     // sums of calls of HIDDEN_GRADIENT that were put off
+  int64_t first_unsummed_ = -1;           // the record of the first of them
+  int64_t stream_of_sums_ = -1;           // and its stream
 };
 
 // A program that was loaded for a device. Several threads may run it, one after the other.
 class CudaProgram {
  public:
   CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,
-              std::shared_ptr<const Communicator> communicator)
+              std::shared_ptr<Communicator> communicator)
       : words_of_(std::move(words)),
         labels_(std::move(labels)),
         device_(facts.device),
@@ -274,7 +394,10 @@ class CudaProgram {
     backend_->begin(streams.data(), workspace);
     const Backend backend = {this, launch, copy, exchange, wait, signal};
     const Ending ending = program::run(words_, cut, {bases.data(), streams.data()}, backend);
-    if (!ending.error) return;
+    if (!ending.error) {
+      if (communicator_) communicator_->watch(reinterpret_cast<cudaStream_t>(streams[0]));
+      return;
+    }
     backend_->join(streams.data());
     throw std::runtime_error("pass program: record " + std::to_string(ending.record) + " (" +
                              labels_[static_cast<size_t>(ending.record)] + "): " + error_);
@@ -323,7 +446,7 @@ class CudaProgram {
   const std::vector<int64_t> words_of_;
   const std::vector<std::string> labels_;
   const int device_;
-  const std::shared_ptr<const Communicator> communicator_;
+  const std::shared_ptr<Communicator> communicator_;
   const Words words_;
   std::unique_ptr<CudaBackend> backend_;
   std::mutex mutex_;  // a pass uses the program's events from its first call to its last

@@ -1,7 +1,10 @@
-// Kernels of pass programs that move single numbers: routing weights, and their gradients. Rows are moved by
-// the kernels of cuda/permute, whose rows are multiples of 16 bytes.
+// Kernels of pass programs: those that move single numbers (routing weights, and their gradients), and those
+// of experts with biases. Rows are moved by the kernels of cuda/permute, whose rows are multiples of 16
+// bytes.
 #pragma once
 #include "common/device.cuh"
+#include "common/scalar.h"
+#include "program/launch.h"
 
 namespace pmoe::program {
 
@@ -26,13 +29,92 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t i = first_number(); i < count; i += step_of_grid()) out[index[i]] = source[i];
 }
 
-// out[i] = the sum over p of parts[p * count + i], added in the order of p
+// ---- experts with biases. A word is two neighbouring numbers of a row, of 16 bits each
+
+constexpr int kWarp = 32;
+constexpr int kRowsAtATime = kThreads / kWarp;  // of bias_gradient_kernel: one for each warp of a block
+
+// dots[r] += <grad[r], bias of the row's expert>. A warp goes through the words of a row.
+template <class T>
 __global__ void __launch_bounds__(kThreads)
-    sum_parts_kernel(const float* parts, int32_t num_parts, float* out, int64_t count) {
-  for (int64_t i = first_number(); i < count; i += step_of_grid()) {
+    bias_dots_kernel(const RowsByExpert grad, const uint32_t* bias, float* dots) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  for (int64_t row = first_number() / kWarp; row < grad.rows; row += step_of_grid() / kWarp) {
+    int expert = 0;
+    while (expert < grad.experts && row >= grad.ends[expert]) ++expert;
     float sum = 0.0f;
-    for (int32_t p = 0; p < num_parts; ++p) sum += parts[p * count + i];
-    out[i] = sum;
+    for (int64_t i = lane; i < grad.words && expert < grad.experts; i += kWarp) {
+      const uint32_t a = grad.data[row * grad.words + i];
+      const uint32_t b = bias[expert * grad.words + i];
+      sum = fmaf(low_half<T>(a), low_half<T>(b), sum);
+      sum = fmaf(high_half<T>(a), high_half<T>(b), sum);
+    }
+    PMOE_UNROLL
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) sum += shfl_xor(sum, distance);
+    if (lane == 0) dots[row] += sum;
+  }
+}
+
+// grad[r] *= weight[r]
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    scale_kernel(const float* weight, uint32_t* grad, int64_t words, int64_t count) {
+  for (int64_t i = first_number(); i < count; i += step_of_grid()) {
+    const float own = weight[i / words];
+    grad[i] = pack2<T>(low_half<T>(grad[i]) * own, high_half<T>(grad[i]) * own);
+  }
+}
+
+// total[e] = the sum of the rows of expert e, or total[e] += this sum. Block b of an expert has the words 32
+// b to 32 b + 31. Each of its warps sums every 8th row, and the first warp adds up the warps' sums in their
+// order.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    bias_gradient_kernel(const RowsByExpert grad, float* total, int32_t adds) {
+  auto* const sums = reinterpret_cast<float*>(shared_memory());  // (warps, 32 words, 2)
+  const int64_t blocks = ceil_div(grad.words, int64_t{kWarp});
+  const int expert = static_cast<int>(blockIdx.x / blocks);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  const int64_t word = blockIdx.x % blocks * kWarp + lane;
+  float low = 0.0f;
+  float high = 0.0f;
+  if (word < grad.words) {
+    const int32_t begin = expert ? grad.ends[expert - 1] : 0;
+    for (int64_t row = begin + warp; row < grad.ends[expert]; row += kRowsAtATime) {
+      const uint32_t value = grad.data[row * grad.words + word];
+      low += low_half<T>(value);
+      high += high_half<T>(value);
+    }
+  }
+  sums[2 * threadIdx.x] = low;
+  sums[2 * threadIdx.x + 1] = high;
+  sync_block();
+  if (warp > 0 || word >= grad.words) return;
+  for (int other = 1; other < kRowsAtATime; ++other) {
+    low += sums[2 * (other * kWarp + lane)];
+    high += sums[2 * (other * kWarp + lane) + 1];
+  }
+  float* const out = total + 2 * (expert * grad.words + word);
+  out[0] = adds ? out[0] + low : low;
+  out[1] = adds ? out[1] + high : high;
+}
+
+// ---- partial sums
+
+// For both members of `of`: out[i] = the sum over p of parts[p * count + i], added in the order of p.
+struct PairOfSums {
+  PartialSums of[2];
+};
+__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const PairOfSums sums, int32_t num_parts) {
+  PMOE_UNROLL
+  for (int which = 0; which < 2; ++which) {
+    const PartialSums& own = sums.of[which];
+    for (int64_t i = first_number(); i < own.count; i += step_of_grid()) {
+      float sum = 0.0f;
+      for (int32_t p = 0; p < num_parts; ++p) sum += own.parts[p * own.count + i];
+      own.out[i] = sum;
+    }
   }
 }
 

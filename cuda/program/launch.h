@@ -1,11 +1,12 @@
 // Launches of the kernels in kernel.cuh on the current device. This header is plain C++: no CUDA header, no
 // torch. Launches return without waiting, and throw std::runtime_error for an error of CUDA. All addresses
-// are of device memory. `count` is at least 1.
+// are of device memory. `count` is at least 1, and so are rows and words, but for the rows of sum_rows.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "grouped_gemm/launch.h"
 #include "kernel_info.h"
 
 namespace pmoe::program {
@@ -16,8 +17,34 @@ void take_numbers(void* stream, const float* source, const int32_t* index, float
 // out[index[i]] = source[i] for `count` numbers.
 void put_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count);
 
-// out[i] = the sum over p of parts[p * count + i], for `count` numbers.
-void sum_parts(void* stream, const float* parts, int num_parts, float* out, int64_t count);
+// Rows (rows, 2 * words) of 16-bit numbers, one after another and sorted by expert: expert e has the rows
+// ends[e - 1] to ends[e] - 1, with ends[-1] = 0.
+struct RowsByExpert {
+  const uint32_t* data;
+  const int32_t* ends;
+  int32_t experts;
+  int64_t rows;
+  int64_t words;
+};
+
+// dots[r] += <grad[r], bias of the row's expert>. The bias is (experts, 2 * words).
+void add_bias_dots(void* stream, Element type, const RowsByExpert& grad, const void* bias, float* dots);
+
+// grad[r] *= weight[r], for grad (rows, 2 * words).
+void scale_rows(void* stream, Element type, const float* weight, void* grad, int64_t rows, int64_t words);
+
+// total (experts, 2 * words): the sum of each expert's rows, which overwrites `total` or is added to it.
+void sum_rows(void* stream, Element type, const RowsByExpert& grad, float* total, bool adds);
+
+// Partial sums of `count` numbers, and memory for their sums; a count of 0 for none.
+struct PartialSums {
+  const float* parts;  // (number of parts, count)
+  float* out;          // (count,)
+  int64_t count;
+};
+
+// Adds up one or two lists of partial sums, in one launch. The first one's count is at least 1.
+void sum_parts(void* stream, int num_parts, const PartialSums& first, const PartialSums& second);
 
 void list_kernels(std::vector<KernelInfo>& found);
 

@@ -18,7 +18,7 @@
 
 namespace pmoe::program {
 
-constexpr int64_t kVersion = 2;
+constexpr int64_t kVersion = 3;
 constexpr int kMaxOperands = 8;
 
 // The lanes of a schedule, in the order of pmoe.schedule.tasks.Lane. A call has a stream for each.
@@ -36,7 +36,7 @@ enum Kernel : int64_t {
 
 // Memory whose address the interpreter itself uses. The others are in pmoe.program.records.Base.
 enum Base : int64_t {
-  kNowhere = 0,  // address 0: a bias that the experts do not have, or a result that nothing reads
+  kNowhere = 0,  // address 0: a bias or places that the product does not have, or a result that nothing reads
 };
 
 // Numbers of a call as a whole: the beginning of `numbers`. "Sorted rows" are all rows of this rank's tokens,

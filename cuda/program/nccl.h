@@ -14,11 +14,19 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstring>
+#include <deque>
+#include <future>
+#include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
-#include "common/errors.h"
+#include "common/on_device.h"
 #include "program/interpreter.h"
 
 #ifndef PMOE_NCCL_LIBRARY  // tests name a stand-in
@@ -36,6 +44,7 @@ struct NcclId {
 struct Nccl {
   int (*GetUniqueId)(NcclId*);
   int (*CommInitRank)(void** communicator, int ranks, NcclId id, int rank);
+  int (*CommAbort)(void* communicator);
   int (*CommGetAsyncError)(void* communicator, int* error);
   int (*GroupStart)();
   int (*GroupEnd)();
@@ -69,6 +78,7 @@ struct Nccl {
     Nccl found;
     found.GetUniqueId = reinterpret_cast<decltype(found.GetUniqueId)>(find("ncclGetUniqueId"));
     found.CommInitRank = reinterpret_cast<decltype(found.CommInitRank)>(find("ncclCommInitRank"));
+    found.CommAbort = reinterpret_cast<decltype(found.CommAbort)>(find("ncclCommAbort"));
     found.CommGetAsyncError =
         reinterpret_cast<decltype(found.CommGetAsyncError)>(find("ncclCommGetAsyncError"));
     found.GroupStart = reinterpret_cast<decltype(found.GroupStart)>(find("ncclGroupStart"));
@@ -111,17 +121,28 @@ class NcclGroup {
   bool is_open_ = false;
 };
 
-// One rank's part of a communicator. NCCL keeps it until the process ends: to destroy it, NCCL would have to
-// wait for the other ranks.
+// One rank's part of a communicator. NCCL keeps it until the process ends, or until it is aborted: to destroy
+// it, NCCL would have to wait for the other ranks.
+//
+// A peer may never come. NCCL then waits, on the device or on the host, and torch's watchdog does not know
+// this communicator. So another thread calls look() again and again. It aborts the communicator when NCCL has
+// not ended in time, and all later calls throw.
+//
+// NCCL has communicators whose calls never wait on the host. They start a thread for each group of calls,
+// which takes longer than the rest of an exchange.
 class Communicator {
  public:
-  // Waits until all ranks have come. The rank's device must be the current one.
+  // Waits until all ranks have come, for half of the time limit: meanwhile a rank that failed waits for the
+  // others in a collective of torch's, which has the whole time limit.
   //
   // id: the bytes of make_id() of one rank.
+  // device: this rank's device.
+  // seconds: the time limit of a pass.
   //
-  // Throws std::invalid_argument for a rank that cannot be, and std::runtime_error for an error of NCCL.
-  Communicator(const std::string& id, int ranks, int rank)
-      : nccl_(Nccl::loaded()), ranks_(ranks), rank_(rank) {
+  // Throws std::invalid_argument for a rank that cannot be, and std::runtime_error for an error of NCCL, or
+  // if a rank has not come. In the last case NCCL leaves a thread that waits.
+  Communicator(const std::string& id, int ranks, int rank, int device, double seconds)
+      : nccl_(Nccl::loaded()), ranks_(ranks), rank_(rank), limit_(seconds) {
     if (rank < 0 || rank >= ranks)
       throw std::invalid_argument("rank (" + std::to_string(rank) + ") must be below ranks (" +
                                   std::to_string(ranks) + ")");
@@ -130,7 +151,22 @@ class Communicator {
       throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have " +
                                   std::to_string(sizeof all.bytes) + " bytes");
     std::memcpy(all.bytes, id.data(), sizeof all.bytes);
-    nccl_.check(nccl_.CommInitRank(&communicator_, ranks, all, rank), "ncclCommInitRank");
+    std::packaged_task<void*()> connect([nccl = nccl_, all, ranks, rank, device] {
+      const OnDevice on_device(device);
+      void* made = nullptr;
+      nccl.check(nccl.CommInitRank(&made, ranks, all, rank), "ncclCommInitRank");
+      return made;
+    });
+    std::future<void*> connected = connect.get_future();
+    std::thread(std::move(connect)).detach();
+    if (connected.wait_for(limit_ / 2) != std::future_status::ready)
+      throw std::runtime_error(told("ncclCommInitRank has not ended within " + in_seconds(limit_ / 2) +
+                                    ": another rank never came"));
+    communicator_ = connected.get();
+  }
+  ~Communicator() {
+    for (const Pass& pass : passes_) cudaEventDestroy(pass.ends);
+    for (const cudaEvent_t event : unused_) cudaEventDestroy(event);
   }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -138,15 +174,16 @@ class Communicator {
   int ranks() const { return ranks_; }
   int rank() const { return rank_; }
 
-  // Throws std::runtime_error if an earlier exchange has failed on the device or in the network.
-  void check() const {
-    int error = 0;
-    nccl_.check(nccl_.CommGetAsyncError(communicator_, &error), "ncclCommGetAsyncError");
-    nccl_.check(error, "an earlier exchange");
+  // Throws std::runtime_error if an earlier exchange has failed on the device or in the network, or has not
+  // ended in time.
+  void check() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_whole();
+    nccl_.check(async_error(), "an earlier exchange");
   }
 
   // Issues an all-to-all on the call's stream. Rows for this rank itself are copied, not sent.
-  void exchange(const Call& call) const {
+  void exchange(const Call& call) {
     const auto stream = reinterpret_cast<cudaStream_t>(call.stream);
     if (leaves(call.send) || leaves(call.recv)) send_and_receive(call, stream);
     if (const int64_t rows = call.send[rank_])
@@ -156,8 +193,112 @@ class Communicator {
                   "cudaMemcpyAsync of rows that stay");
   }
 
+  // Begins to watch a pass, all calls of which have been issued. It ends when the stream gets here.
+  void watch(cudaStream_t stream) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (unused_.empty()) {
+      cudaEvent_t event = nullptr;
+      pmoe::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+      unused_.push_back(event);
+    }
+    pmoe::check(cudaEventRecord(unused_.back(), stream), "cudaEventRecord of a pass's end");
+    passes_.push_back({unused_.back(), Clock::now()});
+    unused_.pop_back();
+  }
+
+  // Aborts the communicator if an exchange has failed, or if a pass has not ended in time: within the time
+  // limit after its calls were issued, and after the pass before it ended. A call of NCCL that waits on the
+  // host has the same limit. Returns why the communicator was aborted, now or earlier; "" if it was not. A
+  // thread other than that of the passes calls this.
+  std::string look() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!communicator_) return reason_;
+    const Clock::time_point now = Clock::now();
+    take_ended(now);
+    if (const int error = async_error())
+      abort(std::string("an exchange of a pass program failed: ") + nccl_.GetErrorString(error) + " (" +
+            std::to_string(error) + ")");
+    else if (is_inside_ && now - entered_ > limit_)
+      abort("an exchange of a pass program has waited for " + in_seconds(limit_) +
+            ": another rank never came");
+    else if (!passes_.empty() && now - larger(passes_.front().issued, last_end_) > limit_)
+      abort("a pass program has not ended within " + in_seconds(limit_) +
+            ": another rank never came, or the device is busy");
+    return reason_;
+  }
+
  private:
+  using Clock = std::chrono::steady_clock;
+  using Seconds = std::chrono::duration<double>;
+
+  struct Pass {
+    cudaEvent_t ends;
+    Clock::time_point issued;
+  };
+
   static constexpr int kBytes = 0;  // ncclInt8
+
+  static std::string in_seconds(Seconds time) {
+    std::ostringstream text;
+    text << time.count() << " s";
+    return text.str();
+  }
+
+  std::string told(const std::string& reason) const {
+    return "rank " + std::to_string(rank_) + " of " + std::to_string(ranks_) + ": " + reason;
+  }
+
+  // Throws if the communicator was aborted.
+  void check_whole() const {
+    if (!communicator_) throw std::runtime_error(reason_);
+  }
+
+  // Returns the error of an earlier call, or of asking for it; 0 for none.
+  int async_error() const {
+    int error = 0;
+    const int failed = nccl_.CommGetAsyncError(communicator_, &error);
+    return failed ? failed : error;
+  }
+
+  // Removes the passes that have ended.
+  void take_ended(Clock::time_point now) {
+    // Asking for an event would end the capture of a CUDA graph by another thread.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    while (!passes_.empty() && cudaEventQuery(passes_.front().ends) == cudaSuccess) {
+      unused_.push_back(passes_.front().ends);
+      passes_.pop_front();
+      last_end_ = now;
+    }
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    cudaGetLastError();  // "not ready" would stay this thread's last error
+  }
+
+  // Ends NCCL's kernels on the device, and its calls that wait on the host. NCCL may wait for the device or
+  // for other ranks meanwhile, so this runs in a thread of its own.
+  void abort(const std::string& reason) {
+    reason_ = told(reason) +
+              ". The communicator of pass programs was aborted: results of this pass, and of " +
+              "passes after it, are not valid";
+    void* const aborted = std::exchange(communicator_, nullptr);
+    std::thread([nccl = nccl_, aborted] { nccl.CommAbort(aborted); }).detach();
+  }
+
+  // Begins calls of NCCL that may wait on the host. Returns the communicator.
+  void* enter() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_whole();
+    is_inside_ = true;
+    entered_ = Clock::now();
+    return communicator_;
+  }
+
+  // Ends these calls. Throws if the communicator was aborted meanwhile.
+  void leave() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_inside_ = false;
+    check_whole();
+  }
 
   // Returns whether there are rows of another rank.
   bool leaves(const int64_t* rows) const {
@@ -173,7 +314,18 @@ class Communicator {
     return reinterpret_cast<void*>(memory.address + before * memory.row_bytes);
   }
 
-  void send_and_receive(const Call& call, cudaStream_t stream) const {
+  void send_and_receive(const Call& call, cudaStream_t stream) {
+    void* const communicator = enter();
+    try {
+      issue_group(call, communicator, stream);
+    } catch (const std::exception&) {
+      leave();  // an abort is the cause of other errors
+      throw;
+    }
+    leave();
+  }
+
+  void issue_group(const Call& call, void* communicator, cudaStream_t stream) const {
     int64_t from = call.operand[0].address;
     int64_t to = call.operand[1].address;
     NcclGroup group(nccl_);
@@ -182,11 +334,11 @@ class Communicator {
       const int64_t received = call.recv[rank] * call.operand[1].row_bytes;
       if (sent && rank != rank_)
         nccl_.check(nccl_.Send(reinterpret_cast<void*>(from), static_cast<size_t>(sent), kBytes, rank,
-                               communicator_, stream),
+                               communicator, stream),
                     "ncclSend to rank " + std::to_string(rank));
       if (received && rank != rank_)
         nccl_.check(nccl_.Recv(reinterpret_cast<void*>(to), static_cast<size_t>(received), kBytes, rank,
-                               communicator_, stream),
+                               communicator, stream),
                     "ncclRecv from rank " + std::to_string(rank));
       from += sent;
       to += received;
@@ -194,9 +346,17 @@ class Communicator {
     group.end();
   }
 
-  const Nccl& nccl_;
+  const Nccl nccl_;
   const int ranks_, rank_;
-  void* communicator_ = nullptr;
+  const Seconds limit_;
+  std::mutex mutex_;              // for all members below
+  void* communicator_ = nullptr;  // null if it was aborted, for this reason
+  std::string reason_;
+  std::deque<Pass> passes_;  // that have not ended
+  std::vector<cudaEvent_t> unused_;
+  Clock::time_point last_end_;
+  bool is_inside_ = false;  // whether a call of NCCL may wait on the host, and since when
+  Clock::time_point entered_;
 };
 
 }  // namespace pmoe::program

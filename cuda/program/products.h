@@ -9,8 +9,7 @@
 
 namespace pmoe::program {
 
-// The kernels that a backend over CUDA knows besides those of layout.h: pmoe.program.records.Kernel. It has
-// none for kBiasDots, kScale and kBiasGradient, which only experts with biases need.
+// The kernels that a backend over CUDA knows besides those of layout.h: pmoe.program.records.Kernel.
 enum DeviceKernel : int64_t {
   kTake = 3,
   kPut = 4,
@@ -70,8 +69,8 @@ inline Product make_product(const Words& words, const Record& record, const Fact
     case kRecompute:  // rows, w1, b1 -> T_M
       p.k = columns(0), p.n = columns(3), p.d_stride = stride(3);
       break;
-    case kOutput:  // active, w2, b2, weight -> out
-      p.k = columns(0), p.n = columns(4), p.d_stride = stride(4);
+    case kOutput:  // active, w2, b2, weight, place -> out
+      p.k = columns(0), p.n = columns(5), p.d_stride = stride(5);
       break;
     case kHiddenGradient:  // grad, w2, T_M, weight -> dT_M, active, dots
       product.which = {facts.element, Form::kInput, Epilogue::kHiddenGradient, facts.activation};
@@ -79,9 +78,9 @@ inline Product make_product(const Words& words, const Record& record, const Fact
       p.hidden_stride = stride(2), p.active_stride = stride(5);
       p.weighs_active = static_cast<int>(record.flag);
       break;
-    case kInputGradient:  // dT_M, w1 -> out
+    case kInputGradient:  // dT_M, w1, place -> out
       product.which.form = Form::kInput;
-      p.k = columns(0), p.n = columns(2), p.d_stride = stride(2);
+      p.k = columns(0), p.n = columns(3), p.d_stride = stride(3);
       break;
     case kWeightGradient:  // grad, rows -> sum, in float
       product.which.form = Form::kWeight;
@@ -115,13 +114,16 @@ inline void launch_product(const Product& product, const Call& call, bool hopper
       p.bias = at(2), p.d = at(3);
       break;
     case kOutput:
-      p.bias = at(2), p.weight = static_cast<const float*>(at(3)), p.d = at(4);
+      p.bias = at(2), p.weight = static_cast<const float*>(at(3));
+      p.place = static_cast<const int32_t*>(at(4)), p.d = at(5);
       break;
     case kHiddenGradient:
       p.hidden = at(2), p.weight = static_cast<const float*>(at(3)), p.d = at(4), p.active = at(5);
       p.row_dots = row_dots;
       break;
     case kInputGradient:
+      p.place = static_cast<const int32_t*>(at(2)), p.d = at(3);
+      break;
     case kWeightGradient:
       p.d = at(2);
       break;

@@ -13,6 +13,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.comm.hierarchical import HierarchicalExchange
 from pmoe.comm.topology import ACROSS, INSIDE
 from pmoe.engine.variants.padding import PaddedRowCounts
+from pmoe.experts.launched import kernels_for
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
@@ -71,7 +72,7 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bool:
     """Returns whether compiled pass programs compute the layer's calls, as far as its sizes tell.
 
-    The backend for CUDA refuses biases, and rows of other types than bfloat16 and float16.
+    The backend for CUDA refuses rows of other types than bfloat16 and float16.
 
     modules: the modules and options of the layer.
     device_type: the type of the rows' device.
@@ -80,8 +81,23 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
     options = modules.options
     if not (options.switches.program and options.rotates and device_type == "cuda"):
         return False
-    has_bias = getattr(modules.experts, "has_bias", True)
-    return row_size == 2 and not has_bias and modules.refusal("program") is None
+    return row_size == 2 and modules.refusal("program") is None
+
+
+def _places_results(modules: LayerModules, like: Tensor) -> bool:
+    """Returns whether kernels store the results of sorted rows in the order in which the rows arrived.
+
+    The addresses of weights are not looked at. If a weight does not begin at a multiple of 16 bytes, results
+    are copied all the same, and need memory in sorted order.
+
+    modules: the modules and options of the layer.
+    like: a tensor with the dtype and device of the rows.
+    """
+    is_plain = modules.wires is None and modules.products is None and not modules.options.send_once
+    may_copy = copies_at_most(modules) != CopyNumbers()
+    if not is_plain or may_copy or kernels_for(modules.experts, like.device, like.dtype) is None:
+        return False
+    return all(parameter.is_contiguous() for parameter in modules.experts.used_parameters())
 
 
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
@@ -134,6 +150,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=options.rotates,
         programs=_runs_programs(modules, device_type, row_size),
+        places=like is not None and _places_results(modules, like),
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         packs_tokens=device_type == "cpu" and copies_bytes(modules.order),
@@ -152,7 +169,8 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
 
     A user may freeze parameters on some ranks only, also between two calls. So ``requires_grad`` does not
     decide which parameters count as trained. If experts have an adapter, only the adapter counts as trained.
-    Otherwise all parameters count as trained. Those of the gate always do.
+    Otherwise all parameters count as trained. Those of the gate always do. Kernels may be missing on some
+    ranks only, so memory for sorted results counts.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
@@ -162,7 +180,7 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     if isinstance(modules.experts, StackedExperts) and sizes.columns.adapter:
         beside_adapter = _elements_of(parameter for _, parameter in modules.experts.own_parameters())
     gate_parameters = _elements_of(modules.gate.parameters())
-    return replace(sizes, frozen_parameters=beside_adapter, gate_parameters=gate_parameters)
+    return replace(sizes, frozen_parameters=beside_adapter, gate_parameters=gate_parameters, places=False)
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:

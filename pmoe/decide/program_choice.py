@@ -14,6 +14,8 @@ what each function examines:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
@@ -35,6 +37,31 @@ BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 
 _agreed: dict[tuple[object, ...], Programs | str] = {}
 """A cache: the programs on which ranks agreed, or the reason against them, by layer shape and group."""
+
+FIRST_PAUSE = 100
+"""The number of calls that the engine runs after ranks failed to connect, before the next attempt.
+
+Each later pause is `LONGER` times as long, because an attempt may last until a time limit.
+"""
+
+LONGER = 10
+
+
+@dataclass
+class _Pause:
+    """The calls after a failed attempt to connect, which the engine runs.
+
+    reason: why the attempt failed.
+    calls: number of these calls; ``left`` of them are still to come.
+    """
+
+    reason: str
+    calls: int
+    left: int
+
+
+_pauses: dict[tuple[object, ...], _Pause] = {}
+"""The pauses after failed attempts to connect, by the same facts as `_agreed`."""
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
@@ -130,6 +157,10 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
         ranks.record.life if ranks.size > 1 else 0
     )  # a group made again may have the name of an earlier one
     key = (ranks.name, life, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape)
+    pause = _pauses.get(key)
+    if pause is not None and pause.left:
+        pause.left -= 1
+        return pause.reason
     if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
         own = f"its tensors are on {device}, and pass programs run on CUDA devices"
         why = own if backend is None else backend.refusal(shape, x_TM)
@@ -139,22 +170,23 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
         if why is not None or backend is None:
             _agreed[key] = why or own
         else:
-            _agreed[key] = _connected(backend, modules, shape, x_TM)
+            try:
+                _agreed[key] = _connected(backend, modules, shape, x_TM)
+            except RuntimeError as error:  # on all ranks
+                calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
+                reason = f"there is no communicator: {error}"
+                _pauses[key] = _Pause(reason, calls, left=calls)
+                return reason
     return _agreed[key]
 
 
-def _connected(
-    backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor
-) -> Programs | str:
-    """Returns programs with a communicator for the layer's ranks, or why no communicator could be made.
+def _connected(backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor) -> Programs:
+    """Returns programs with a communicator for the layer's ranks. Collective.
 
-    Collective.
+    Raises RuntimeError, on all ranks, if no communicator could be made.
     """
     ranks = modules.ranks
-    try:
-        communicator = backend.connect(ranks, x_TM.device) if shape.sends and ranks.size > 1 else None
-    except RuntimeError as error:
-        return f"there is no communicator: {error}"
+    communicator = backend.connect(ranks, x_TM.device) if shape.sends and ranks.size > 1 else None
     return Programs(
         backend=backend,
         shape=shape,

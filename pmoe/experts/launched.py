@@ -452,11 +452,9 @@ def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> La
     parameters: the tensors to compute with (`Experts.operands`).
     rows: a tensor (..., M) with the columns, dtype and device of the pass's rows, M = d_model.
     """
-    if not isinstance(experts, StackedExperts) or experts.fused_activation is None:
+    kernels = kernels_for(experts, rows.device, rows.dtype)
+    if kernels is None or not isinstance(experts, StackedExperts):
         return None
-    for name in COMPUTING:  # a subclass, or a tool, may have replaced the method
-        if getattr(getattr(experts, name), "__func__", None) is not getattr(StackedExperts, name):
-            return None
     w1, w2, b1, b2 = experts.weights(parameters)
     sizes = {"d_model": w1.shape[2], "hidden": w2.shape[2]}
     if layout_problem(rows.dtype, **sizes) is not None or rows.shape[-1] != w1.shape[2]:
@@ -464,8 +462,25 @@ def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> La
     for tensor in (w1, w2, b1, b2):
         if tensor is not None and not _is_readable(tensor, rows):
             return None
-    kernels = path_for(rows.device, rows.dtype)
-    return None if kernels is None else LaunchedExperts(experts, parameters, rows, kernels)
+    return LaunchedExperts(experts, parameters, rows, kernels)
+
+
+def kernels_for(experts: object, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns the kernels that compute these experts' products, "sm_90a" or "sm_80"; None if none can.
+
+    The weights of a call must suit the kernels, too (`launched`).
+
+    experts: the layer's experts.
+    device, dtype: of the pass's rows.
+    """
+    if not isinstance(experts, StackedExperts) or experts.fused_activation is None:
+        return None
+    for name in COMPUTING:  # a subclass, or a tool, may have replaced the method
+        if getattr(getattr(experts, name), "__func__", None) is not getattr(StackedExperts, name):
+            return None
+    if layout_problem(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
+        return None
+    return path_for(device, dtype)
 
 
 def _is_readable(weight: Tensor, rows: Tensor) -> bool:

@@ -106,6 +106,7 @@ class LayerSizes:
     rotates: whether chunks share a few buffers of fixed size (ring slots), which they use in turn.
     programs: whether compiled programs may run the passes. They sum gradients of parameters that are narrower
         than float32 in float32, also if there is only one to add, and keep the sorted routing weights.
+    places: whether the experts store the results of sorted rows in the order in which the rows arrived.
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.
     merges: whether a token is sent only once to a rank that holds several of its experts.
@@ -152,6 +153,7 @@ class LayerSizes:
     copies: CopyNumbers = CopyNumbers()
     copy_work: CopyWork = NO_COPIES
     programs: bool = False
+    places: bool = False
     outer: int = 0
     has_shared_gate: bool = False
 
@@ -221,7 +223,7 @@ class LayerSizes:
         arguments: the arguments of `BufferSizes` that do not follow from the layer's sizes, such as the
             direction and the numbers of rows by chunk.
         """
-        arguments |= {"d_model": self.d_model, "columns": self.columns}
+        arguments |= {"d_model": self.d_model, "columns": self.columns, "places": self.places}
         if self.wires == AS_THEY_ARE:
             return BufferSizes(**arguments)
         return MessageSizes(**arguments, wires=self.wires, element_size=self.element_size)

@@ -493,7 +493,9 @@ def _backward_work(
     restore: the restore pair.
     """
     if sizes.programs:  # their kernels compute in the buffers, and sum routing weights' gradients in parts
-        parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * backward.largest_unit * WIDE
+        units = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
+        summed_rows = min(units, 2) * backward.largest_unit  # two products' sums are added up in one launch
+        parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * summed_rows * WIDE
         return buffers.summing + parts + _held_weights(sizes, call, backward) + SMALL
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
     wide = _product_size(sizes)
@@ -939,8 +941,9 @@ class BufferLifetimes:
 
     stay: needed until the pass ends, because a collective reads or writes them. The first name is the
         experts' result in the order in which rows arrived. It is allocated when the experts start, or after
-        the experts if received rows had to be sorted by expert. The other names exist only if experts are
-        sharded over ranks, and are allocated after the experts.
+        the experts if they do not store the results in this order (`BufferSizes.places`) and received rows
+        had to be sorted by expert. The other names exist only if experts are sharded over ranks, and are
+        allocated after the experts.
     pending: needed until the weight gradient of the same chunk is computed.
     brief: needed until the experts' products are done.
     result: the experts' result, sorted by expert. It is needed until the end of the task: the task copies it
@@ -1065,7 +1068,7 @@ def without_rings(sizes: LayerSizes, rows: PassRows, buffers: BufferSizes) -> Pa
             continue
         live += num_bytes(task_buffers.pending, i)
         early, late = task_buffers.stay[:1], task_buffers.stay[1:] if sharded else ()
-        if task_buffers.stay and rows.extent.regrouped[i]:
+        if task_buffers.stay and rows.extent.regrouped[i] and not buffers.places:
             early, late = (), (*early, *late)
         live += num_bytes(early, i)
         # While the experts run, all buffers allocated so far exist, and the brief buffers, and the result.

@@ -15,7 +15,8 @@ engine computes. All records of a task run on the task's lane:
 The first record of a task waits for the tasks of other lanes (`Schedule.lane_waits`), the last one signals.
 Before the first task, and after the last, the compute lane and the other lanes wait for each other.
 
-Rows that arrive from several ranks are sorted by expert ([take], [put]). Whether they do is known only when
+Rows that arrive from several ranks are sorted by expert ([take], [put]). There is no [put] on a device, where
+the experts' last product stores results in the order of arrival. Whether rows are sorted is known only when
 row counts are. So such tasks have two forms of their records, of which a call issues one: records that read
 sorted copies, with the condition SORTED, and records that read rows as they arrived, with STRAIGHT.
 """
@@ -59,6 +60,9 @@ class _PassCompiler:
     memory: the operands of the pass.
     records: the records so far.
     task, lane: the task of which records are being appended (`NO_TASK` for none), and its lane.
+    copied: buffers whose rows have been copied. PLACE records that follow one another are one launch on a
+        device, so copies of several tasks are made by the first of them (`Schedule.joint_copies`).
+    num_events: number of events so far.
     """
 
     def __init__(self, schedule: Schedule, shape: LayerShape, restore: Restore | None) -> None:
@@ -69,6 +73,8 @@ class _PassCompiler:
         self.task = NO_TASK
         self.lane = Lane.COMPUTE
         self.num_weight_gradients = 0
+        self.copied: set[str] = set()
+        self.num_events = HOST_IS_READ + 1
         computed = [task.chunk for task in schedule.tasks if task.kind is Kind.COMPUTE]
         self.first_computed = computed[0] if computed else -1
         self.last_computed = computed[-1] if computed else -1
@@ -115,9 +121,16 @@ class _PassCompiler:
             Kernel.PLACE, tokens, self.memory.position(i), target, condition=target.rows, first=first_row
         )
 
-    def place_local(self, base: Base, name: str, i: int) -> None:
-        """Appends the copy of chunk i's tokens to their rows that stay, in the ring slot of ``name``."""
-        self.place(base, self.memory.buffer(name, i), i, ChunkNumber.LOCAL_ROW_BEGIN)
+    def place_once(self, base: Base, name: str, i: int, first: ChunkNumber) -> None:
+        """Appends the copy of chunk i's tokens to buffer ``name``, unless an earlier task has made it.
+
+        base: the tensor with the tokens.
+        first: the number of the sorted row that is the first row of the buffer.
+        """
+        target = self.memory.buffer(name, i)
+        if target.name not in self.copied:
+            self.copied.add(target.name)
+            self.place(base, target, i, first)
 
     def sort(self, name: str, target: Operand, i: int) -> None:
         """Appends the copy that sorts chunk i's arrived rows by expert, if they may need it."""
@@ -128,8 +141,8 @@ class _PassCompiler:
             )
 
     def sort_back(self, name: str, i: int) -> None:
-        """Appends the copy of chunk i's results to the order in which its rows arrived."""
-        if self.memory.may_sort:
+        """Appends the copy of chunk i's results to the order of arrival, if products do not store them so."""
+        if self.memory.may_sort and not self.shape.places:
             condition = chunk_number(ChunkNumber.SORTED, i)
             source = self.memory.buffer(f"{name}_sorted", i)
             target = self.memory.buffer(name, i)
@@ -158,11 +171,26 @@ class _PassCompiler:
     def gather(self, i: int) -> None:
         """Copies the tokens that chunk i sends to its send buffer (task G)."""
         source = Base.T_I if self.memory.is_forward else Base.DT_O
-        self.place(source, self.memory.buffer("send", i), i, ChunkNumber.ROW_BEGIN)
+        self.place_once(source, "send", i, ChunkNumber.ROW_BEGIN)
 
     def gather_again(self, i: int) -> None:
-        """Copies the tokens of chunk i to be sent again in backward (task GI)."""
-        self.place(Base.T_I, self.memory.buffer("send_again", i), i, ChunkNumber.ROW_BEGIN)
+        """Copies the tokens of chunk i to be sent again in backward, and rows of later tasks (task GI)."""
+        self.place_once(Base.T_I, "send_again", i, ChunkNumber.ROW_BEGIN)
+        for task in self.schedule.joint_copies[f"{Kind.GATHER_AGAIN.value}{i}"]:
+            if task.kind is Kind.GATHER:
+                self.gather(task.chunk)
+            else:
+                self.copy_piece(task.chunk)
+
+    def copy_piece(self, i: int) -> None:
+        """Copies the input of chunk i's rows that stay, and the gradients of their output, in backward.
+
+        The gradients are copied before the task L that reads them. The rows of the chunk before, which lay in
+        the same memory, were read by earlier tasks of the lane.
+        """
+        if self.memory.dispatched == "communicate":
+            self.place_once(Base.T_I, "T_DI_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
+            self.place_once(Base.DT_O, "dT_DO_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
 
     def dispatch(self, i: int) -> None:
         """Sends the rows of chunk i to the ranks of their experts (task S)."""
@@ -235,12 +263,12 @@ class _PassCompiler:
         (unit,) = self.memory.units(i, "_L")
         if self.memory.is_forward:
             self.place(Base.T_I, self.memory.rows_for_experts(unit), i, ChunkNumber.LOCAL_ROW_BEGIN)
-            self.experts(unit, self.memory.part_of_home(i, stays=True))
+            self.experts(unit, self.memory.part_of_home(i, stays=True), self.memory.nowhere)
             return
-        self.place_local(Base.DT_O, "dT_DO_L", i)
-        if self.memory.dispatched == "communicate" and self.memory.hidden != "recompute":
-            self.place_local(Base.T_I, "T_DI_L", i)
-        self.gradients(unit, self.memory.buffer("dT_DO_L", i), self.memory.part_of_home(i, stays=True))
+        self.copy_piece(i)
+        self.place_once(Base.DT_O, "dT_DO_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
+        home = self.memory.part_of_home(i, stays=True)
+        self.gradients(unit, self.memory.buffer("dT_DO_L", i), home, self.memory.nowhere)
 
     def compute(self, i: int) -> None:
         """Computes the rows that this rank received in chunk i (task C)."""
@@ -256,7 +284,7 @@ class _PassCompiler:
                 )
                 self.sort("T_DI", target, i)
             for unit in self.memory.units(i, ""):
-                self.experts(unit, self.memory.buffer(f"T_DO{unit.form.ending}", i))
+                self.experts(unit, *self.memory.result_of("T_DO", unit))
             self.sort_back("T_DO", i)
             return
         if self.memory.may_sort:
@@ -265,15 +293,18 @@ class _PassCompiler:
                 self.sort("T_DI", self.memory.buffer("T_DI_sorted", i), i)
         for unit in self.memory.units(i, ""):
             grad = self.memory.buffer(f"dT_DO{unit.form.ending}", i)
-            self.gradients(unit, grad, self.memory.buffer(f"dT_DI{unit.form.ending}", i))
+            self.gradients(unit, grad, *self.memory.result_of("dT_DI", unit))
         self.sort_back("dT_DI", i)
         if i == self.last_computed:
             self.sort_weights()
 
     # ---- the experts
 
-    def experts(self, unit: RowUnit, out: Operand) -> None:
-        """Appends forward's two products of a unit."""
+    def experts(self, unit: RowUnit, out: Operand, place: Operand) -> None:
+        """Appends forward's two products of a unit.
+
+        out, place: memory for the results, and the row of it that takes each row's result.
+        """
         condition = unit.condition
         ends = self.memory.ends(unit)
         hidden = self.memory.written_hidden_of(unit)
@@ -284,12 +315,13 @@ class _PassCompiler:
         b2 = self.memory.parameter(Base.B2)
         rows = self.memory.rows_for_experts(unit)
         self.add(Kernel.HIDDEN, rows, w1, b1, hidden, active, ends, condition=condition)
-        self.add(Kernel.OUTPUT, active, w2, b2, self.memory.weights_of(unit), out, ends, condition=condition)
+        weight = self.memory.weights_of(unit)
+        self.add(Kernel.OUTPUT, active, w2, b2, weight, place, out, ends, condition=condition)
 
     def recompute(self, i: int, place: str = "") -> None:
         """Recomputes the hidden activation T_M of one part of chunk i (task M, or LM with place="_L")."""
-        if self.memory.dispatched == "communicate" and place:
-            self.place_local(Base.T_I, "T_DI_L", i)
+        if place:
+            self.copy_piece(i)
         elif self.memory.dispatched == "communicate" and self.memory.may_sort:
             self.sort("T_DI", self.memory.buffer("T_DI_sorted", i), i)
         w1 = self.memory.parameter(Base.W1)
@@ -299,11 +331,11 @@ class _PassCompiler:
             hidden = self.memory.hidden_of(unit)
             self.add(Kernel.RECOMPUTE, rows, w1, b1, hidden, self.memory.ends(unit), condition=unit.condition)
 
-    def gradients(self, unit: RowUnit, grad: Operand, out: Operand) -> None:
+    def gradients(self, unit: RowUnit, grad: Operand, out: Operand, place: Operand) -> None:
         """Appends the gradients of a unit's rows and of their routing weights.
 
         grad: the gradient of the unit's results. It is multiplied by the routing weights.
-        out: memory for the gradient of the rows.
+        out, place: memory for the gradient of the rows, and the row of it that takes each row's gradient.
         """
         condition = unit.condition
         ends = self.memory.ends(unit)
@@ -321,7 +353,7 @@ class _PassCompiler:
         )  # fmt: skip
         if self.shape.bias:
             self.add(Kernel.BIAS_DOTS, grad, self.memory.parameter(Base.B2), dots, ends, condition=condition)
-        self.add(Kernel.INPUT_GRADIENT, grad_hidden, w1, out, ends, condition=condition)
+        self.add(Kernel.INPUT_GRADIENT, grad_hidden, w1, place, out, ends, condition=condition)
         if not weighs_active:
             self.add(Kernel.SCALE, weight, grad, condition=condition)
 
@@ -421,9 +453,10 @@ class _PassCompiler:
                 f"a pass program does not take task {refused.name} ({kind}). The engine (pmoe.engine) runs it"
             )
         schedule = _with_end(self.schedule)
-        num_events = self._begin()
+        self._begin()
         event_of: dict[str, int] = {}
         begun = {Lane.COMPUTE}
+        awaited: set[tuple[Lane, int]] = set()
         for index, task in enumerate(schedule.tasks):
             is_end = index == len(self.schedule.tasks)
             self.task = NO_TASK if is_end else index
@@ -431,17 +464,19 @@ class _PassCompiler:
             first = len(self.records)
             if not is_end:
                 actions[task.kind](task.chunk)
-            if len(self.records) == first:
-                self.add(Kernel.NOTHING)
             waits = [event_of[name] for name in schedule.lane_waits[task.name]]
             if task.lane not in begun:
                 waits = self._first_waits(task.lane, waits)
                 begun.add(task.lane)
-            self.records[first] = replace(self.records[first], waits=tuple(waits))
+            # Tasks that share an event (`_signal`) are waited for once.
+            waits = [event for event in dict.fromkeys(waits) if (task.lane, event) not in awaited]
+            awaited |= {(task.lane, event) for event in waits}
+            if waits:
+                if len(self.records) == first:
+                    self.add(Kernel.NOTHING)
+                self.records[first] = replace(self.records[first], waits=tuple(waits))
             if task.name in schedule.awaited:
-                event_of[task.name] = num_events
-                self.records[-1] = replace(self.records[-1], signal=num_events)
-                num_events += 1
+                event_of[task.name] = self._signal(task.lane)
         if not self.memory.is_forward:
             weights, index_of_numbers, numbers = self.memory.weights_by_number()
             self.add(Kernel.PUT, numbers, index_of_numbers, weights, condition=CallNumber.ROWS)
@@ -455,11 +490,23 @@ class _PassCompiler:
             slots=self.memory.slots,
             turns=tuple(self.memory.turns()),
             records=tuple(self.records),
-            num_events=num_events,
+            num_events=self.num_events,
         )
 
-    def _begin(self) -> int:
-        """Appends the records before the first task. Returns the number of the next event.
+    def _signal(self, lane: Lane) -> int:
+        """Returns the event that the last record of a lane signals. The record gets one if it has none.
+
+        A task has no record of its own if an earlier task of its lane has copied its rows (`place_once`). It
+        then shares that task's event.
+        """
+        last = max(place for place, record in enumerate(self.records) if record.lane is lane)
+        if self.records[last].signal < 0:
+            self.records[last] = replace(self.records[last], signal=self.num_events)
+            self.num_events += 1
+        return self.records[last].signal
+
+    def _begin(self) -> None:
+        """Appends the records before the first task.
 
         Other lanes begin when the compute lane, on which the caller computed the inputs, has reached the
         pass. Copies to the host also begin after earlier passes' copies from the host, because these may
@@ -474,7 +521,6 @@ class _PassCompiler:
             self.lane = Lane.COPY_IN
             self.add(Kernel.NOTHING)
             self.records[-1] = replace(self.records[-1], signal=HOST_IS_READ)
-        return HOST_IS_READ + 1
 
     def _first_waits(self, lane: Lane, waits: list[int]) -> list[int]:
         """Returns the events for which a lane waits before its first task.

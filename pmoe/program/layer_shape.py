@@ -29,6 +29,8 @@ class LayerShape:
     sends: whether rows are sent.
     weighs_active: whether backward multiplies the activated hidden by the routing weights, in place of the
         gradient of the output. pmoe's kernels do so if there is no bias.
+    places: whether the experts' last products store results in the order in which the rows arrived. pmoe's
+        kernels do. Otherwise another record copies sorted results to this order.
     element_bytes: bytes of a number of rows and parameters.
     weight_bytes: bytes of a routing weight.
     sum_bytes: bytes of a number of the sums of parameters' gradients.
@@ -44,6 +46,7 @@ class LayerShape:
     keeps_own: bool
     sends: bool
     weighs_active: bool
+    places: bool
     element_bytes: int
     weight_bytes: int
     sum_bytes: int
@@ -75,6 +78,7 @@ class LayerShape:
             keeps_own=modules.stages.local,
             sends=modules.stages.remote,
             weighs_active=device_type == "cuda" and not experts.has_bias,
+            places=device_type == "cuda",
             element_bytes=x_TM.element_size(),
             weight_bytes=weight_TK.element_size(),
             sum_bytes=4 if is_narrow else x_TM.element_size(),

@@ -13,13 +13,18 @@ Nothing of this has run on a GPU.
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.agreement import all_fail_together, from_first
+from pmoe.comm.group_options import timeout_of
 from pmoe.comm.group_record import collectives
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.cuda import CudaLanes
@@ -30,6 +35,7 @@ from pmoe.program.compiler import NO_TASK
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import LANES, Base, Kernel, PassProgram
 from pmoe.schedule.tasks import Lane, Schedule
+from pmoe.warn import warn_once
 
 FLOAT32_BYTES = 4
 """Bytes of a routing weight, as the kernels read them."""
@@ -46,7 +52,6 @@ class CudaBackend:
         reasons = {
             f"pmoe's kernels do not run on {rows.device}: {why}": code is None,
             f"{problem}": problem is not None,
-            "experts have biases, whose gradients have no kernel": shape.bias,
             f"routing weights have {shape.weight_bytes} bytes, and kernels read float32": (
                 shape.weight_bytes != FLOAT32_BYTES
             ),
@@ -93,17 +98,48 @@ def make_communicator(ranks: Ranks, device: torch.device) -> Any:
     The communicator is not torch's: it belongs to pass programs alone. NCCL is the library that torch has
     loaded. Rank 0 makes the communicator's id, and the others get it through the process group.
 
+    NCCL and torch's watchdog know nothing of the time limit of this communicator. So a thread looks whether
+    passes end within the timeout of the ranks' group. If a pass does not, because a peer never came, the
+    thread aborts the communicator, and warns. Later passes raise RuntimeError with the reason.
+
     ranks: the ranks, more than one.
     device: this rank's device.
 
-    Raises RuntimeError on every rank if NCCL is not loaded on a rank, or refuses the communicator.
+    Raises RuntimeError on every rank if NCCL is not loaded on a rank, if it refuses the communicator, or if a
+    rank does not come within half of the timeout.
     """
     module = extension.module()
+    assert ranks.group is not None
+    limit = timeout_of(ranks.group) or dist.default_pg_timeout
     with all_fail_together(ranks, stage="look for NCCL for pass programs"):
         module.nccl_loaded()
         identity = module.nccl_id() if ranks.rank == 0 else b""
     identity = from_first(ranks, identity, stage="send NCCL's id for pass programs")
-    return module.Communicator(identity, ranks.size, ranks.rank, device.index)
+    with all_fail_together(ranks, stage="make a communicator for pass programs"):
+        communicator = module.Communicator(
+            identity, ranks.size, ranks.rank, device.index, limit.total_seconds()
+        )
+    threading.Thread(target=_look, args=(weakref.ref(communicator),), daemon=True).start()
+    return communicator
+
+
+LOOK_SECONDS = 1.0
+"""Time between two looks at the passes that have not ended."""
+
+
+def _look(communicator: weakref.ref[Any]) -> None:
+    """Looks again and again whether the passes of a communicator end in time, until it is gone or aborted.
+
+    communicator: a reference to the communicator.
+    """
+    reason: str | None = ""
+    while reason == "":
+        time.sleep(LOOK_SECONDS)
+        existing = communicator()
+        reason = None if existing is None else existing.look()
+        del existing  # the thread must not keep the communicator
+    if reason:
+        warn_once(reason, for_each_reason=True)
 
 
 def record_labels(program: PassProgram, schedule: Schedule) -> list[str]:
@@ -198,7 +234,8 @@ class LoadedProgram:
         workspace: address of `workspace_bytes` bytes of device memory.
 
         Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. The compute lane then waits
-        for all others. Raises ValueError for an address that is not a multiple of 16.
+        for all others. Raises RuntimeError before the first record if an earlier pass did not end in time.
+        Raises ValueError for an address that is not a multiple of 16.
         """
         compute = streams[Lane.COMPUTE]
         collectives.begun += self._num_exchanges

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from pmoe.program.layer_shape import INDEX_BYTES, LayerShape
 from pmoe.program.records import Base, CallNumber, ChunkNumber, Operand, Turn, chunk_number
-from pmoe.schedule.buffer_sizes import BufferSizes, ChunkRows
+from pmoe.schedule.buffer_sizes import SORTED_RESULTS, BufferSizes, ChunkRows
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Schedule
 
@@ -101,6 +101,7 @@ class PassOperands:
             d_model=shape.d_model,
             columns=shape.columns,
             restore=restore,
+            places=shape.places,
         )
         self._first_slot = chunk_number(ChunkNumber(0), self.n)
 
@@ -150,8 +151,9 @@ class PassOperands:
         """Yields the buffers that take turns in ring slots."""
         for name, turns in self.schedule.turns.items():
             columns = self._sizes.of(name)[1]
-            # The rows that stay lie in the buffer of the rows that return (`part_of_home`).
-            if name in ("home_L", "dhome_L"):
+            # The rows that stay lie in the buffer of the rows that return (`part_of_home`). Results that are
+            # stored in the order of arrival have no sorted form.
+            if name in ("home_L", "dhome_L") or (self.shape.places and name in SORTED_RESULTS):
                 columns = 0
             is_block = name.removesuffix("_L") == "scratch"
             most_rows = self._scratch_rows if is_block else -1
@@ -189,6 +191,24 @@ class PassOperands:
         begin = chunk_number(ChunkNumber.RECEIVED_BEGIN, i)
         return self.operand(Base.REGROUP, chunk_number(ChunkNumber.RECEIVED, i), 1, INDEX_BYTES, begin)
 
+    @property
+    def nowhere(self) -> Operand:
+        """The operand of a product that has no bias, or stores no rows elsewhere: address 0."""
+        return self.operand(Base.NOWHERE, CallNumber.ZERO, 0, self.shape.element_bytes)
+
+    def result_of(self, name: str, unit: RowUnit) -> tuple[Operand, Operand]:
+        """Returns the memory of a unit's results, and the index of the row that takes each row's result.
+
+        If received rows were sorted and results are stored in the order of arrival, the result of row r is
+        row regroup[r] of the buffer that is sent back. Otherwise row r of the memory takes it, and the index
+        has no address.
+
+        name: name of the buffer that is sent back, "T_DO" or "dT_DI".
+        """
+        if unit.form is SORTED and self.shape.places:
+            return self.buffer(name, unit.chunk), self.regroup(unit.chunk)
+        return self.buffer(f"{name}{unit.form.ending}", unit.chunk), self.nowhere
+
     def ends(self, unit: RowUnit) -> Operand:
         """Returns where the rows of each expert end among the rows of a unit: (E_local,) int32."""
         line = unit.chunk + (self.n * self.shape.sends if unit.place else 0)
@@ -208,7 +228,7 @@ class PassOperands:
         of_gradient = {Base.DW1: Base.W1, Base.DB1: Base.B1, Base.DW2: Base.W2, Base.DB2: Base.B2}
         item_bytes = shape.sum_bytes if base in of_gradient else shape.element_bytes
         if base in (Base.B1, Base.B2) and not shape.bias:
-            return self.operand(Base.NOWHERE, CallNumber.ZERO, 0, item_bytes)
+            return self.nowhere
         count = shape.local_experts * numbers[of_gradient.get(base, base)]
         return self.operand(base, CallNumber.ONE, count, item_bytes)
 

@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 
 from pmoe.schedule.tasks import Lane
 
-VERSION = 2
+VERSION = 3
 """The version of the words' form. The C++ side refuses another one."""
 
 MAX_OPERANDS = 8
@@ -40,14 +40,18 @@ class Kernel(enum.IntEnum):
     EXCHANGE = 2  # rows for other ranks -> rows from other ranks, by an all-to-all
     TAKE = 3  # source, index -> out: out[r] = source[index[r]]
     PUT = 4  # source, index -> out: out[index[r]] = source[r]
-    PLACE = 5  # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out
+    # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out. Records that
+    # follow one another are one launch on a device
+    PLACE = 5
     SUM = 6  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
     HIDDEN = 7  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
-    OUTPUT = 8  # active, w2, b2, weight -> out; ends: out = (active w2^T + b2) * weight
+    # active, w2, b2, weight, place -> out; ends: out[place[r]] = row r of (active w2^T + b2) * weight. It is
+    # out[r] if place has no address
+    OUTPUT = 8
     RECOMPUTE = 9  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
     HIDDEN_GRADIENT = 10  # grad, w2, T_M, weight -> dT_M, active, dots; ends. flag: active is times weight
     BIAS_DOTS = 11  # grad, b2 -> dots; ends: dots[r] += <grad[r], b2 of the row's expert>
-    INPUT_GRADIENT = 12  # dT_M, w1 -> out; ends: out = dT_M w1
+    INPUT_GRADIENT = 12  # dT_M, w1, place -> out; ends: out[place[r]] = row r of dT_M w1; place as for OUTPUT
     SCALE = 13  # weight -> grad: grad[r] *= weight[r]
     WEIGHT_GRADIENT = 14  # grad, rows -> sum; ends: grad^T rows of each expert. flag: adds to the sum
     BIAS_GRADIENT = 15  # grad -> sum; ends: the sum of each expert's rows. flag: adds to the sum
@@ -60,7 +64,7 @@ class Base(enum.IntEnum):
     and expert; then the rows that stay, by chunk. An address may be 0 if the pass does not use the memory.
     """
 
-    NOWHERE = 0  # address 0: a bias that the experts do not have, or a result that nothing reads
+    NOWHERE = 0  # address 0: a bias or places that the product does not have, or a result that nothing reads
     ENDS = (
         1  # (units, E_local) int32, where each expert's rows end: received rows by chunk, then rows that stay
     )

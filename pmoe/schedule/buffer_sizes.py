@@ -15,6 +15,9 @@ from pmoe.schedule.tasks import Schedule
 ALIGNMENT = 256
 """Every ring slot starts at a multiple of this number of bytes."""
 
+SORTED_RESULTS = ("T_DO_sorted", "dT_DI_sorted")
+"""The buffers of results that are sorted by expert, before they are copied to the order of arrival."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenColumns:
@@ -95,6 +98,8 @@ class BufferSizes:
     restore: the restore pair: whether T_DI and T_M are kept, offloaded or made again until backward. None if
         no backward pass follows.
     rearranged: whether backward has another number of chunks than forward.
+    places: whether the experts store the results of sorted rows in the order in which the rows arrived, so
+        that no chunk needs memory for sorted results.
     """
 
     direction: str
@@ -103,6 +108,7 @@ class BufferSizes:
     columns: HiddenColumns
     restore: Restore | None
     rearranged: bool = False
+    places: bool = False
     _known: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict, init=False, compare=False)
 
     def shape(self, buffer: str) -> tuple[int, int]:
@@ -166,10 +172,13 @@ class BufferSizes:
         name: the buffer:
 
             "T_DI"              0 for chunks whose rows stay in the memory in which they arrive
-            ends in "_sorted"   a sorted copy of rows: 0 for chunks whose rows need not be sorted
+            ends in "_sorted"   a sorted copy of rows: 0 for chunks whose rows need not be sorted, and for
+                                results if experts store these in the order of arrival
 
         rows: the number of rows of each chunk.
         """
+        if name in SORTED_RESULTS and self.places:
+            return (0,) * len(rows)
         if name == "T_DI":
             return tuple(0 if self.stays_as_it_arrives(i) else number for i, number in enumerate(rows))
         return [number * is_sorted for number, is_sorted in zip(rows, self.extent.regrouped, strict=True)]

@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from bench.bench_device_calls import as_cuda
-from pmoe.schedule.restore import ALL_PAIRS, Restore
+from pmoe.call.sizes import memory_shape
+from pmoe.engine.buffers import arena
+from pmoe.planner.rows_per_pass import counted_rows
+from pmoe.schedule.buffer_sizes import SORTED_RESULTS, BufferSizes, slot_elements
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.tasks import Schedule
 from pmoe.warn import GIVEN
 from tests.gloo.kit import TOKENS, backward, build, error_of, inputs, one_step
 from tests.kit import tokens
@@ -63,6 +70,51 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_branches_for_cuda_give_the_results_of_the_cpu(case: str, world: int) -> None:
     for found in ranks(world).run(both_branches, CASES[case]):
         assert max(found.values()) <= LIMIT, found
+
+
+# ---- memory
+
+
+def ring_slots(rank: int, world: int, options: dict[str, Any]) -> tuple[bool, int, int]:
+    """Compares the ring slots of both passes with the predicted ones.
+
+    Returns whether results are stored in the order of arrival by prediction, the elements of slots for sorted
+    results, and the number of chunks whose rows were sorted.
+    """
+    allocated: dict[str, dict[str, int]] = {}
+
+    def noted(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
+        return allocated.setdefault(schedule.direction, slot_elements(schedule, sizes))
+
+    with as_cuda(computes=True), mock.patch.object(arena, "slot_elements", noted):
+        layer = build(**options)
+        one_step(layer, rank, world)
+        sizes = memory_shape(layer.layer_modules)
+    pair = layer.layer_modules.options.restore
+    assert layer.row_counts is not None and isinstance(pair, Restore)
+    rows = counted_rows(sizes, layer.row_counts, rank, options["pipeline"], 0)
+    for direction, slots in allocated.items():
+        schedule = rotating(direction, options["pipeline"], sizes.stages, restore=pair)
+        buffers = sizes.buffer_sizes(direction=direction, extent=rows.extent, restore=pair)
+        assert slots == slot_elements(schedule, buffers), direction
+    of_results = [
+        elements
+        for slots in allocated.values()
+        for slot, elements in slots.items()
+        if slot.partition("[")[0] in SORTED_RESULTS
+    ]
+    assert len(of_results) == 2
+    return sizes.places, sum(of_results), sum(rows.extent.regrouped)
+
+
+@pytest.mark.parametrize("options", [{}, {"send_once": True}], ids=str)
+def test_results_that_are_stored_in_the_order_of_arrival_have_no_sorted_form(options: dict[str, Any]) -> None:
+    """The engine allocates what is predicted: nothing for sorted results, unless they must be copied."""
+    found = ranks(4).run(ring_slots, {"pipeline": 2, "memory_reuse": STRATEGIES["S4"], **options})
+    assert sum(is_sorted for _, _, is_sorted in found) > 0, "some chunk's rows are sorted"
+    for places, elements, is_sorted in found:
+        assert places is not bool(options)
+        assert (elements > 0) == (bool(options) and is_sorted > 0)
 
 
 # ---- rows in a narrower number format

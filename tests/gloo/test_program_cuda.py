@@ -37,7 +37,7 @@ def device_job(
             expert = ("ffn", "swiglu")[number % 2]
             layer = build(
                 num_experts, pipeline=n, memory_reuse=pair, bypass_local=bypass_local, expert=expert,
-                bias=False, d_model=WIDTH, d_hidden=WIDTH, dtype=torch.bfloat16,
+                bias=number % 3 == 0, d_model=WIDTH, d_hidden=WIDTH, dtype=torch.bfloat16,
             )  # fmt: skip
             x = tokens(ROWS[world][rank], 10 + rank, torch.bfloat16, WIDTH).requires_grad_()
             call = engine_call(lambda layer=layer, x=x: loss_of(layer, layer(x)).backward())

@@ -7,14 +7,18 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from pmoe import warn
+from pmoe.comm.agreement import all_fail_together
+from pmoe.comm.ranks import Ranks
+from pmoe.decide import program_choice
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from tests.gloo.kit import NUM_EXPERTS, error_of
 from tests.gloo.test_program import ROWS
 from tests.kit import assert_same, build, gradients, tokens
 from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
-from tests.programs import CpuBackend, on_cpu
+from tests.programs import CpuBackend, Exchange, on_cpu
 from tests.unit.test_program_layers import fallbacks
 
 
@@ -100,6 +104,51 @@ def test_if_one_rank_refuses_all_ranks_run_by_the_engine_and_say_why() -> None:
     first, second = ranks(2).run(refused_job)
     assert first == (["rank 1 refuses: NCCL's library is not loaded"], "pipeline")
     assert second == (["NCCL's library is not loaded"], "pipeline")
+
+
+class Unconnected(CpuBackend):
+    """A backend whose first attempts to connect the ranks fail.
+
+    failures: the number of attempts that fail; ``attempts`` is the number of all so far.
+    """
+
+    def __init__(self, failures: int) -> None:
+        super().__init__()
+        self.failures = failures
+        self.attempts = 0
+
+    def connect(self, ranks: Ranks, device: torch.device) -> Exchange:
+        self.attempts += 1
+        with all_fail_together(ranks, stage="connect"):
+            if self.attempts <= self.failures and ranks.rank == 1:
+                raise RuntimeError("number 17 is busy")
+        return super().connect(ranks, device)
+
+
+def unconnected_job(rank: int, world: int) -> tuple[list[str], list[str], int]:
+    """Runs calls of a layer while attempts to connect fail twice. Returns the reasons told, and the paths."""
+    paths = []
+    with on_cpu(Unconnected(2)) as backend, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_choice, "FIRST_PAUSE", 2)
+        patch.setattr(program_choice, "LONGER", 2)
+        layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True)
+
+        def run() -> None:
+            for _ in range(6):
+                layer(tokens(5, rank))
+                assert layer.ran is not None
+                paths.append(layer.ran.path)
+
+        reasons = fallbacks(run)
+    return reasons, paths, backend.attempts
+
+
+def test_ranks_that_failed_to_connect_try_again_after_some_calls() -> None:
+    """An attempt, 2 calls by the engine, an attempt, 4 calls by the engine, and an attempt that succeeds."""
+    first, second = ranks(2).run(unconnected_job)
+    paths = ["pipeline"] * 8 + ["program"] * 4
+    assert first == (["there is no communicator: rank 1: number 17 is busy"], paths, 3)
+    assert second == (["there is no communicator: number 17 is busy"], paths, 3)
 
 
 def differing_job(rank: int, world: int) -> str:

@@ -62,6 +62,22 @@ PROGRAM = (
         tests=f"{PROGRAM_TESTS} -k the_cut_gives",
     ),
     Plant(
+        name="program-results-of-the-wrong-rows",
+        breaks="results stay sorted by expert in the buffer that is sent back",
+        file=OPERANDS,
+        old="return self.buffer(name, unit.chunk), self.regroup(unit.chunk)",
+        new="return self.buffer(name, unit.chunk), self.nowhere",
+        tests="tests/gloo/test_program.py -k engine_does",
+    ),
+    Plant(
+        name="program-two-events-for-one-copy",
+        breaks="a task whose rows an earlier task has copied does not share that task's event",
+        file=COMPILER,
+        old="if self.records[last].signal < 0:",
+        new="if True:",
+        tests=f"{PROGRAM_TESTS} -k calls_keep",
+    ),
+    Plant(
         name="program-home-of-rows-that-stay",
         breaks="results of rows that stay are written over results that return",
         file=OPERANDS,

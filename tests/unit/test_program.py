@@ -5,8 +5,10 @@ The interpreter in C++ runs over a backend that writes its calls down (`tests.pr
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +19,9 @@ import pytest
 import torch
 
 from bench.recorded_program import Issue, Memory, RecordedProgram, Signal, Wait
+from pmoe import warn
 from pmoe.kernels import extension
+from pmoe.program import on_cuda
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.on_cuda import CudaBackend
@@ -33,6 +37,7 @@ from pmoe.program.records import (
 )
 from pmoe.schedule.buffer_sizes import (
     ALIGNMENT,
+    SORTED_RESULTS,
     BufferSizes,
     ChunkRows,
     HiddenColumns,
@@ -41,7 +46,7 @@ from pmoe.schedule.buffer_sizes import (
 )
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
-from pmoe.schedule.tasks import Lane, Schedule, Stages, sequential
+from pmoe.schedule.tasks import Lane, Schedule, Stages, Task, sequential
 from tests import programs
 from tests.kit import TOKENS, build, loss_of, one_thread, tokens
 from tests.programs import (
@@ -140,6 +145,7 @@ def shape_of(call: Counted, columns: HiddenColumns = ON_CPU, *, bias: bool = Tru
         keeps_own=call.stages.local,
         sends=call.stages.remote,
         weighs_active=columns is ON_GPU and not bias,
+        places=columns is ON_GPU,
         element_bytes=8,
         weight_bytes=4,
         sum_bytes=8,
@@ -180,6 +186,7 @@ class Pass:
             d_model=6,
             columns=self.columns,
             restore=self.restore,
+            places=self.columns is ON_GPU,
         )
 
 
@@ -390,6 +397,16 @@ def bytes_of(memory: Memory, item_bytes: int) -> range:
     )
 
 
+def names_of(schedule: Schedule, task: Task) -> set[str]:
+    """Returns the buffers that a task reads and writes, with those whose copies it makes for later tasks.
+
+    A task GI copies for the tasks G and LM that may join it, and LM for the task L of its chunk.
+    """
+    joint = schedule.joint_copies.get(task.name, ()) if schedule.direction == "backward" else ()
+    names = {name for each in (task, *joint) for name in (*each.reads, *each.writes)}
+    return names | {name.replace("T_DI_L.", "dT_DO_L.") for name in names if name.startswith("T_DI_L.")}
+
+
 def slot_problem(one: Pass) -> str | None:
     """Returns an operand outside the ring slots that its task names; None if there is none."""
     spans, _ = arena_elements(slot_elements(one.schedule, one.sizes), 8)
@@ -406,7 +423,7 @@ def slot_problem(one: Pass) -> str | None:
                 continue
             task = one.schedule.tasks[record.task]
             # "home_L.i", the results of rows that stay, is a part of the memory of "home.i".
-            named = {name.replace("home_L.", "home.") for name in (*task.reads, *task.writes)}
+            named = {name.replace("home_L.", "home.") for name in names_of(one.schedule, task)}
             if operand.name not in named:
                 return f"{task.name} does not name {operand.name}"
             inside = bytes_of(memory, 8)
@@ -476,6 +493,33 @@ def test_forward_writes_the_hidden_activation_only_if_something_reads_it() -> No
                     assert (issue.operands[3].address > 0) == (is_read or columns is ON_CPU), str(one.restore)
 
 
+def test_copies_of_several_tasks_follow_one_another() -> None:
+    """S4 on two ranks: a launch sends tokens and gradients of a chunk, and copies those that stay."""
+    one = s4(direction="backward")
+    kernels = [issue.kernel for issue in one.issues]
+    joined = sum(kernel is before is Kernel.PLACE for before, kernel in itertools.pairwise(kernels))
+    assert kernels.count(Kernel.PLACE) - joined < kernels.count(Kernel.PLACE) / 2
+
+
+def test_results_are_stored_in_the_order_of_arrival_on_a_device() -> None:
+    """Three ranks, whose rows must be sorted: nothing copies results, and they have no sorted form."""
+    for columns in (ON_GPU, ON_CPU):
+        for one in passes(3, 2, columns=columns):
+            is_sorted = any(one.call.chunk_rows.regrouped)
+            of_rows = [
+                issue for issue in one.issues if issue.kernel in (Kernel.OUTPUT, Kernel.INPUT_GRADIENT)
+            ]
+            placed = [issue for issue in of_rows if issue.operands[-3].address]
+            copied = [
+                issue for issue in one.issues if issue.kernel is Kernel.PUT and issue.operands[0].columns > 1
+            ]
+            assert (len(placed) > 0) == (is_sorted and columns is ON_GPU)
+            assert (len(copied) > 0) == (is_sorted and columns is ON_CPU)
+            sorted_results = [turn for turn in one.schedule.turns if turn in SORTED_RESULTS]
+            num_bytes = {name: sum(one.sizes.of(name)[0]) for name in sorted_results}
+            assert (sum(num_bytes.values()) > 0) == (is_sorted and columns is ON_CPU)
+
+
 def test_a_bias_that_experts_do_not_have_has_no_address() -> None:
     call = counted(1, 1, 7)
     one = Pass(call, rotating("forward", 1, call.stages, restore=KEEP), KEEP, bias=False)
@@ -513,7 +557,7 @@ def test_the_compiler_names_a_task_that_it_does_not_take(stages: Stages, task: s
     "changes, dtype, reason",
     [
         ({}, torch.bfloat16, None),
-        ({"bias": True}, torch.bfloat16, "experts have biases, whose gradients have no kernel"),
+        ({"bias": True}, torch.bfloat16, None),
         ({"weight_bytes": 2}, torch.bfloat16, "routing weights have 2 bytes, and kernels read float32"),
         ({}, torch.float32, "dtype torch.float32: the kernels take bfloat16 and float16"),
         (
@@ -533,6 +577,27 @@ def test_layers_that_a_device_cannot_run_as_programs_are_refused_by_reason(
     rows = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
     found = CudaBackend().refusal(shape, rows)  # type: ignore[arg-type]
     assert found == reason or (reason is not None and found is not None and found.startswith(reason))
+
+
+class Looked:
+    """A communicator that answers whether it was aborted."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def look(self) -> str:
+        return self.answers.pop(0)
+
+
+def test_the_thread_that_looks_at_passes_warns_once_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cuda, "LOOK_SECONDS", 0)
+    warn.GIVEN.clear()
+    communicator = Looked("", "", "rank 0 of 2: a pass program has not ended within 600 s")
+    with pytest.warns(UserWarning, match="rank 0 of 2: a pass program has not ended within 600 s"):
+        on_cuda._look(weakref.ref(communicator))
+    assert communicator.answers == []
+    gone = weakref.ref(Looked())
+    on_cuda._look(gone)  # ends without asking
 
 
 # ---- frozen parameters ----------------------------------------------------------------------------

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.bench_program import num_launches
 from bench.recorded_program import Issue, RecordedProgram, Wait
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
@@ -57,6 +61,7 @@ def shape_of(ranks: int, stages: Stages, *, bias: bool = False) -> LayerShape:
         keeps_own=stages.local,
         sends=stages.remote,
         weighs_active=not bias,
+        places=True,
         element_bytes=2,
         weight_bytes=4,
         sum_bytes=4,
@@ -79,6 +84,7 @@ class DevicePass:
 
     counts: rows by source rank, chunk, destination rank and expert.
     calls: the calls of CUDA and NCCL, on the lanes of their streams.
+    seconds: the time limit of the communicator.
     """
 
     module: ModuleType
@@ -88,6 +94,7 @@ class DevicePass:
     restore: Restore | None
     stages: Stages
     spare: int = 0
+    seconds: float = 60.0
     streams: dict[Lane, int] = field(default_factory=lambda: dict(STREAMS))
 
     def __post_init__(self) -> None:
@@ -104,7 +111,7 @@ class DevicePass:
         self.communicator = None
         if self.stages.remote:
             identity = self.module.nccl_id()
-            self.communicator = self.module.Communicator(identity, ranks, self.rank, 0)
+            self.communicator = self.module.Communicator(identity, ranks, self.rank, 0, self.seconds)
         self.loaded = load(self.program, self.schedule, spare=self.spare, communicator=self.communicator)
 
     def run(self) -> None:
@@ -125,6 +132,10 @@ class DevicePass:
             cleared = reader.take("set")
             num_products = sum(record.kernel.name in PRODUCT_NAMES for record in self.program.records)
             assert (cleared.stream, cleared.numbers[1]) == (STREAMS[Lane.COMPUTE], 4 * num_products)
+        if self.communicator is not None:
+            end = noted.pop()  # the event by which the end of the pass is watched
+            assert (end.what, end.stream) == ("record", self.streams[Lane.COMPUTE])
+            reader.noted.pop()
         return reader.read(self.recorded, parts=PARTS, own_rank=self.rank)
 
 
@@ -143,13 +154,15 @@ def passes(
             yield DevicePass(module, counts, seed % ranks, schedule, restore, stages, spare=seed % 2)
 
 
-def s4(module: ModuleType, direction: str = "forward", ranks: int = 2, n: int = 4) -> DevicePass:
+def s4(
+    module: ModuleType, direction: str = "forward", ranks: int = 2, n: int = 4, seconds: float = 60.0
+) -> DevicePass:
     """Returns a pass in which every rank sends rows to every other in every chunk."""
     stages = Stages(local=True, remote=ranks > 1)
     counts = torch.ones(ranks, n, ranks, EXPERTS, dtype=torch.int64)
     restore = STRATEGIES["S4"]
     schedule = rotating(direction, n, stages, restore=restore)
-    return DevicePass(module, counts, 0, schedule, restore, stages)
+    return DevicePass(module, counts, 0, schedule, restore, stages, seconds=seconds)
 
 
 # ---- the order of calls
@@ -163,12 +176,27 @@ def test_calls_of_cuda_and_nccl_keep_the_order_of_the_schedule(cuda: ModuleType,
             assert problem is None, (str(one.restore), one.schedule.direction, n, problem)
 
 
-def test_a_pass_has_an_event_for_each_signal_and_one_more(cuda: ModuleType) -> None:
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_launches_of_the_prediction_are_those_of_the_backend(cuda: ModuleType, direction: str) -> None:
+    for ranks, n in ((1, 1), (1, 4), (2, 4), (3, 2)):
+        one = s4(cuda, direction, ranks, n)
+        one.run()
+        launches = [call for call in journal(cuda) if call.what == "launch"]
+        assert len(launches) == num_launches(one.recorded), (ranks, n)
+
+
+def test_a_pass_has_an_event_for_each_signal_and_two_more(cuda: ModuleType) -> None:
+    """One makes the compute lane wait after an error. The communicator watches passes by the other."""
     before = cuda.stub_num_events()
     one = s4(cuda)
     assert cuda.stub_num_events() - before == one.program.num_events + 1
     one.calls()
+    one.calls()
+    assert one.communicator.look() == ""
     del one.loaded
+    assert cuda.stub_num_events() - before == 2, "the second pass began before anybody looked at the first"
+    one.communicator = None
+    gc.collect()
     assert cuda.stub_num_events() == before
 
 
@@ -280,6 +308,85 @@ def test_an_error_of_an_earlier_exchange_ends_the_pass_before_its_first_call(cud
     nccl().stub_nccl_async_error(0)
 
 
+# ---- a peer that never comes
+
+
+def test_a_pass_that_does_not_end_in_time_aborts_the_communicator(cuda: ModuleType) -> None:
+    """The device never reaches the end: the thread that looks aborts NCCL, and later passes say why."""
+    one = s4(cuda, seconds=0.02)
+    one.run()
+    assert one.communicator.look() == "", "the pass has ended"
+    one.run()
+    cuda.stub_reach_events(False)
+    assert one.communicator.look() == "", "the pass has time left"
+    time.sleep(0.05)
+    reason = (
+        "rank 0 of 2: a pass program has not ended within 0.02 s: another rank never came, or the device is "
+        "busy. The communicator of pass programs was aborted"
+    )
+    assert one.communicator.look().startswith(reason)
+    assert aborted() == 1
+    with pytest.raises(RuntimeError, match=reason):
+        one.run()
+    assert journal(cuda) == [], "nothing is issued on an aborted communicator"
+    assert one.communicator.look().startswith(reason) and aborted() == 1
+
+
+def test_a_long_pass_before_it_does_not_count_against_a_pass(cuda: ModuleType) -> None:
+    """A pass has its time limit after the pass before it has ended."""
+    one = s4(cuda, seconds=0.2)
+    one.run()
+    one.run()
+    time.sleep(0.25)
+    assert one.communicator.look() == ""
+    one.run()
+    assert one.communicator.look() == "" and aborted() == 0
+
+
+def test_an_exchange_that_waits_on_the_host_is_ended(cuda: ModuleType) -> None:
+    """NCCL waits for a peer inside the first group: another thread aborts, and the record is named."""
+    one = s4(cuda, seconds=0.02)
+    nccl().stub_nccl_stuck(1)
+    nccl().stub_nccl_fail(b"ncclGroupEnd", 0)
+
+    def look() -> None:
+        while not one.communicator.look():
+            time.sleep(0.005)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    message = r"record \d+ \(S0: exchange\): rank 0 of 2: an exchange of a pass program has waited for 0.02 s"
+    with pytest.raises(RuntimeError, match=message):
+        one.run()
+    looker.join()
+    assert aborted() == 1
+
+
+def test_an_exchange_that_fails_later_aborts_the_communicator(cuda: ModuleType) -> None:
+    one = s4(cuda)
+    one.run()
+    nccl().stub_nccl_async_error(6)
+    reason = "rank 0 of 2: an exchange of a pass program failed: an error of the stand-in (6)"
+    assert one.communicator.look().startswith(reason)
+    assert aborted() == 1
+    nccl().stub_nccl_async_error(0)
+
+
+def test_a_rank_that_never_comes_to_the_communicator_is_an_error_in_time(cuda: ModuleType) -> None:
+    nccl().stub_nccl_stuck(1)
+    nccl().stub_nccl_fail(b"ncclCommInitRank", 0)
+    message = "rank 1 of 2: ncclCommInitRank has not ended within 0.02 s: another rank never came"
+    with pytest.raises(RuntimeError, match=message):
+        cuda.Communicator(cuda.nccl_id(), 2, 1, 0, 0.04)
+    nccl().stub_nccl_stuck(0)  # so that NCCL's thread ends
+
+
+def aborted() -> int:
+    """Returns how many communicators NCCL has aborted. Threads of their own do so."""
+    time.sleep(0.05)
+    return int(nccl().stub_nccl_aborts())
+
+
 def test_an_error_of_cuda_names_the_record(cuda: ModuleType) -> None:
     one = s4(cuda)
     cuda.stub_reset(runs=False)
@@ -295,6 +402,7 @@ def test_each_call_that_fails_is_named_by_its_record(cuda: ModuleType) -> None:
     one = s4(cuda, "backward")
     one.run()
     num_calls = len([call for call in cuda.stub_noted() if not call[0].startswith("nccl")])
+    num_calls -= 1  # the event for the end of the pass, which belongs to no record
     records = []
     for calls in range(num_calls):
         cuda.stub_reset(runs=False)
@@ -306,6 +414,16 @@ def test_each_call_that_fails_is_named_by_its_record(cuda: ModuleType) -> None:
             one.loaded.run(cut, ADDRESSES, STREAMS, 1 << 50)
         records.append(int(str(raised.value).split()[3]))
     assert records == sorted(records) and len(set(records)) > 20
+
+
+def test_an_error_of_copies_that_were_put_off_names_their_record(cuda: ModuleType) -> None:
+    """The copies of GI and G are launched when the next call comes, so that record is named, too."""
+    one = s4(cuda, "backward")
+    cut = one.loaded.cut(1 << 45, one.rank, one.send, one.recv)  # more tokens than a launch can have
+    message = r"record 2 \(GI3: place\): the copies of record 1: tokens \(\d+\) of 32 bytes each need"
+    with pytest.raises(RuntimeError, match=message):
+        one.loaded.run(cut, ADDRESSES, STREAMS, 1 << 50)
+    one.calls()  # the next pass is whole
 
 
 def test_an_address_that_kernels_cannot_read_is_refused_before_any_call(cuda: ModuleType) -> None:
@@ -325,7 +443,7 @@ def load_change(**changes: Any) -> Callable[[ModuleType], object]:
         stages = Stages(local=True, remote=ranks is not None)
         shape = replace(shape_of(ranks or 1, stages), **changes)
         schedule = rotating("backward", 2, stages, restore=KEEP)
-        communicator = module.Communicator(module.nccl_id(), 3, 0, 0) if ranks else None
+        communicator = module.Communicator(module.nccl_id(), 3, 0, 0, 60) if ranks else None
         return load(compile_pass(schedule, shape, KEEP), schedule, communicator=communicator)
 
     return change
@@ -334,19 +452,15 @@ def load_change(**changes: Any) -> Callable[[ModuleType], object]:
 @pytest.mark.parametrize(
     "change, message",
     [
-        (
-            load_change(bias=True, weighs_active=False),
-            r"record \d+ \(L1: bias_dots\) has no CUDA kernel: gradients of experts with biases",
-        ),
         (load_change(element_bytes=4), r"\(L1: hidden_gradient\) has rows whose numbers are not 16 bits"),
         (load_change(weight_bytes=2), r"\(L1: hidden_gradient\) has routing weights that are not float32"),
         (load_change(d_model=12), r"\(L1: hidden_gradient\) has rows that are not multiples of 16 bytes"),
         (load_change(ranks_of_communicator=2), "a program for 2 ranks needs a communicator of as many"),
         (
-            lambda module: module.Communicator(module.nccl_id(), 2, 2, 0),
+            lambda module: module.Communicator(module.nccl_id(), 2, 2, 0, 60),
             r"rank \(2\) must be below ranks \(2\)",
         ),
-        (lambda module: module.Communicator(b"abc", 2, 0, 0), r"id \(3 bytes\) must have 128 bytes"),
+        (lambda module: module.Communicator(b"abc", 2, 0, 0, 60), r"id \(3 bytes\) must have 128 bytes"),
     ],
 )
 def test_what_has_no_kernel_is_refused_when_it_is_loaded(
@@ -382,11 +496,11 @@ def test_without_nccl_in_the_process_the_message_says_so(kernels: Path) -> None:
 
 
 def layer_call(
-    pair: Restore, n: int, expert: str, num_tokens: int, seed: int = 3
+    pair: Restore, n: int, expert: str, num_tokens: int, seed: int = 3, bias: bool = False
 ) -> tuple[EngineCall, Tensor]:
     """Returns a call of a layer in bfloat16 by the engine on the CPU, and its row counts."""
     layer = build(
-        pipeline=n, memory_reuse=pair, expert=expert, bias=False, d_model=WIDTH, d_hidden=WIDTH,
+        pipeline=n, memory_reuse=pair, expert=expert, bias=bias, d_model=WIDTH, d_hidden=WIDTH,
         dtype=torch.bfloat16,
     )  # fmt: skip
     x = tokens(num_tokens, seed, torch.bfloat16, WIDTH).requires_grad_()
@@ -418,8 +532,13 @@ def check_results(device: DeviceCall, expected: ProgramCall, told: object) -> No
 @pytest.mark.parametrize("kernel", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("pair", ALL_PAIRS, ids=str)
 def test_launches_compute_a_layer_of_one_rank(kernels: Path, pair: Restore, kernel: str) -> None:
-    for n, expert, num_tokens in ((1, "swiglu", 11), (2, "ffn", 11), (4, "swiglu", 5), (2, "swiglu", 0)):
-        call, counts = layer_call(pair, n, expert, num_tokens)
+    for n, expert, num_tokens, bias in (
+        (1, "swiglu", 11, True),
+        (2, "ffn", 11, kernel == "sm_80"),
+        (4, "swiglu", 5, False),
+        (2, "swiglu", 0, True),
+    ):
+        call, counts = layer_call(pair, n, expert, num_tokens, bias=bias)
 
         def exchange(*_: object) -> None:
             raise AssertionError("one rank sends no rows")

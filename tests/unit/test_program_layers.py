@@ -260,12 +260,11 @@ def test_the_memory_of_programs_on_a_device_is_predicted(pair: Restore, n: int) 
         assert layer.ran is not None and layer.ran.path == "program"
     modules, counts = layer.layer_modules, layer.row_counts
     assert counts is not None
-    sizes = replace(
-        memory_shape(modules), device_type="cuda", columns=modules.experts.columns("cuda"), programs=True
-    )
+    columns = modules.experts.columns("cuda")
+    sizes = replace(memory_shape(modules), device_type="cuda", columns=columns, programs=True, places=True)
     rows = counted_rows(sizes, counts, 0, n, 0)
     predicted = predict(sizes, rows_of_call(modules, num_tokens, (n,)), rows, rows, pair)
-    parts = 4 * rows.largest_unit * 4
+    parts = 4 * min(n, 2) * rows.largest_unit * 4
     assert predicted.saved == pytest.approx(found.held, rel=0.04)
     assert found.peak <= predicted.peak <= 1.03 * found.peak + parts, (found.peak, predicted.peak, parts)
 

@@ -8,7 +8,7 @@ the methods of the base classes run, which use PyTorch operators.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.permute import RowCopy, RowMoves
 from pmoe.ordering.sorted import SortedOrder
+from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.restore import GATHERED_AGAIN
 from pmoe.schedule.tasks import Kind
 
@@ -35,12 +36,32 @@ class _OnCuda(Pass):
     moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
         pass.
     experts: the layer's experts, or an object that launches their matrix products directly.
+    direct: the object that launches their products directly; None if it cannot compute this pass. It is made
+        before the buffers are allocated, because it needs fewer of them (`places_results`).
     """
 
     moves: RowMoves | None
     weight: Tensor
     weight_sorted: Tensor
     experts: Experts | LaunchedExperts | ExpertsWithCopies
+    direct: LaunchedExperts | None
+
+    @functools.cached_property
+    def places_results(self) -> bool:
+        """Whether the experts' last product stores all results in the order in which rows arrived.
+
+        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
+        buffer that is sent back, so no copy has to undo the sorting, and results have no sorted form.
+        """
+        modules = self.plan.modules
+        computes_alone = modules.copies is None and modules.products is None
+        # With send_once=True, results of one arrived row are summed before they are sent back.
+        return self.direct is not None and computes_alone and self.pass_plan.once is None
+
+    @property
+    def sizes_type(self) -> Callable[..., BufferSizes]:  # type: ignore[override]
+        sizes_type = super().sizes_type
+        return functools.partial(sizes_type, places=True) if self.places_results else sizes_type
 
     def take_kernels(self) -> None:
         """Sets `moves` and `experts`: checks which kernels can run in this pass, and prepares their launches.
@@ -55,7 +76,9 @@ class _OnCuda(Pass):
         if has_positions and isinstance(order, SortedOrder):
             takes_rows = order.runs_kernels(self.source_TM, self.plan.top_k)
             self.moves = RowMoves(self.source_TM) if takes_rows else None
-        self.experts = launched(modules.experts, self.parameters, self.source_TM) or modules.experts
+        self.experts = self.direct or modules.experts
+        if self.places_results:  # the products read an int32 index, as kernels compute it
+            self.regroup = [None if regroup is None else regroup.int() for regroup in self.regroup]
 
     @functools.cached_property
     def row_token(self) -> Tensor:
@@ -148,31 +171,18 @@ class _OnCuda(Pass):
             must be None in backward.
         """
         i, place = unit
-        is_placed = not place and out is not None and self._stores_in_source_order(i)
+        is_placed = not place and out is not None and self.places_results
         result_row = self.regroup[i] if is_placed else None
         groups = self.groups(unit)
         space = self.space(unit)
         return ExpertRows(rows_NM, groups, self.parameters, space, out, grad_weight_N, slots, result_row)
 
     def result_of(self, i: int) -> Tensor:
-        return self.leaving_buffer(i) if self._stores_in_source_order(i) else super().result_of(i)
+        return self.leaving_buffer(i) if self.places_results else super().result_of(i)
 
     def in_source_order(self, i: int, rows_NM: Tensor) -> None:
-        if not self._stores_in_source_order(i):
+        if not self.places_results:
             super().in_source_order(i, rows_NM)
-
-    def _stores_in_source_order(self, i: int) -> bool:
-        """Returns whether the experts' last product stores the results of chunk i in the order of arrival.
-
-        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
-        buffer that is sent back, so no copy has to undo the sorting.
-
-        i: number of the chunk.
-        """
-        regroup = self.regroup[i]
-        is_index = regroup is not None and regroup.dtype == torch.int32
-        # With send_once=True, results of one arrived row are summed before they are sent back.
-        return is_index and self.pass_plan.once is None and isinstance(self.experts, LaunchedExperts)
 
     def put_back(self, leaving_NM: Tensor, regroup: Tensor, rows_NM: Tensor) -> None:
         if self._moves_by(regroup, rows_NM):
@@ -211,6 +221,7 @@ class CudaForward(_OnCuda, Forward):
     """A forward pass on a GPU. Where possible, experts read rows as they arrived, without a sorted copy."""
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
+        self.direct = launched(plan.modules.experts, inputs.parameters, inputs.x_TM)
         super().__init__(plan, inputs, keep)
         self.take_kernels()
 
@@ -318,6 +329,7 @@ class CudaBackward(_OnCuda, Backward):
     grad_weight_home: Tensor
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
+        self.direct = launched(plan.modules.experts, saved.inputs.parameters, grad_TM)
         super().__init__(plan, grad_TM, saved)
         self.take_kernels()
         self.grad_of_piece = {}

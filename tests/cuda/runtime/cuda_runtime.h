@@ -34,6 +34,7 @@ enum cudaError_t {
   cudaErrorMapBufferObjectFailed = 205,
   cudaErrorPeerAccessUnsupported = 217,
   cudaErrorInvalidResourceHandle = 400,
+  cudaErrorNotReady = 600,
   cudaErrorCooperativeLaunchTooLarge = 720,
   cudaErrorNotSupported = 801,
   cudaErrorInvalidClusterSize = 912,

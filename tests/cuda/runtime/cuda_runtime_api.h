@@ -5,6 +5,7 @@
 
 #define PMOE_NCCL_LIBRARY "libpmoe_nccl.so"  // nccl.cpp
 
+enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3, cudaMemcpyDefault = 4 };
 constexpr unsigned cudaEventDisableTiming = 2;
 typedef struct CUevent_st* cudaEvent_t;
@@ -20,8 +21,10 @@ struct Noted {
 };
 
 inline std::vector<Noted> noted;
+inline cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 inline std::set<cudaEvent_t> events;  // that exist
 inline int64_t num_events = 0;
+inline bool are_reached = true;   // whether the device has reached the events that were recorded
 inline int64_t fails_after = -1;  // so many calls on streams succeed, and then one fails
 
 inline void note(const char* what, uintptr_t stream, std::vector<int64_t> numbers) {
@@ -62,6 +65,14 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
   return stub::call("wait", stream, {stub::number(event)});
+}
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
+  return stub::are_reached ? cudaSuccess : cudaErrorNotReady;
+}
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, stub::capture_mode);
+  return cudaSuccess;
 }
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                                    cudaStream_t stream) {

@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -39,6 +40,8 @@ bool moves = false;
 std::string folder, failing;
 int fails_after = 0;  // so many calls of the failing function succeed first
 int async_error = 0;
+std::atomic<int> aborts{0};
+std::atomic<bool> is_stuck{false};  // calls of the failing function wait until a communicator is aborted
 int depth = 0;
 std::vector<Message> queued;
 
@@ -46,6 +49,7 @@ int called(const char* name, void* stream = nullptr, int64_t first = 0, int64_t 
            int64_t third = 0) {
   if (note) note(name, stream, first, second, third);
   if (failing != name || fails_after-- > 0) return 0;
+  while (is_stuck && !aborts) usleep(1000);
   failing.clear();
   return 3;
 }
@@ -87,10 +91,13 @@ extern "C" {
 void stub_nccl_set(void (*to)(const char*, void*, int64_t, int64_t, int64_t), const char* id, int runs) {
   note = to, folder = id, moves = runs != 0;
   failing.clear(), async_error = depth = 0, queued.clear();
+  aborts = 0, is_stuck = false;
 }
 void stub_nccl_fail(const char* name, int after) { failing = name, fails_after = after; }
 void stub_nccl_async_error(int error) { async_error = error; }
+void stub_nccl_stuck(int stuck) { is_stuck = stuck != 0; }
 int stub_nccl_depth() { return depth; }
+int stub_nccl_aborts() { return aborts; }
 
 int ncclGetUniqueId(Id* id) {
   std::memset(id->bytes, 0, sizeof id->bytes);
@@ -101,6 +108,7 @@ int ncclCommInitRank(void** comm, int ranks, Id id, int rank) {
   *comm = new Comm{id.bytes, ranks, rank, {}};
   return called("ncclCommInitRank", nullptr, ranks, rank);
 }
+int ncclCommAbort(void*) { return ++aborts, 0; }
 int ncclCommGetAsyncError(void*, int* error) {
   *error = async_error;
   return called("ncclCommGetAsyncError");

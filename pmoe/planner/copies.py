@@ -49,9 +49,6 @@ is tried too.
 CLOSE_TO_BOUND = 1
 """A plan for few ranks is good enough if its time is at most this many percent above the lower bound."""
 
-GOLDEN = 0x9E3779B9
-"""2**32 divided by the golden ratio: multiples of it modulo 2**32 are spread evenly (Fibonacci hashing)."""
-
 FINE = 128
 COARSE = 48
 """Precision of a plan's time: the mean time of the ranks, divided by FINE or COARSE.
@@ -130,33 +127,6 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
     if free_bytes is None or not copy_bytes:
         return per_rank
     return min(per_rank, max(free_bytes, 0) // copy_bytes)
-
-
-def row_cuts(shares: Sequence[int]) -> list[int]:
-    """Returns the bounds that divide an expert's rows among the ranks that compute the expert.
-
-    These ranks are the expert's hosts: its owner and the ranks with copies. Every sending rank divides its
-    rows for the expert in the same proportions, and so does every chunk of its batch. Row i of the sending
-    rank s gets a number u from 0 to 2**32 - 1:
-
-        u = (i + s) * GOLDEN mod 2**32
-
-    Host j gets the rows with cut(j) <= u < cut(j + 1). The interval of a host is proportional to its share:
-
-        cut(j) = floor(2**32 * C_j / C)
-        C_j    = shares[0] + ... + shares[j - 1]
-        C      = the sum of all shares
-
-    GOLDEN is chosen so that the numbers u of successive rows are spread evenly over all values. The same is
-    true of the first rows of successive ranks. So errors of rounding cancel over the sending ranks and over
-    the chunks.
-
-    shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
-
-    Example: shares (50, 50) -> [0, 2**31, 2**32]; rows 0, 1, 2 of rank 0 go to hosts 0, 1, 0.
-    """
-    total = sum(shares)
-    return [(running << 32) // total for running in itertools.accumulate(shares, initial=0)]
 
 
 def plan_copies(

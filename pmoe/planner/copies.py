@@ -15,7 +15,8 @@ number of rows that a rank could compute while the copy is sent. The predicted t
 
 The price is ``far`` if the copy is on another node than its owner, else ``near``, and 0 if the rank has the
 copy from an earlier call. The owner pays only the dearest price, because it sends the weights only once: the
-hosts pass them on to each other.
+hosts pass them on to each other. At the end, hosts that have few rows of their own give some rows back to
+owners, which compute while they send.
 
 The plan makes the largest time of any rank small. Example: 4 ranks with one expert each, whose loads (rows of
 all ranks) are (70, 10, 10, 10). Each price is 1, and a rank may host one copy. Times are (rows of the rank's
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
@@ -182,8 +184,64 @@ def plan_copies(
         of_expert = rows.setdefault(expert, {owners[expert]: loads[expert]})
         of_expert[owners[expert]] -= part
         of_expert[rank] = of_expert.get(rank, 0) + part
+    prices = {
+        (expert, rank): 0
+        if (expert, rank) in present
+        else (limits.near if nodes[rank] == nodes[owners[expert]] else limits.far)
+        for expert, rank, _ in moves
+    }
+    _give_rows_back(rows, owners, times, prices)
     hosts = {expert: tuple(rows[expert].items()) for expert in sorted(rows)}
     return CopyPlan(hosts=hosts, before=largest, after=after)
+
+
+def _give_rows_back(
+    rows: dict[int, dict[int, int]],
+    owners: Sequence[int],
+    times: Sequence[int],
+    prices: Mapping[tuple[int, int], int],
+) -> None:
+    """Moves a few rows from hosts back to owners, because an owner computes while it sends a copy.
+
+    The search counts the price of a copy for the host and for the owner. But only the host may have to wait:
+    for the weights before its first rows for the copy, and for its gradients after its last ones. While it
+    waits, it computes rows of its own experts, about half of those that stay on their rank. The rest of the
+    price is its wait. So that an owner and the hosts of its G copies end together, the owner gets
+    wait / (G + 1) rows from each host. This is at most the price that the search counted for the owner, so no
+    rank's time becomes longer than the search said.
+
+    rows: for each expert with copies, the rows that each host computes, the owner first. The numbers are
+        changed.
+    owners: (E,) rank of each expert's parameters.
+    times: (W,) rows of all experts that each rank owns, before any are moved.
+    prices: price of each copy (expert, rank), in rows.
+
+    Example: 2 ranks, loads (1000, 0), price 60 -> the search divides the rows (500, 500). The host has no own
+    rows, so it waits as long as 60 rows take, and gives 30 rows back: (530, 470).
+    """
+    own_rows = list(times)
+    computed = list(times)
+    paid = [0] * len(times)
+    hosted = Counter[int]()
+    sent = Counter[int]()
+    for (expert, rank), price in prices.items():
+        part = rows[expert][rank]
+        owner = owners[expert]
+        own_rows[owner] -= part
+        computed[owner] -= part
+        computed[rank] += part
+        paid[rank] += price
+        hosted[rank] += 1
+        sent[owner] += 1
+    for expert, rank in prices:
+        owner = owners[expert]
+        wait = max(paid[rank] - own_rows[rank] // (2 * len(times)), 0)
+        surplus = min(wait, computed[rank] + wait - computed[owner] - paid[owner])
+        back = surplus // (hosted[rank] * (sent[owner] + 1))
+        if back > 0:
+            back = min(back, rows[expert][rank] - 1)
+            rows[expert][rank] -= back
+            rows[expert][owner] += back
 
 
 Moves = list[tuple[int, int, int]]

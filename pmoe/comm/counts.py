@@ -147,6 +147,8 @@ class RankCounts:
                          was not requested, or if a rank does not have exactly one row for each choice of its
                          tokens
         loads            (E,) load of each of the E experts: its rows from all ranks. () if not requested
+        deviations       (E,) how uneven the ranks' rows for an expert are: the largest difference between the
+                         expert's load and W times the rows of one rank. () if loads are not requested
         marks            maximum over all ranks of each number in `Loads.marks`, such as 1 if a rank's experts
                          have changed. () if not requested
     """
@@ -168,6 +170,7 @@ class RankCounts:
     copied_experts: int = 0
     relays_copies: bool = False
     loads: tuple[int, ...] = ()
+    deviations: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()
 
     @property
@@ -344,9 +347,10 @@ class Slots:
 class Loads:
     """A request to the exchange of row counts: for the load of each expert, and maxima of other numbers.
 
-    The load of an expert is the number of rows that all ranks together have for it. When the row counts have
-    arrived, each rank knows the loads of its own experts. A max-reduction then gives all loads to all ranks:
-    each rank passes its own loads, and 0 for the experts of other ranks.
+    The load of an expert is the number of rows that all ranks together have for it. Its deviation is the
+    largest difference between the load and W times the rows of one of W ranks. When the row counts have
+    arrived, each rank knows the loads and deviations of its own experts. A max-reduction then gives all of
+    them to all ranks: each rank passes its own numbers, and 0 for the experts of other ranks.
 
     own_place: this rank's number in `Grid.ep`, the ranks over which experts are spread. If each rank has
         E_local experts, expert i of this rank has the number own_place * E_local + i among the E experts. If
@@ -366,34 +370,40 @@ class Loads:
     @property
     def size(self) -> int:
         """The number of values that the loads and marks add to the max-reduction of the exchange."""
-        return self.num_experts + len(self.marks)
+        return 2 * self.num_experts + len(self.marks)
 
     def write(self, recv_FWE: Tensor, out: Tensor) -> None:
-        """Writes this rank's input of a max-reduction: the loads of its experts, and the object's ``marks``.
+        """Writes this rank's input of a max-reduction: numbers of its experts, and the object's ``marks``.
 
         recv_FWE: (F, W, E_local) int64: the rows in each of F bins from each of W ranks for each expert of
             this rank.
-        out: (`size`,) int64, memory for all numbers, filled with zeros. The loads are written at the indices
-            of this rank's experts among all E experts. The marks are written after index E - 1.
+        out: (`size`,) int64, memory for all numbers, filled with zeros. It has the loads of all E experts,
+            then the deviations of all E experts, then the marks. The loads and deviations of this rank's
+            experts are written at the experts' indices.
         """
-        num_local = recv_FWE.shape[2]
+        num_ranks, num_local = recv_FWE.shape[1:]
         first = self.own_place * num_local
-        out[first : first + num_local] = recv_FWE.sum((0, 1))
-        for at, mark in enumerate(self.marks, start=self.num_experts):
+        rows_WE = recv_FWE.sum(0)
+        loads_E = rows_WE.sum(0)
+        of_experts = out[: 2 * self.num_experts].view(2, -1)[:, first : first + num_local]
+        of_experts[0] = loads_E
+        of_experts[1] = (rows_WE * num_ranks - loads_E).abs().amax(0)
+        for at, mark in enumerate(self.marks, start=2 * self.num_experts):
             out[at] = mark
 
     def read(self, counts: RankCounts, agreed: Sequence[int]) -> RankCounts:
-        """Returns a copy of the row counts that also has the load of each expert and the largest marks.
+        """Returns a copy of the row counts with each expert's load and deviation, and the largest marks.
 
-        Each rank has written the loads of its own experts and 0 for the other experts (`write`), so the
-        maximum over ranks is the load of each expert.
+        Each rank has written the numbers of its own experts and 0 for the other experts (`write`), so the
+        maximum over ranks is the number of each expert.
 
         counts: the row counts.
         agreed: the result of the max-reduction. Its last `size` numbers are the maxima of what `write` wrote.
         """
-        numbers = agreed[len(agreed) - self.size :]
+        numbers = tuple(agreed[len(agreed) - self.size :])
+        ends = (self.num_experts, 2 * self.num_experts)
         return replace(
-            counts, loads=tuple(numbers[: self.num_experts]), marks=tuple(numbers[self.num_experts :])
+            counts, loads=numbers[: ends[0]], deviations=numbers[slice(*ends)], marks=numbers[ends[1] :]
         )
 
 

@@ -30,7 +30,6 @@ Letters: T tokens, K choices, E experts of all ranks, W ranks.
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -59,8 +58,9 @@ from pmoe.experts.architecture import architecture_of, first_difference, why_not
 from pmoe.experts.copied_modules import values_of
 from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
-from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, plan_copies
+from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.copy_price import prices_of_copy
+from pmoe.planner.copy_rows import GOLDEN, own_first_parts
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
@@ -488,27 +488,33 @@ def planned_copies(
         return None
     owners = owners_of(modules)
     nodes = node_of_ranks(modules)
-    copies = functools.partial(
-        HostedCopies,
-        rank=modules.grid.ep.rank,
-        num_ranks=modules.grid.ep.size,
-        num_local=modules.experts.num_local_experts,
-        trained=trained,
-    )
+    num_ranks = modules.grid.ep.size
+
+    def hosted_copies(plan: CopyPlan) -> HostedCopies:
+        return HostedCopies(
+            plan=plan,
+            rank=modules.grid.ep.rank,
+            num_ranks=num_ranks,
+            num_local=modules.experts.num_local_experts,
+            trained=trained,
+            own_first=own_first_parts(plan, counts.deviations, num_ranks, sum(loads)),
+        )
+
     if kept is not None:
         # The price of other copies is raised by `LEAST_GAIN` of a rank's mean number of rows. So the kept
         # copies are replaced only for a clear gain.
-        margin = math.ceil(LEAST_GAIN * sum(loads) / modules.grid.ep.size)
+        margin = math.ceil(LEAST_GAIN * sum(loads) / num_ranks)
         sticky = replace(limits, near=limits.near + margin, far=limits.far + margin)
         plan = plan_copies(loads, owners, nodes, sticky, kept.pairs)
         if plan.pairs <= kept.pairs:
             if not pays(plan):
                 return None
-            return copies(plan=with_pairs(plan, loads, owners, kept.pairs), fate="present", kept=kept)
+            hosted = hosted_copies(with_pairs(plan, loads, owners, kept.pairs))
+            return replace(hosted, fate="present", kept=kept)
     plan = plan_copies(loads, owners, nodes, limits)
     if not pays(plan):
         return None
-    hosted: HostedCopies = copies(plan=plan)
+    hosted = hosted_copies(plan)
     cache.kept_copies = None
     evaluates = not (counts.needs_grad or modules.ranks.any_trains)
     if may_stay and modules.options.budget is None and (evaluates or max(cache.calls_alike) > 1):
@@ -614,7 +620,7 @@ def indices_of_rows(
 
     Experts and copies are numbered together (`HostedCopies`). The hosts of an expert are the ranks that
     compute its rows. This rank's rows for one expert are numbered in the order of the slots. The number of a
-    row decides which host computes the row (`pmoe.planner.copies.row_cuts`).
+    row decides which host computes the row (`pmoe.planner.copy_rows.row_cuts`).
 
     copies: the copies of the call.
     expert_TK: (T, K) int64 or int32, the K experts that the gate chose for each of T tokens.

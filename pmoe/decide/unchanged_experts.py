@@ -21,7 +21,7 @@ from pmoe.experts.architecture import architecture_of
 from pmoe.experts.base import Experts
 from pmoe.experts.copied_modules import values_of
 from pmoe.experts.operands import local_part, value_names
-from pmoe.planner.copies import GOLDEN
+from pmoe.planner.copy_rows import GOLDEN
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """{bytes of an element: the integer type in which its bits are read for a checksum}.

@@ -15,7 +15,8 @@ number of rows that a rank could compute while the copy is sent. The predicted t
 
 The price is ``far`` if the copy is on another node than its owner, else ``near``, and 0 if the rank has the
 copy from an earlier call. The owner pays only the dearest price, because it sends the weights only once: the
-hosts pass them on to each other.
+hosts pass them on to each other. At the end, hosts that have few rows of their own give some rows back to
+owners, which compute while they send.
 
 The plan makes the largest time of any rank small. Example: 4 ranks with one expert each, whose loads (rows of
 all ranks) are (70, 10, 10, 10). Each price is 1, and a rank may host one copy. Times are (rows of the rank's
@@ -32,6 +33,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
@@ -48,9 +50,6 @@ is tried too.
 
 CLOSE_TO_BOUND = 1
 """A plan for few ranks is good enough if its time is at most this many percent above the lower bound."""
-
-GOLDEN = 0x9E3779B9
-"""2**32 divided by the golden ratio: multiples of it modulo 2**32 are spread evenly (Fibonacci hashing)."""
 
 FINE = 128
 COARSE = 48
@@ -132,33 +131,6 @@ def copies_within(per_rank: int, copy_bytes: int, free_bytes: int | None = None)
     return min(per_rank, max(free_bytes, 0) // copy_bytes)
 
 
-def row_cuts(shares: Sequence[int]) -> list[int]:
-    """Returns the bounds that divide an expert's rows among the ranks that compute the expert.
-
-    These ranks are the expert's hosts: its owner and the ranks with copies. Every sending rank divides its
-    rows for the expert in the same proportions, and so does every chunk of its batch. Row i of the sending
-    rank s gets a number u from 0 to 2**32 - 1:
-
-        u = (i + s) * GOLDEN mod 2**32
-
-    Host j gets the rows with cut(j) <= u < cut(j + 1). The interval of a host is proportional to its share:
-
-        cut(j) = floor(2**32 * C_j / C)
-        C_j    = shares[0] + ... + shares[j - 1]
-        C      = the sum of all shares
-
-    GOLDEN is chosen so that the numbers u of successive rows are spread evenly over all values. The same is
-    true of the first rows of successive ranks. So errors of rounding cancel over the sending ranks and over
-    the chunks.
-
-    shares: the rows of each host, from `CopyPlan.hosts`. Their sum must be positive.
-
-    Example: shares (50, 50) -> [0, 2**31, 2**32]; rows 0, 1, 2 of rank 0 go to hosts 0, 1, 0.
-    """
-    total = sum(shares)
-    return [(running << 32) // total for running in itertools.accumulate(shares, initial=0)]
-
-
 def plan_copies(
     loads: Sequence[int],
     owners: Sequence[int],
@@ -212,8 +184,64 @@ def plan_copies(
         of_expert = rows.setdefault(expert, {owners[expert]: loads[expert]})
         of_expert[owners[expert]] -= part
         of_expert[rank] = of_expert.get(rank, 0) + part
+    prices = {
+        (expert, rank): 0
+        if (expert, rank) in present
+        else (limits.near if nodes[rank] == nodes[owners[expert]] else limits.far)
+        for expert, rank, _ in moves
+    }
+    _give_rows_back(rows, owners, times, prices)
     hosts = {expert: tuple(rows[expert].items()) for expert in sorted(rows)}
     return CopyPlan(hosts=hosts, before=largest, after=after)
+
+
+def _give_rows_back(
+    rows: dict[int, dict[int, int]],
+    owners: Sequence[int],
+    times: Sequence[int],
+    prices: Mapping[tuple[int, int], int],
+) -> None:
+    """Moves a few rows from hosts back to owners, because an owner computes while it sends a copy.
+
+    The search counts the price of a copy for the host and for the owner. But only the host may have to wait:
+    for the weights before its first rows for the copy, and for its gradients after its last ones. While it
+    waits, it computes rows of its own experts, about half of those that stay on their rank. The rest of the
+    price is its wait. So that an owner and the hosts of its G copies end together, the owner gets
+    wait / (G + 1) rows from each host. This is at most the price that the search counted for the owner, so no
+    rank's time becomes longer than the search said.
+
+    rows: for each expert with copies, the rows that each host computes, the owner first. The numbers are
+        changed.
+    owners: (E,) rank of each expert's parameters.
+    times: (W,) rows of all experts that each rank owns, before any are moved.
+    prices: price of each copy (expert, rank), in rows.
+
+    Example: 2 ranks, loads (1000, 0), price 60 -> the search divides the rows (500, 500). The host has no own
+    rows, so it waits as long as 60 rows take, and gives 30 rows back: (530, 470).
+    """
+    own_rows = list(times)
+    computed = list(times)
+    paid = [0] * len(times)
+    hosted = Counter[int]()
+    sent = Counter[int]()
+    for (expert, rank), price in prices.items():
+        part = rows[expert][rank]
+        owner = owners[expert]
+        own_rows[owner] -= part
+        computed[owner] -= part
+        computed[rank] += part
+        paid[rank] += price
+        hosted[rank] += 1
+        sent[owner] += 1
+    for expert, rank in prices:
+        owner = owners[expert]
+        wait = max(paid[rank] - own_rows[rank] // (2 * len(times)), 0)
+        surplus = min(wait, computed[rank] + wait - computed[owner] - paid[owner])
+        back = surplus // (hosted[rank] * (sent[owner] + 1))
+        if back > 0:
+            back = min(back, rows[expert][rank] - 1)
+            rows[expert][rank] -= back
+            rows[expert][owner] += back
 
 
 Moves = list[tuple[int, int, int]]

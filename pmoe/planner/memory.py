@@ -136,7 +136,9 @@ def predict(
     padded = call.spread == "padded"  # before backward copies padded rows again, it makes them again
     forward_work = _forward_work(sizes, call, forward, backward, forward_held, restore)
     forward_work += inner_bytes * (1 + padded) + copies.forward
-    backward_work = _backward_work(sizes, call, backward, backward_held, restore) + copies.backward
+    held_weights = _held_weights(sizes, call, backward, rearranged)
+    backward_work = _backward_work(sizes, call, backward, backward_held, restore, held_weights)
+    backward_work += copies.backward
     backward_work += inner_bytes * (1 + (padded and restore.dispatched in GATHERED_AGAIN))
     # FSDP2 gathers sharded experts into one message, and copies them from it into the parameters.
     weights = sizes.gathered_bytes
@@ -156,8 +158,7 @@ def predict(
     # The sums of gradients are rounded after the last task, when only the buffers still exist. Programs have
     # freed these, too.
     at_the_end = beside_work + backward_held.summing * (not sizes.programs) + rounding
-    at_the_end += _held_weights(sizes, call, backward)
-    at_the_end += rounded_backward.held
+    at_the_end += held_weights + rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
     # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
     # and 12 with an index for each (token, choice) slot.
@@ -448,7 +449,8 @@ def _forward_work(
     """
     rounded = bytes_of_rounded(sizes, forward, "forward", restore)
     # The pass also holds the routing weights of rows that stay, in sorted order.
-    weights = (3 * (forward.received + forward.sent) + call.slots) * sizes.weight_size
+    in_messages = (3 if _has_more_messages(sizes) else 1) * (forward.received + forward.sent)
+    weights = (in_messages + call.slots) * sizes.weight_size
     if sizes.programs:  # their kernels compute in the buffers
         return buffers.summing + weights + SMALL
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
@@ -471,7 +473,12 @@ def _forward_work(
 
 
 def _backward_work(
-    sizes: LayerSizes, call: CallRows, backward: PassRows, buffers: PassBytes, restore: Restore
+    sizes: LayerSizes,
+    call: CallRows,
+    backward: PassRows,
+    buffers: PassBytes,
+    restore: Restore,
+    held_weights: int,
 ) -> int:
     """Returns the most bytes that backward needs at once, without two parts that the caller adds.
 
@@ -491,12 +498,13 @@ def _backward_work(
     backward: numbers of rows of the pass.
     buffers: bytes of backward's buffers at several moments (`PassBytes`).
     restore: the restore pair.
+    held_weights: bytes of routing weights and their gradients (`_held_weights`).
     """
     if sizes.programs:  # their kernels compute in the buffers, and sum routing weights' gradients in parts
         units = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
         summed_rows = min(units, 2) * backward.largest_unit  # two products' sums are added up in one launch
         parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * summed_rows * WIDE
-        return buffers.summing + parts + _held_weights(sizes, call, backward) + SMALL
+        return buffers.summing + parts + held_weights + SMALL
     rounded = bytes_of_rounded(sizes, backward, "backward", restore)
     wide = _product_size(sizes)
     products = _block_rows(sizes, backward) * sizes.columns.scratch * wide
@@ -531,19 +539,35 @@ def _backward_work(
         buffers.leaving + _result_packing(sizes, backward),
         buffers.computing + _hidden_packing(sizes, backward, restore),
     )
-    return largest + rounded.held + _held_weights(sizes, call, backward) + _whole_rows(sizes, call, backward)
+    return largest + rounded.held + held_weights + _whole_rows(sizes, call, backward)
 
 
-def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows) -> int:
-    """Returns the bytes of routing weights and of their gradients in backward.
+def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows, rearranged: bool) -> int:
+    """Returns the bytes of routing weights and of their gradients in backward, without the saved weights.
 
-    Weights exist twice, and so do gradients: in the order of arrival, and sorted by expert.
+    For received rows these are the gradients sorted by expert, and, if rows come from several ranks, the
+    gradients in the order of arrival. If backward has other chunks than forward, the weights are copied.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
     backward: numbers of rows of the pass.
+    rearranged: whether the backward pass has another number of chunks than the forward pass.
     """
-    return (3 * backward.received + 4 * call.slots) * sizes.weight_size
+    of_received = 1 + any(backward.extent.regrouped) + rearranged
+    if _has_more_messages(sizes):
+        of_received = 3
+    return (of_received * backward.received + 4 * call.slots) * sizes.weight_size
+
+
+def _has_more_messages(sizes: LayerSizes) -> bool:
+    """Returns whether routing weights, or numbers beside them, take more messages than one.
+
+    Experts that are split over ranks gather weights inside the node. With ``send_once`` a second message has
+    numbers of rows. Programs hold all weights until their end.
+
+    sizes: sizes of the layer.
+    """
+    return sizes.esp_size > 1 or sizes.merges or sizes.programs
 
 
 def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[WireName]:
@@ -886,8 +910,11 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     picked = call.choices > sizes.top_k
     order = call.slots * INDEX * (2 + (sizes.top_k > 1) + 2 * picked)
     order += call.slots * (INDEX + INDEX // 2) * rows.merged  # the sent row that carries each slot
-    regrouped = any(rows.extent.regrouped)
-    return order + rows.sent * INDEX + rows.received * INDEX * 2 * regrouped
+    # One index sorts the rows of each chunk, and another the weights of all chunks. On the CPU, both are the
+    # same tensor if there is one chunk, unless several weights share a row.
+    is_shared = rows.num_chunks == 1 and not sizes.merges and sizes.device_type == "cpu"
+    indices = any(rows.extent.regrouped) * (1 if is_shared else 2)
+    return order + rows.sent * INDEX + rows.received * INDEX * indices
 
 
 def _gate_gradients(sizes: LayerSizes, call: CallRows) -> int:

@@ -5,21 +5,22 @@ rank has its own tasks on its compute lane. A collective is one task of all rank
 have reached it, and takes as long as its busiest rank needs. So the simulation shows how ranks wait for the
 rank with most rows, and how much copies of busy experts (`pmoe.planner.copies`) help.
 
-Assumptions: all ranks have equally many tokens, and send each expert the same fraction of their rows.
-Gathering and summing rows within a rank takes no time. Sending routing weights takes no time. A broadcast of
-weights is pipelined in pieces, so it takes as long as its busiest link.
+Assumptions: all ranks have equally many tokens, and the same number of them for an expert. Gathering and
+summing rows within a rank takes no time. Sending routing weights takes no time.
 
 Letters: W ranks, n chunks, M = d_model.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.copies import CopyPlan
+from pmoe.planner.copy_rows import WHOLE, shares_of_source
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Stages, Task, local_pieces
@@ -153,10 +154,15 @@ def uneven_pass(
     """
     stages = Stages(local=True, remote=True)
     if plan is not None and plan.hosts:
-        stages = Stages(local=True, remote=True, copies="keep", local_copies=True)
+        relays = any(len(hosts) > 2 for hosts in plan.hosts.values())
+        stages = Stages(local=True, remote=True, copies="keep", local_copies=True, relays_copies=relays)
     schedule = forward_schedule(n, stages) if direction == "forward" else backward_schedule(n, stages)
     costs = _task_costs(layer, cluster, n, direction, plan)
     return simulate(tasks_of_ranks(schedule, cluster.num_ranks), costs)
+
+
+_Traffic = defaultdict[tuple[int, int], float]
+"""What ranks send each other: for pairs (sending rank, receiving rank) a number of rows or of bytes."""
 
 
 def _task_costs(
@@ -164,8 +170,8 @@ def _task_costs(
 ) -> Callable[[RankTask], float]:
     """Returns a function that gives the seconds of a task in a pass of n chunks.
 
-    If a rank hosts a copy of an expert, it does not send its own tokens' rows for that expert. It computes
-    them in tasks of their own, as the rows that stay for its own experts.
+    A rank that hosts a copy of an expert does not send its own tokens' rows for that expert, up to its share.
+    It computes them in tasks of their own, as the rows that stay for its own experts.
 
     layer: sizes of the layer, and the loads of its experts.
     cluster: the machines.
@@ -173,13 +179,21 @@ def _task_costs(
     direction: "forward" or "backward".
     plan: copies of busy experts; None if no expert has copies.
     """
-    num_ranks = cluster.num_ranks
-    own_rows, copy_rows = _rows(layer, num_ranks, plan)
+    plan = plan or CopyPlan(hosts={}, before=0, after=0)
     pieces = local_pieces(n, local=True, remote=True)
-    dispatch = _exchange(layer, cluster, [a + b for a, b in zip(own_rows, copy_rows, strict=True)], n)
-    weights = _broadcast(layer, cluster, plan)
-    collectives = {Kind.DISPATCH: dispatch, Kind.COMBINE: dispatch}
-    collectives |= {Kind.COPY_WEIGHTS: weights, Kind.COPY_GRADIENTS: weights}
+    of_experts, of_copies = _rows(layer, cluster.num_ranks, plan)
+    chunk_bytes = _Traffic(float)
+    for rows in (of_experts, of_copies):
+        for pair, count in rows.items():
+            chunk_bytes[pair] += count * layer.row_bytes / n
+    dispatch = _seconds(chunk_bytes, cluster)
+    scattered, relayed = (_seconds(traffic, cluster) for traffic in _weights(layer, plan))
+    collectives = {
+        **dict.fromkeys((Kind.DISPATCH, Kind.COMBINE), dispatch),
+        **dict.fromkeys((Kind.COPY_WEIGHTS, Kind.COPY_GRADIENTS), scattered),
+        **dict.fromkeys((Kind.RELAY_WEIGHTS, Kind.RELAY_GRADIENTS), relayed),
+    }
+    own_arriving, copies_arriving = (_arriving(rows) for rows in (of_experts, of_copies))
 
     # Times the products of a row: gradients of rows, and of parameters if the same task computes them.
     in_one_task = 2 if layer.are_modules and direction == "backward" else 1
@@ -189,93 +203,100 @@ def _task_costs(
 
     def seconds(of: RankTask) -> float:
         kind = of.task.kind
-        if of.rank < 0:
+        rank = of.rank
+        if rank < 0:
             return collectives.get(kind, 0.0)
-        own = own_rows[of.rank]
-        copied = copy_rows[of.rank]
         if kind in (Kind.LOCAL, Kind.LOCAL_WGRAD, Kind.LOCAL_COPY_WGRAD):
             chunks = n - pieces + 1 if of.task.chunk % pieces == 0 else 1
-            staying = own if of.task.chunk < pieces else copied
+            staying = of_experts if of.task.chunk < pieces else of_copies
             times = in_one_task if kind is Kind.LOCAL else 2 - in_one_task
-            return products(staying / num_ranks * chunks / n, times)
-        travelling = (num_ranks - 1) / num_ranks / n  # fraction of the rows that one task receives
+            return products(staying[rank, rank] * chunks / n, times)
         if kind is Kind.COMPUTE:
-            return products((own + copied) * travelling, in_one_task)
+            return products((own_arriving[rank] + copies_arriving[rank]) / n, in_one_task)
         if kind in (Kind.WGRAD, Kind.COPY_WGRAD):
-            return products((own if kind is Kind.WGRAD else copied) * travelling, 2 - in_one_task)
+            arriving = own_arriving if kind is Kind.WGRAD else copies_arriving
+            return products(arriving[rank] / n, 2 - in_one_task)
         return 0.0
 
     return seconds
 
 
-def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan | None) -> tuple[list[int], list[int]]:
-    """Returns the rows of each rank: (rows for its own experts, rows for copies of other ranks' experts).
+def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
+    """Returns the rows that ranks send: (rows for the experts of a rank, rows for its copies).
+
+    Rows from a rank to itself count, too. A rank computes its own rows for an expert with copies itself, if
+    it is a host, up to its share (`pmoe.planner.copy_rows`).
 
     layer: sizes of the layer, and the loads of its experts.
     num_ranks: number of ranks.
-    plan: copies of busy experts; None if no expert has copies.
+    plan: copies of busy experts.
     """
-    own_rows = [0] * num_ranks
-    copy_rows = [0] * num_ranks
+    of_experts = _Traffic(float)
+    of_copies = _Traffic(float)
     for expert, (load, owner) in enumerate(zip(layer.loads, layer.owners(num_ranks), strict=True)):
-        own, *copies = ((owner, load),) if plan is None else plan.hosts.get(expert, ((owner, load),))
-        own_rows[owner] += own[1]
-        for rank, rows in copies:
-            copy_rows[rank] += rows
-    return own_rows, copy_rows
+        hosts = plan.hosts.get(expert, ((owner, load),))
+        for source in range(num_ranks):
+            shares = shares_of_source(hosts, source, num_ranks, WHOLE)
+            of_source = load / num_ranks / sum(shares)
+            for (rank, _), share in zip(hosts, shares, strict=True):
+                if share:
+                    (of_experts if rank == owner else of_copies)[source, rank] += share * of_source
+    return of_experts, of_copies
 
 
-def _exchange(layer: UnevenLayer, cluster: Cluster, rows: Sequence[int], n: int) -> float:
-    """Returns the seconds of one chunk's all-to-all, dispatch or combine.
+def _arriving(rows: _Traffic) -> defaultdict[int, float]:
+    """Returns the rows that each rank receives from other ranks.
 
-    layer: sizes of the layer.
-    cluster: the machines.
-    rows: for each rank, the rows that its experts and copies compute in the whole pass. Each of the W ranks
-        sends 1 / W of these rows.
-    n: number of chunks.
+    rows: the rows that ranks send each other.
     """
-    num_ranks = cluster.num_ranks
-    local = cluster.ranks_per_machine
-    total = sum(rows)
-    slowest = 0.0
-    for first in range(0, num_ranks, local):
-        of_node = sum(rows[first : first + local])
-        for own in rows[first : first + local]:
-            inside = max(of_node - own, own * (local - 1)) / num_ranks
-            outside = max(total - of_node, own * (num_ranks - local)) / num_ranks
-            for link, part, peers in (
-                (cluster.inside, inside, local - 1),
-                (cluster.outside, outside, num_ranks - local),
-            ):
-                if peers:
-                    of_link = link.alpha_seconds * peers + link.beta_seconds * part * layer.row_bytes / n
-                    slowest = max(slowest, of_link)
-    return slowest
+    arriving = defaultdict[int, float](float)
+    for (source, rank), count in rows.items():
+        if source != rank:
+            arriving[rank] += count
+    return arriving
 
 
-def _broadcast(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan | None) -> float:
-    """Returns the seconds to send the weights of all copies to their hosts, or their gradients back.
+def _weights(layer: UnevenLayer, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
+    """Returns the bytes of copies' weights that ranks send: (owners to hosts, hosts to each other).
 
-    A rank receives the weights of the copies that it hosts. If one of its own experts has copies, the rank
-    sends the expert's weights once over each link (inside the node, between nodes) that leads to a host.
+    If an expert has C copies, its owner sends each host one of C parts (V), and each host sends its part to
+    all other hosts (VR), as `pmoe.engine.plan.copies` says. Gradients take the same ways back.
 
     layer: sizes of the layer.
+    plan: copies of busy experts.
+    """
+    scattered = _Traffic(float)
+    relayed = _Traffic(float)
+    for (owner, _), *copies in plan.hosts.values():
+        part_bytes = layer.expert_bytes / len(copies)
+        ranks = [rank for rank, _ in copies]
+        for rank in ranks:
+            scattered[owner, rank] += part_bytes
+        for pair in itertools.permutations(ranks, 2):
+            relayed[pair] += part_bytes
+    return scattered, relayed
+
+
+def _seconds(num_bytes: _Traffic, cluster: Cluster) -> float:
+    """Returns the seconds of an all-to-all: those of the rank that sends or receives longest over its links.
+
+    A rank has two links: to the ranks of its machine, and to other machines. Each link sends and receives at
+    the same time. What a rank sends to itself takes no time.
+
+    num_bytes: the bytes that ranks send each other.
     cluster: the machines.
-    plan: copies of busy experts; None if no expert has copies.
     """
     nodes = nodes_of(cluster)
-    received: Counter[tuple[int, bool]] = Counter()
-    sent: Counter[tuple[int, bool]] = Counter()
-    for hosts in plan.hosts.values() if plan is not None else ():
-        owner = hosts[0][0]
-        are_far = [nodes[rank] != nodes[owner] for rank, _ in hosts[1:]]
-        for (rank, _), is_far in zip(hosts[1:], are_far, strict=True):
-            received[rank, is_far] += 1
-        for is_far in set(are_far):
-            sent[owner, is_far] += 1
-    seconds = 0.0
-    for key in received.keys() | sent.keys():
-        link = cluster.outside if key[1] else cluster.inside
-        num_copies = max(received[key], sent[key])
-        seconds = max(seconds, num_copies * link(layer.expert_bytes))
-    return seconds
+    peers = Counter[tuple[int, str, bool]]()
+    of_link = defaultdict[tuple[int, str, bool], float](float)
+    for (source, target), count in num_bytes.items():
+        if source != target and count:
+            is_far = nodes[source] != nodes[target]
+            for key in ((source, "sends", is_far), (target, "receives", is_far)):
+                peers[key] += 1
+                of_link[key] += count
+    slowest = 0.0
+    for key, count in of_link.items():
+        link = cluster.outside if key[2] else cluster.inside
+        slowest = max(slowest, link.alpha_seconds * peers[key] + link.beta_seconds * count)
+    return slowest

@@ -188,6 +188,28 @@ def test_every_chunk_of_every_rank_has_equally_many_rows(world: int) -> None:
             assert abs(of_chunk - 2000 * 2 / n) < 0.05 * 2000 * 2 / n
 
 
+def travelled_job(rank: int, world: int, of_ranks: tuple[int, ...], options: dict[str, Any]) -> list[int]:
+    """The rows that this rank computes, by the rank of their tokens. 80 % of all rows go to expert 0."""
+    layer = build(4, 1, 0.8, (0,), balance=1, **options)
+    layer(tokens(of_ranks[rank], rank))
+    counts = layer.row_counts
+    assert counts is not None
+    return counts.recv.sum((0, 2)).tolist()
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"pipeline": 2, "memory_reuse": "S4"}], ids=str)
+def test_a_host_computes_its_own_rows_for_a_copied_expert(options: dict[str, Any]) -> None:
+    # Expert 0 gets 3,200 of 4,000 rows. Ranks 0 and 1 have 1,600 of them, and compute 1,733 and 1,467.
+    for rank, rows in enumerate(ranks(2).run(travelled_job, (2000, 2000), options)):
+        assert abs(sum(rows) - 2000) < 0.05 * 2000
+        assert rows[1 - rank] < 0.15 * 2000
+
+
+def test_rows_of_unequal_ranks_are_divided_evenly() -> None:
+    for rows in ranks(2).run(travelled_job, (4000, 0), {"pipeline": 2}):
+        assert abs(sum(rows) - 2000) < 0.05 * 2000
+
+
 def learnt_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Steps that search n by trials, under a skewed and an even load; the tables of n that they learnt."""
     found = []

@@ -1,4 +1,4 @@
-"""Copies of busy experts: the plan against an exhaustive search, and the division of a source's rows.
+"""Copies of busy experts: the plan against an exhaustive search.
 
 A problem is a tuple of the arguments of `plan_copies`: loads, owners, nodes, limits and present copies.
 """
@@ -6,11 +6,10 @@ A problem is a tuple of the arguments of `plan_copies`: loads, owners, nodes, li
 import itertools
 import random
 from collections import Counter
-from fractions import Fraction
 
 import pytest
 
-from pmoe.planner.copies import GOLDEN, CopyLimits, CopyPlan, copies_within, plan_copies, row_cuts
+from pmoe.planner.copies import CopyLimits, CopyPlan, copies_within, plan_copies
 
 Problem = tuple[list[int], list[int], list[int], CopyLimits, set[tuple[int, int]]]
 
@@ -110,8 +109,9 @@ def check(problem: Problem, plan: CopyPlan) -> None:
     hosted = Counter(rank for _, rank in plan.pairs)
     assert max(hosted.values(), default=0) <= limits.per_rank
     rows = plan.rows_of_ranks(loads, owners, len(nodes))
-    paid = prices(problem, set(plan.pairs))
-    assert max(a + b for a, b in zip(rows, paid, strict=True)) <= plan.after <= plan.before
+    for expert, rank in plan.pairs:
+        rows[rank] += price(problem, expert, rank)
+    assert max(rows) <= plan.after <= plan.before
     assert plan.before == max(CopyPlan(hosts={}, before=0, after=0).rows_of_ranks(loads, owners, len(nodes)))
 
 
@@ -157,6 +157,16 @@ def test_the_time_of_a_choice_of_hosts_is_that_of_the_best_of_all_divisions_of_r
                     time[rank] += rows
             times.append(max(time))
         assert least_time(problem, pairs) == min(times)
+
+
+def test_hosts_without_own_rows_give_rows_back_while_messages_travel() -> None:
+    limits = CopyLimits(per_rank=1, near=60, far=60)
+    assert plan_copies((1000, 0), (0, 1), (0, 0), limits).hosts == {0: ((0, 530), (1, 470))}
+    # Half of the rows that stay on rank 1 are computed beside the messages: 40 / 2 / 2.
+    assert plan_copies((960, 40), (0, 1), (0, 0), limits).hosts == {0: ((0, 525), (1, 435))}
+    assert plan_copies((760, 240), (0, 1), (0, 0), limits).hosts == {0: ((0, 500), (1, 260))}
+    free = CopyLimits(per_rank=1)
+    assert plan_copies((1000, 0), (0, 1), (0, 0), free).hosts == {0: ((0, 500), (1, 500))}
 
 
 def test_the_example_of_the_module() -> None:
@@ -292,45 +302,6 @@ def test_4096_ranks_are_planned() -> None:
     plan = plan_copies(loads, owners, [rank // 8 for rank in range(4096)], limits)
     check((loads, owners, [rank // 8 for rank in range(4096)], limits, set()), plan)
     assert max(plan.rows_of_ranks(loads, owners, 4096)) * 4096 <= 1.1 * sum(loads)
-
-
-def split_rows(first: int, stop: int, shares: list[int], source: int) -> list[int]:
-    """How many of a source's rows, from number ``first`` to ``stop``, each host gets."""
-    cuts = row_cuts(shares)
-    positions = [(row + source) * GOLDEN % 2**32 for row in range(first, stop)]
-    return [sum(start <= position < end for position in positions) for start, end in itertools.pairwise(cuts)]
-
-
-def test_hosts_get_their_fraction_of_every_part_of_every_source() -> None:
-    draw = random.Random(0)
-    for _ in range(300):
-        shares = [draw.randint(0, 1000) for _ in range(draw.randint(1, 6))]
-        shares[0] += 1
-        first = draw.randint(0, 1000)
-        rows = draw.randint(0, 100)
-        parts = split_rows(first, first + rows, shares, draw.randrange(10**6))
-        assert sum(parts) == rows
-        for part, share in zip(parts, shares, strict=True):
-            assert abs(part - Fraction(rows * share, sum(shares))) < 3
-
-
-@pytest.mark.parametrize("num_sources", [8, 64, 4096])
-def test_errors_of_rounding_cancel_over_the_sources(num_sources: int) -> None:
-    draw = random.Random(num_sources)
-    shares = [17, 5, 5, 3]
-    rows = [draw.randint(0, 3) for _ in range(num_sources)]
-    parts = [split_rows(0, of_source, shares, source) for source, of_source in enumerate(rows)]
-    for host, share in enumerate(shares):
-        error = sum(part[host] for part in parts) - Fraction(sum(rows) * share, sum(shares))
-        assert abs(error) <= 2 + num_sources**0.5 / 3
-
-
-def test_the_rule_of_remainders() -> None:
-    assert row_cuts([50, 50]) == [0, 2**31, 2**32]
-    assert row_cuts([0, 4, 0]) == [0, 0, 2**32, 2**32]
-    assert split_rows(0, 3, [50, 50], 0) == [2, 1]
-    assert split_rows(0, 3, [50, 50], 1) == [1, 2]
-    assert split_rows(0, 4, [0, 4, 0], 5) == [0, 4, 0]
 
 
 def test_bytes_bound_the_copies_of_a_rank() -> None:

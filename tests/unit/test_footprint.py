@@ -403,7 +403,7 @@ def even_rows(sizes: LayerSizes, call: CallRows, n: int) -> PassRows:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
 def test_with_copies_the_bound_is_at_most_35_percent_above_the_even_peak(num_ranks: int, name: str) -> None:
     pair = STRATEGIES[name]
     for n, k, top_k in ((1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 2, 2)):

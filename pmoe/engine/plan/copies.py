@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pmoe.planner.copies import CopyPlan, row_cuts
+from pmoe.planner.copies import CopyPlan
+from pmoe.planner.copy_rows import row_cuts, shares_of_source
 from pmoe.schedule.restore import CopiesFate
 from pmoe.schedule.tasks import Stages
 
@@ -111,6 +112,8 @@ class HostedCopies:
         sends them again, "present" uses the weights that an earlier call has kept.
     kept: the record in which the copies' weights are kept for later calls; None if they are not kept. With
         fate="present" the record has the weights already.
+    own_first: for each expert with copies, the part of its rows, in 1024ths, that is divided own first
+        (`pmoe.planner.copy_rows`); 0 for experts that are not in the dict.
     """
 
     plan: CopyPlan
@@ -120,6 +123,7 @@ class HostedCopies:
     trained: tuple[bool, ...] = ()
     fate: CopiesFate = "keep"
     kept: KeptCopies | None = field(default=None, compare=False)
+    own_first: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def are_frozen(self) -> bool:
@@ -241,10 +245,10 @@ class HostedCopies:
         return elements
 
     def numbered_hosts(self, num_experts: int) -> tuple[list[int], list[int]]:
-        """Returns how the rows of each expert are divided among the expert and its copies.
+        """Returns how this rank's rows for each expert are divided among the expert and its copies.
 
         Each row of an expert gets a position u in 0 ... 2**32 - 1. The range of positions is cut into
-        intervals: one for the expert itself and one for each copy (`pmoe.planner.copies.row_cuts`). The
+        intervals: one for the expert itself and one for each copy (`pmoe.planner.copy_rows.row_cuts`). The
         result is two lists with an entry for each interval, in the order of experts and positions:
 
             bounds   expert * 2**32 + first position of the interval. These rise from entry to entry, so that
@@ -271,9 +275,10 @@ class HostedCopies:
             bounds.append(expert << 32)
             numbers.append(owner * width + place)
             hosts = self.plan.hosts.get(expert, ())
-            # A copy that stays from an earlier call may have no rows, and its expert none either.
-            shares = [rows for _, rows in hosts] if any(rows for _, rows in hosts) else [1] * bool(hosts)
-            cuts = row_cuts([*shares, *[0] * (len(hosts) - len(shares))]) if hosts else ()
+            if not hosts:
+                continue
+            own_first = self.own_first.get(expert, 0)
+            cuts = row_cuts(shares_of_source(hosts, self.rank, self.num_ranks, own_first))
             for (rank, _), cut in zip(hosts[1:], cuts[1:], strict=False):
                 bounds.append((expert << 32) + cut)
                 numbers.append(rank * width + self.num_local + self.hosted_by[rank].index(expert))

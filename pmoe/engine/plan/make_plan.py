@@ -309,8 +309,10 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
             if shared.sent_once is None and any(are_several):
                 regroups = _regroup_chunks(fine, come_by_chunk, are_several)
-            if comes_from_several:
-                message_regroup = _regroup(fine.flatten(1), come_by_source.tolist())
+            if comes_from_several:  # a single chunk has the order of the whole message
+                message_regroup = regroups[0] if n == 1 else None
+                if message_regroup is None:
+                    message_regroup = _regroup(fine.flatten(1), come_by_source.tolist())
         elif order is not None and order.of_chunks is not None:
             message_regroup = order.of_all
             of_chunk = order.of_chunks.split([sum(come_W) for come_W in come_by_chunk])

@@ -289,6 +289,7 @@ class Launcher:
             "failed": heap.counters,
             "report": heap.report.data_ptr(),
             "epoch": heap.epoch,
+            "round": 0 if heap.round is None else heap.round.data_ptr(),
             "bound_nanoseconds": heap.bound_nanoseconds,
         }
 
@@ -323,7 +324,15 @@ def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
     stream = torch.cuda.current_stream(device)
     for heap in heaps:
         last_stream = _last_stream.get(heap)
-        if last_stream is not None and last_stream != stream:
+        is_other = last_stream is not None and last_stream != stream
+        # A stream that is captured must not wait for one that is not. The capture itself has waited for it.
+        if is_other and _is_captured(last_stream) == _is_captured(stream):
             stream.wait_stream(last_stream)
         _last_stream[heap] = stream
     return int(stream.cuda_stream)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    """Returns whether a CUDA graph is being captured on a stream."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

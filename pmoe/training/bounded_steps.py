@@ -59,7 +59,7 @@ class BoundedSteps(Generic[Batch, Result]):
         steps.finish()
 
     Parameters, buffers and the optimizer's state become those of a training run whose layers have neither
-    ``capacity_factor`` nor ``pad_to_capacity``. Two kinds of layers have a bound; others are left as they are:
+    ``capacity_factor`` nor ``pad_to_capacity``. Two kinds of layers have a bound, others stay as they are:
 
         pad_to_capacity=True                       ``capacity_factor`` is the bound
         fused="persistent", without a capacity,    ``slack`` is the bound. The first call of a kind is not
@@ -263,11 +263,11 @@ class BoundedSteps(Generic[Batch, Result]):
         """
         answer = step.answer
         assert answer is not None
-        if step.was_copied is not None:
-            with at_stage("a training step on the device", self._ranks):
+        with publishing_failures(self._ranks, "waiting for a training step on the device"):
+            if step.was_copied is not None:
                 wait_for_device(step.was_copied.query, self._ranks, step.number)
-        for bound in self._bounds:
-            bound.raise_if_failed()
+            for bound in self._bounds:
+                bound.raise_if_failed()
         skipped, is_unseen = answer.tolist()
         if is_unseen:
             raise RuntimeError(

@@ -61,9 +61,9 @@ class BoundedSteps(Generic[Batch, Result]):
     Parameters, buffers and the optimizer's state become those of a training run whose layers have neither
     ``capacity_factor`` nor ``pad_to_capacity``. Two kinds of layers have a bound, others stay as they are:
 
-        pad_to_capacity=True                       ``capacity_factor`` is the bound
-        fused="persistent", without a capacity,    ``slack`` is the bound. The first call of a kind is not
-        on several ranks                           bounded: the ranks agree on the size of their memory in it
+        pad_to_capacity=True                      ``capacity_factor`` is the bound
+        fused="persistent", without a capacity    ``slack`` is the bound. The first call of a kind is not
+                                                  bounded: the ranks agree on the size of their memory in it
 
     Args:
         model: a model with at least one `MoELayer` of these two kinds.
@@ -463,8 +463,8 @@ class _DroppedRows:
 
 
 def _is_bounded_by_heap(layer: MoELayer) -> bool:
-    """Returns whether ``slack`` bounds the rows of a layer: they travel between ranks through heaps."""
-    return layer.fused == "persistent" and layer.capacity_factor is None and layer.ranks.size > 1
+    """Returns whether ``slack`` bounds the rows of a layer, which travel through heaps between ranks."""
+    return layer.fused == "persistent" and layer.capacity_factor is None
 
 
 def _device_of(layer: MoELayer) -> torch.device:

@@ -6,6 +6,7 @@ persistent kernels, so values are compared in float64.
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +24,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from tests.gloo.kit import counted_collectives
 from tests.plain_steps import plain_steps, using
-from tests.pool import Pool, ranks
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
 from tests.reference import relative_error
 
 M, EXPERTS, TOP_K, TOKENS, BATCHES = 6, 4, 2, 16, 8
@@ -118,14 +119,9 @@ def train(rank: int, world: int, case: Case, bounded: bool) -> tuple[dict[str, T
     calls = []
     for index in range(BATCHES):
         last = case.num_parts - 1
+        is_skewed = rank in case.skewed.get(index, ())
         parts = [
-            batch(
-                rank,
-                world,
-                index + 60 * part,
-                rank in case.skewed.get(index, ()) and part == last,
-                case.grows,
-            )
+            batch(rank, world, index + 60 * part, is_skewed and part == last, case.grows)
             for part in range(case.num_parts)
         ]
         with counted_collectives() as collectives:
@@ -235,6 +231,32 @@ def test_a_rank_that_does_not_come_to_a_step_on_the_device_is_named() -> None:
         (absent, failed), _ = pool.run(waiting_job)
     assert absent.endswith("the device has not finished step 5 after 1 s; rank 1 has not come to this step")
     assert failed.startswith("PeerError: global rank 1 raised OSError: no data")
+
+
+def dying_job(rank: int, world: int) -> str:
+    """Returns the error of a rank whose peer's process ends in the third step."""
+    with using(plain_steps), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(fused="persistent")
+        optimizer = OPTIMIZERS["fused AdamW"](model.parameters())
+        steps = pmoe.BoundedSteps(model, optimizer, lambda x: run_step(model, optimizer, [x]))
+        try:
+            for index in range(BATCHES):
+                if rank == 1 and index == 2:
+                    os._exit(3)
+                steps.step(batch(rank, world, index, False, False))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_in_a_bounded_step_ends_the_others_with_the_stage() -> None:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        pool.start(dying_job)
+        told = pool.answer(0, 60)
+    assert "rank 0 of 2 failed in the exchange of bounded row counts of MoELayer" in told
+    assert "a peer has died" in told
 
 
 def unlike_job(rank: int, world: int) -> tuple[list[str], list[str]]:

@@ -191,15 +191,14 @@ class BoundedSteps(Generic[Batch, Result]):
     def bounded_calls(self) -> Iterator[None]:
         """Bounds the rows of the layers' calls in its block: for the capture of a CUDA graph.
 
-        `step` does so by itself. The first call of a kind (dtype, gradients or not) is not bounded, because
-        ranks agree in it. So make each call once in a block before the capture. Example:
+        `step` does so by itself. Make each call once before the block, because the ranks agree in it on the
+        size of their memory. Example:
 
-            with steps.bounded_calls():
+            run(batch)
+            with steps.bounded_calls(), torch.cuda.graph(graph):
                 run(batch)
-                with torch.cuda.graph(graph):
-                    run(batch)
 
-        The results of the block must not be used: rows may have been dropped.
+        Rows may be dropped in the block, so its results must not be used.
         """
         for bound in self._bounds:
             bound.is_on = True

@@ -98,12 +98,12 @@ class InGraph:
 
     def capture(self, bound_seconds: float | None = None) -> None:
         """bound_seconds: how long kernels wait, in the emulator's time; None for the usual time."""
-        with self.steps.bounded_calls():
-            compute(self.layer, self.static_x)  # ranks agree on the heap
-            for heap in self.layer.cache.row_bound.heaps if bound_seconds else ():
-                heap.bound_seconds = bound_seconds
-            with self.graph.capture():
-                compute(self.layer, self.static_x)
+        compute(self.layer, self.static_x)  # ranks agree on the heap
+        for heap in self.layer.cache.row_bound.heaps if bound_seconds else ():
+            heap.bound_seconds = bound_seconds
+        self.layer.zero_grad()
+        with self.steps.bounded_calls(), self.graph.capture():
+            compute(self.layer, self.static_x)
 
     def replay(self, index: int) -> None:
         self.static_x.copy_(self.batch(index))
@@ -131,6 +131,46 @@ def test_a_graph_trains_as_a_loop_without_it(kernels: Path, world: int) -> None:
     for wrong, crowded, repeated in ranks(world).run(job, kernels):
         assert not wrong
         assert repeated == crowded == len(SKEWED)
+
+
+def several_job(rank: int, world: int, path: Path) -> list[str]:
+    """Returns the names of gradients that two graphs in turn compute otherwise than calls without a graph.
+
+    The second graph has more tokens, so that its heap takes the place of the first one's.
+    """
+    wrong = []
+    with emulated(path), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        training = InGraph(rank, world, path, {})
+        layer = training.layer
+        graphs = []
+        for times in (1, 2):
+            x = training.batch(0).repeat(times, 1)
+            graph = Graph(load_kernels(path))
+            compute(layer, x)
+            layer.zero_grad()
+            with training.steps.bounded_calls(), graph.capture():
+                compute(layer, x)
+            graphs.append((graph, x, {name: value.grad for name, value in layer.named_parameters()}))
+        for index in (1, 2):
+            for times, (graph, x, gradients) in enumerate(graphs, 1):
+                x.copy_(training.batch(index).repeat(times, 1))
+                graph.replay()
+                found = {name: value.clone() for name, value in gradients.items() if value is not None}
+                layer.zero_grad()
+                compute(layer, x)  # in between, launches without a graph
+                wrong += [
+                    f"graph {times}, batch {index}, {name}"
+                    for name, parameter in layer.named_parameters()
+                    if not torch.equal(found[name], parameter.grad)
+                ]
+        close_heaps(Ranks())
+    return wrong
+
+
+@pytest.mark.slow
+def test_graphs_in_turn_over_heaps_of_other_sizes_and_calls_in_between(kernels: Path) -> None:
+    assert ranks(2).run(several_job, kernels) == [[], []]
 
 
 def leaving_job(rank: int, world: int, path: Path, folder: str) -> tuple[str, bool]:

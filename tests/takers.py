@@ -143,6 +143,19 @@ def with_bounded_rows(features: Features) -> Iterator[str]:
         yield from wrong_refusal(messages[0], "bounded rows", {*layer.layer_modules.features})
     elif not any(re.search(r"memory_reuse \(\S+\) offloads", str(each.message)) for each in told):
         yield "not bounded, and no reason given"
+    if layer.ranks.size == 1:
+        return
+    with using(plain_steps), capturing():
+        try:
+            step = found(layer)
+        except RuntimeError as error:
+            if bound.agreed:
+                yield f"bounded, but no graph holds it: {error}"
+            elif not_taken is not None:
+                yield from wrong_refusal(str(error), "bounded rows", {*layer.layer_modules.features})
+            return
+    yield from differences(step, expected(layer))
+    yield from [] if bound.agreed else ["captured without a bound"]
 
 
 def by_programs(features: Features) -> Iterator[str]:

@@ -38,8 +38,8 @@ PMOE_HD uint32_t hash32(uint32_t x) {
   return x ^ x >> 16;
 }
 
-// Returns the number of a launch's round. A CUDA graph repeats the arguments of its launches, so the launches of
-// a graph read the number from memory.
+// Returns the number of a launch's round. A CUDA graph repeats the arguments of its launches, so the launches
+// of a graph read the number from memory.
 __device__ __forceinline__ uint32_t epoch_of(const Watch& watch) {
   return watch.round == nullptr ? watch.epoch : read(watch.round);
 }
@@ -105,7 +105,8 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);
-  wait_until_reached(watch, [&] { return load_acquire_system(word); }, epoch_of(watch), wait, peer, expert, part);
+  wait_until_reached(
+      watch, [&] { return load_acquire_system(word); }, epoch_of(watch), wait, peer, expert, part);
 }
 
 // Raises a flag of another rank, unless this rank has failed. The threads whose writes the flag announces

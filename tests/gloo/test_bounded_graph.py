@@ -188,7 +188,7 @@ def leaving_job(rank: int, world: int, path: Path, folder: str) -> tuple[str, bo
     with emulated(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         training = Leaving(rank, world, path, {})
-        training.capture(bound_seconds=0.002)
+        training.capture(bound_seconds=0.02)
         try:
             for index in range(BATCHES):
                 if index <= GOES_AT:

@@ -212,6 +212,7 @@ def waiting_job(rank: int, world: int) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failures, "timeout_of", lambda _: timedelta(seconds=1))
         told = []
+        assert Ranks().record.life == 0  # the group is known from here on
         for turn in range(2):
             dist.barrier()
             if rank == 1 and turn == 1:
@@ -264,7 +265,7 @@ def unlike_job(rank: int, world: int) -> tuple[list[str], list[str]]:
     with using(plain_steps), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         warn.GIVEN.clear()
-        layer = pmoe.MoELayer(M, 8, EXPERTS, TOP_K, dtype=torch.float64, fused="persistent", gate="deepseek")
+        layer = pmoe.MoELayer(M, 8, EXPERTS, TOP_K, dtype=torch.float64, fused="persistent")
         layer.callbacks = (pmoe.Callback(),)
         optimizer = OPTIMIZERS["fused AdamW"](layer.parameters())
 
@@ -283,7 +284,7 @@ def unlike_job(rank: int, world: int) -> tuple[list[str], list[str]]:
 def test_a_layer_that_cannot_be_bounded_reads_its_counts_and_says_so_once() -> None:
     for told, calls in ranks(2).run(unlike_job):
         assert told == [
-            "BoundedSteps does not bound the rows of a layer: the host reads row counts because there are "
-            "callbacks"
+            "BoundedSteps does not bound the rows of a layer, and the host reads row counts, because there "
+            "are callbacks"
         ]
         assert "all_gather_into_tensor" not in calls

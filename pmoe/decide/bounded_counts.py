@@ -50,9 +50,7 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
         return None  # all rows of a single rank fit
     why = bound_refusal(modules)
     if why is not None:
-        warn_once(
-            f"BoundedSteps does not bound the rows of a layer, and the host reads row counts, because {why}"
-        )
+        warn_once(f"BoundedSteps does not bound a layer, and the host reads row counts, because {why}")
         return None
     if call.replay.is_replay:
         agreed: AgreedChoice | None = call.replay.once(lambda: None)

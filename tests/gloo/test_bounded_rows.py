@@ -212,7 +212,7 @@ def waiting_job(rank: int, world: int) -> tuple[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failures, "timeout_of", lambda _: timedelta(seconds=1))
         told = []
-        assert Ranks().record.life == 0  # the group is known from here on
+        Ranks().record.place()  # a group is known once its record is asked for
         for turn in range(2):
             dist.barrier()
             if rank == 1 and turn == 1:
@@ -284,7 +284,6 @@ def unlike_job(rank: int, world: int) -> tuple[list[str], list[str]]:
 def test_a_layer_that_cannot_be_bounded_reads_its_counts_and_says_so_once() -> None:
     for told, calls in ranks(2).run(unlike_job):
         assert told == [
-            "BoundedSteps does not bound the rows of a layer, and the host reads row counts, because there "
-            "are callbacks"
+            "BoundedSteps does not bound a layer, and the host reads row counts, because there are callbacks"
         ]
         assert "all_gather_into_tensor" not in calls

@@ -55,20 +55,11 @@ class Graph:
             patch.setattr(begin, "is_for_graph", lambda _: True)
             yield
 
-    def replay(self, *, without: Callable[[object], bool] = lambda _: False) -> None:
-        """Does everything again, in the same order.
-
-        without: what is left out, in a test that lets a rank fail: True for such a piece of work.
-        """
+    def replay(self) -> None:
+        """Does everything again, in the same order."""
         with torch.no_grad():
             for work in self._work:
-                if not without(work):
-                    work()
-
-
-def is_launch(work: object) -> bool:
-    """Whether a piece of a graph's work launches kernels."""
-    return isinstance(work, partial) and work.func is not _again
+                work()
 
 
 class _Operators(TorchDispatchMode):

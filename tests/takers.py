@@ -141,6 +141,8 @@ def with_bounded_rows(features: Features) -> Iterator[str]:
         yield from [] if not_taken is None else [f"bounded, though {not_taken.name} is not taken"]
     elif messages:
         yield from wrong_refusal(messages[0], "bounded rows", {*layer.layer_modules.features})
+    elif Feature.PADDED in layer.layer_modules.features:
+        return  # the capacity bounds its rows (`by_padded_counts`)
     elif not any(re.search(r"memory_reuse \(\S+\) offloads", str(each.message)) for each in told):
         yield "not bounded, and no reason given"
     if layer.ranks.size == 1:

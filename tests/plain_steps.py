@@ -32,6 +32,7 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.comet.backend import Steps
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.flashdmoe import RoutingInput
+from pmoe.kernels.heap import Heap
 from pmoe.ordering.sorted import count_rows
 from pmoe.runners import fused_steps
 from pmoe.runners.fused import FusedRunner, sort
@@ -124,6 +125,11 @@ class PlainSteps(Steps):
     def all_or_give_up(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is shared with later rounds."""
         return contextlib.nullcontext()
+
+    def repeatable(self) -> tuple[Heap, ...]:
+        return ()
+
+    is_repeatable = True
 
     def rows(self, fused_routing: FusedRouting) -> Tensor:
         return self._last.rows_NM

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import pmoe
 from pmoe import warn
+from pmoe.call.row_bound import RowBound
 from pmoe.decide import begin
 from pmoe.graph import run
 from pmoe.runners import one_rank
@@ -114,6 +115,49 @@ def by_fused_kernels(features: Features, component: str = "fused") -> Iterator[s
 
 def by_persistent_kernels(features: Features) -> Iterator[str]:
     yield from by_fused_kernels(features, "persistent")
+
+
+def with_bounded_rows(features: Features) -> Iterator[str]:
+    """On several ranks, `pmoe.BoundedSteps` bounds the second call. On one rank there is nothing to bound."""
+    layer = built({*features} - {Feature.FUSED, Feature.PERSISTENT} | {Feature.PERSISTENT})
+    if isinstance(layer, list):
+        yield from layer
+        return
+    warn.GIVEN.clear()
+    exceeded = torch.zeros((), dtype=torch.int64)
+    bound = layer.cache.row_bound = RowBound(exceeded)
+    bound.is_on = True
+    with using(plain_steps), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found(layer)
+        step = found(layer)
+    yield from differences(step, expected(layer))
+    yield from ["rows were dropped"] if exceeded else []
+    not_taken = refused("bounded rows", layer.layer_modules.features)
+    messages = [str(each.message) for each in told if "does not bound" in str(each.message)]
+    if layer.ranks.size == 1:
+        yield from ["bounded on one rank"] if bound.agreed or messages else []
+    elif bound.agreed:
+        yield from [] if not_taken is None else [f"bounded, though {not_taken.name} is not taken"]
+    elif messages:
+        yield from wrong_refusal(messages[0], "bounded rows", {*layer.layer_modules.features})
+    elif Feature.PADDED in layer.layer_modules.features:
+        return  # the capacity bounds its rows (`by_padded_counts`)
+    elif not any(re.search(r"memory_reuse \(\S+\) offloads", str(each.message)) for each in told):
+        yield "not bounded, and no reason given"
+    if layer.ranks.size == 1:
+        return
+    with using(plain_steps), capturing():
+        try:
+            step = found(layer)
+        except RuntimeError as error:
+            if bound.agreed:
+                yield f"bounded, but no graph holds it: {error}"
+            elif not_taken is not None:
+                yield from wrong_refusal(str(error), "bounded rows", {*layer.layer_modules.features})
+            return
+    yield from differences(step, expected(layer))
+    yield from [] if bound.agreed else ["captured without a bound"]
 
 
 def by_programs(features: Features) -> Iterator[str]:
@@ -261,6 +305,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "batch invariance": batch_invariant,
     "fused": by_fused_kernels,
     "persistent": by_persistent_kernels,
+    "bounded rows": with_bounded_rows,
     "program": by_programs,
     "one rank": by_one_ranks_kernels,
     "few rows": by_few_rows,

@@ -65,7 +65,7 @@ __device__ __forceinline__ void put_region_with_flag(const Pass& pass, int peer,
   if (peers::has_failed(pass.watch)) return;
   uint8_t* const own = pass.own();
   puts::put_with_flag(peer, own + ends.at_peer, own + ends.own + pass.layout.outgoing(), bytes, own + flag,
-                      pass.watch.epoch);
+                      peers::epoch_of(pass.watch));
 }
 
 // Copies the outgoing rows of a packet to its peer. They arrive before the flag of the next put.
@@ -87,7 +87,7 @@ __device__ __forceinline__ void put_rows_with_flag(const Pass& pass, const Packe
   puts::put_with_flag(
       packet.peer,
       pass.own() + layout.at({pass.rank, round, Staging::kIncoming, packet.expert, packet.at_peer}),
-      rows_for(pass, packet, round), rows * layout.row_bytes, pass.own() + flag, pass.watch.epoch);
+      rows_for(pass, packet, round), rows * layout.row_bytes, pass.own() + flag, peers::epoch_of(pass.watch));
 }
 
 // Raises a flag of a peer that announces no data.
@@ -95,7 +95,7 @@ __device__ __forceinline__ void put_rows_with_flag(const Pass& pass, const Packe
 // flag: byte offset of the flag in the peer's heap.
 __device__ __forceinline__ void raise_flag(const Pass& pass, int peer, int64_t flag) {
   if (pass.is_mapped(peer)) return peers::signal(pass.watch, pass.heaps[peer] + flag);
-  if (!peers::has_failed(pass.watch)) puts::put_flag(peer, pass.own() + flag, pass.watch.epoch);
+  if (!peers::has_failed(pass.watch)) puts::put_flag(peer, pass.own() + flag, peers::epoch_of(pass.watch));
 }
 
 }  // namespace pmoe::flashdmoe

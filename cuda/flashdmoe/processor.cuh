@@ -16,13 +16,13 @@ __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   store_release(mailbox, kIdle);
   for (;;) {
     const uint32_t seen = load_relaxed(mailbox), last = load_relaxed(&pass.queue.state->over);
-    if (seen < kFirstTask && !peers::reached(last, pass.watch.epoch)) {
+    if (seen < kFirstTask && !peers::reached(last, peers::epoch_of(pass.watch))) {
       pause();
       continue;
     }
     // `over` must be read before the mailbox. Every task is handed out before the launch is over. So if
     // `over` is set, a task for this processor is already visible in its mailbox.
-    const bool is_over = peers::reached(load_acquire(&pass.queue.state->over), pass.watch.epoch);
+    const bool is_over = peers::reached(load_acquire(&pass.queue.state->over), peers::epoch_of(pass.watch));
     const uint32_t value = load_acquire(mailbox);
     if (value >= kFirstTask) return static_cast<int>(value - kFirstTask);
     if (is_over) break;

@@ -50,7 +50,7 @@ class Scheduler {
       write(&state->tail, 0u), write(&state->expected_tasks, 0u), write(&state->finished_subscribers, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);
     store_release(&state->has_idle_processor, 0u);
-    store_release(&state->over, pass_.watch.epoch);
+    store_release(&state->over, peers::epoch_of(pass_.watch));
   }
 
  private:

@@ -99,8 +99,8 @@ class Subscriber {
   __device__ __forceinline__ bool is_raised(int64_t flag, int peer, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
-    if (!peers::reached(load_acquire_system(word), pass_.watch.epoch)) return false;
-    if (!pass_.is_mapped(peer)) puts::see(word, pass_.watch.epoch);
+    if (!peers::reached(load_acquire_system(word), peers::epoch_of(pass_.watch))) return false;
+    if (!pass_.is_mapped(peer)) puts::see(word, peers::epoch_of(pass_.watch));
     return true;
   }
 

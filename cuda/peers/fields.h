@@ -50,6 +50,7 @@ inline Watch read_watch(Fields& fields, int rank) {
   watch.report = fields.at<Report>("report");
   watch.rank = rank;
   watch.epoch = static_cast<uint32_t>(fields.number("epoch"));
+  watch.round = fields.at<const uint32_t>("round");
   watch.bound = static_cast<uint64_t>(fields.number("bound_nanoseconds"));
   watch.delay_seed = static_cast<uint32_t>(fields.number("delay_seed"));
   watch.not_waited = static_cast<uint32_t>(fields.number("not_waited"));

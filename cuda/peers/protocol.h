@@ -38,13 +38,19 @@ PMOE_HD uint32_t hash32(uint32_t x) {
   return x ^ x >> 16;
 }
 
+// Returns the number of a launch's round. A CUDA graph repeats the arguments of its launches, so the launches
+// of a graph read the number from memory.
+__device__ __forceinline__ uint32_t epoch_of(const Watch& watch) {
+  return watch.round == nullptr ? watch.epoch : read(watch.round);
+}
+
 // Delays some callers by up to 16 microseconds, in tests that set Watch::delay_seed. That changes the order
 // in which threads reach their waits.
 //
 // who: number of the caller, which decides the delay.
 __device__ __forceinline__ void test_delay(const Watch& watch, uint32_t who) {
   if (watch.delay_seed == 0) return;
-  const uint32_t chance = hash32(watch.delay_seed ^ hash32(who ^ watch.epoch * 0x9E3779B9u));
+  const uint32_t chance = hash32(watch.delay_seed ^ hash32(who ^ epoch_of(watch) * 0x9E3779B9u));
   if (chance % 4) return;
   const uint64_t until = nanoseconds() + chance / 4 % 16384;
   while (nanoseconds() < until) pause();
@@ -66,7 +72,7 @@ __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, 
   write(&watch.report->peer, peer);
   write(&watch.report->expert, expert);
   write(&watch.report->part, part);
-  write(&watch.report->epoch, watch.epoch);
+  write(&watch.report->epoch, epoch_of(watch));
   write(&watch.report->rank, watch.rank);
   store_release_system(reinterpret_cast<uint32_t*>(&watch.report->wait), static_cast<uint32_t>(wait));
 }
@@ -99,14 +105,15 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);
-  wait_until_reached(watch, [&] { return load_acquire_system(word); }, watch.epoch, wait, peer, expert, part);
+  wait_until_reached(
+      watch, [&] { return load_acquire_system(word); }, epoch_of(watch), wait, peer, expert, part);
 }
 
 // Raises a flag of another rank, unless this rank has failed. The threads whose writes the flag announces
 // must have synchronized with this thread before.
 __device__ __forceinline__ void signal(const Watch& watch, void* flag) {
   if (has_failed(watch)) return;
-  store_release_system(static_cast<uint32_t*>(flag), watch.epoch);
+  store_release_system(static_cast<uint32_t*>(flag), epoch_of(watch));
 }
 
 }  // namespace pmoe::peers

@@ -22,10 +22,13 @@ struct Watch {
   uint32_t* failed;  // nonzero after a timeout; in the rank's own heap
   Report* report;
   int rank;
-  uint32_t epoch;
+  uint32_t epoch;       // number of the round; not used if `round` is set
   uint64_t bound;       // longest wait in nanoseconds
   uint32_t delay_seed;  // 0, or the seed of random delays (for tests)
   uint32_t not_waited;  // one bit for each Wait that is left out (for tests)
+
+  // The number of the round in device memory, for launches that a CUDA graph repeats; or null.
+  const uint32_t* round = nullptr;
 };
 
 }  // namespace pmoe::peers

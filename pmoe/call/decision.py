@@ -19,6 +19,7 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
+from pmoe.call.row_bound import BoundedRows
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
 from pmoe.engine.passes.base import Inputs
@@ -88,6 +89,8 @@ class AgreedChoice:
         copies   the copies of busy experts on all ranks, and which of them this rank hosts and sends; None
                  for no copies
         programs the pass programs that run the chunks; None if the engine runs them
+        bounded  the rows of a call whose row counts the host does not read, because `pmoe.BoundedSteps`
+                 bounds them; None for other calls
 
     The second pass of activation checkpointing takes this record and the routing from the first pass. All
     other decisions follow from these two without communication.
@@ -98,6 +101,7 @@ class AgreedChoice:
     steps: Steps | None = None
     copies: HostedCopies | None = None
     programs: Programs | None = None
+    bounded: BoundedRows | None = None
 
 
 class CountsSource(Protocol):

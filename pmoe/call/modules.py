@@ -28,6 +28,7 @@ from pmoe.schedule.wire import AS_THEY_ARE, Wires
 
 if TYPE_CHECKING:
     from pmoe.call.latent import LatentProjections
+    from pmoe.call.row_bound import RowBound
     from pmoe.engine.plan.copies import KeptCopies
     from pmoe.engine.variants.padding import PaddedCallKey
     from pmoe.runners.features import Feature
@@ -55,6 +56,7 @@ class LayerCache:
     calls_alike    (calls since the experts last changed, calls between their last two changes)
     node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
     is_of_copy     whether the layer is a copy (copy.deepcopy) of a layer that was called before
+    row_bound      the bound on rows that `pmoe.BoundedSteps` has set; None if it has set none
     """
 
     differed: bool | None = None
@@ -69,6 +71,7 @@ class LayerCache:
     experts_state: object = None
     calls_alike: tuple[int, int] = (0, 0)
     is_of_copy: bool = False
+    row_bound: RowBound | None = None
 
     def for_copy(self) -> LayerCache:
         """Returns an empty cache for a copy of the layer. It only knows whether the layer was called."""
@@ -89,7 +92,8 @@ class LayerCache:
         - that ranks have different experts, and which calls with padded rows they have compared;
         - the numbers of chunks of the last call;
         - the nodes of the ranks;
-        - the copies of busy experts that this rank has kept.
+        - the copies of busy experts that this rank has kept;
+        - the bounds on rows on which the ranks agreed.
         """
         self.differed = None
         self.padded_kinds.clear()
@@ -97,6 +101,8 @@ class LayerCache:
         self.node_of_ranks = ()
         self.kept_copies = None
         self.calls_alike = (0, 0)
+        if self.row_bound is not None:
+            self.row_bound.agreed.clear()
 
 
 @dataclass(frozen=True, kw_only=True)

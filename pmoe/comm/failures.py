@@ -10,7 +10,7 @@ On a GPU the host does not wait for collectives, so no rank reads the reports.
 
 This file also has
 
-- `wait_for`, which waits for a collective;
+- `wait_for`, which waits for a collective, and `wait_for_device`, for a step on the device;
 - `at_stage` and `publishing_failures`, contexts that publish an error of their block;
 - `enter_call` and `backward_pass`, with which a call and its backward pass begin. Both raise an error on a
   rank that has left an earlier pass in the middle (`check_whole`);
@@ -25,7 +25,7 @@ import datetime
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from pmoe.comm.group_options import has_peers, timeout_of
 from pmoe.comm.group_record import GroupRecord, collectives, is_known, names_of_left_groups, record_of_group
-from pmoe.comm.meeting import IS_OPEN, Meeting, left_out
+from pmoe.comm.meeting import FIRST_PAUSE_SECONDS, IS_OPEN, LAST_PAUSE_SECONDS, Meeting, left_out
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.shared_gpu import shared_gpu_hint
 from pmoe.warn import warn_once
@@ -289,6 +289,61 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
     """
     collectives.begun += 1
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
+
+
+def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> None:
+    """Waits until the device has finished a step in which all ranks take part, at most the group's timeout.
+
+    A CUDA graph may hold collectives and kernels that wait for other ranks. torch watches no collective that
+    a graph has launched. So while this rank waits, it writes into the store which step it waits for, and
+    reads which errors its peers have published.
+
+    is_done: returns whether the device has finished.
+    ranks: the ranks that take part.
+    number: the number of the step, the same on all ranks.
+
+    Raises PeerError if a peer has published a failure. At the timeout it raises RuntimeError with the ranks
+    that have not come to this step.
+    """
+    start = time.monotonic()
+    pause = FIRST_PAUSE_SECONDS
+    look_at = start + LOOK_AFTER.total_seconds()
+    while not is_done():
+        time.sleep(pause)
+        pause = min(2 * pause, LAST_PAUSE_SECONDS)
+        group = ranks.group
+        if group is None or ranks.size == 1 or time.monotonic() < look_at:
+            continue
+        look_at = time.monotonic() + LOOK_AFTER.total_seconds()
+        key = f"{WAITING}/{ranks.record.life}/{ranks.record.name}"
+        _write({f"{key}/{ranks.rank}": str(number)})
+        reports = list[str]()
+        looker = threading.Thread(target=_look, args=(group, reports), daemon=True)
+        looker.start()
+        looker.join(LOOK_AFTER.total_seconds())
+        if reports:
+            raise PeerError(min(reports, key=len))
+        timeout = timeout_of(group)
+        if timeout is not None and time.monotonic() - start > timeout.total_seconds():
+            late = [rank for rank in range(ranks.size) if _last_wait(f"{key}/{rank}") < number]
+            who = f"rank {', '.join(map(str, late))}" if late else "no rank"
+            raise RuntimeError(
+                f"the device has not finished step {number} after {timeout.total_seconds():g} s; {who} has "
+                "not come to this step"
+            )
+
+
+WAITING = "pmoe/waits"
+"""Beginning of the keys under which ranks write the number of the step that they wait for.
+
+The whole key is pmoe/waits/LIFE/GROUP/RANK, with the words of `FAILED`.
+"""
+
+
+def _last_wait(key: str) -> int:
+    """Returns the number that a rank has written under a key of the store; 0 if it has written none."""
+    store = dist.distributed_c10d._get_default_store()
+    return int(store.get(key).decode()) if store.check([key]) else 0
 
 
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:

@@ -7,9 +7,9 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns the source of its row counts: the first of seven that is possible.
+    """Routes a call and returns the source of its row counts: the first of eight that is possible.
 
-    Row counts say how many rows each rank sends to each expert. These are the seven sources, in the order in
+    Row counts say how many rows each rank sends to each expert. These are the eight sources, in the order in
     which they are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
@@ -18,6 +18,8 @@ def counts_source(call: Call) -> CountsSource:
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
                         rank, they exchange counts a second time
+        BoundedCounts   `pmoe.BoundedSteps` bounds the layer's rows, and ranks have agreed on the bound: the
+                        counts stay on the device
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
         SolverCounts    the layer has pipeline="solve": ranks exchange counts for the last call's numbers of
                         chunks. If the solver then chooses other numbers, they exchange counts a second time
@@ -57,6 +59,13 @@ def _special_source(call: Call) -> CountsSource:
         from pmoe.decide.balanced_counts import BalancedCounts, BalancedSolverCounts
 
         return (BalancedSolverCounts if call.modules.options.solves else BalancedCounts)(call)
+    bound = call.modules.cache.row_bound
+    if bound is not None and call.modules.options.fused:
+        from pmoe.decide.bounded_counts import bounded_source
+
+        source = bounded_source(call, bound)
+        if source is not None:
+            return source
     if call.modules.options.fused:
         from pmoe.decide.fused_counts import FusedCounts, FusedSolverCounts
 

@@ -332,10 +332,15 @@ class Heap:
     peers: (W,) int64, the same addresses for all W ranks, on the device.
     bound_seconds: the most seconds that a kernel may wait for another rank.
     release: function that frees the memory; None after `close`.
-    epoch: number of the last round that began; 0 before the first.
+    epoch: number of the last round that began; 0 before the first. Rounds that a CUDA graph repeats do not
+        count.
+    round: int32 scalar on the device with the number of the last round, also of those that a CUDA graph
+        repeats; None before `count_on_device`.
     report: (8,) int32 in host memory that the device can write: a description of the event for which a kernel
         of this rank waited too long (`Report` of cuda/peers/watch.h). All numbers are 0 if no kernel waited
         too long.
+    failures: int32 scalar on the device, in the heap: not 0 if a kernel of this rank waited too long. It must
+        not be read after `close`.
 
     Methods raise HeapError if the heap is broken or closed.
     """
@@ -360,6 +365,8 @@ class Heap:
         weights = self.base + places["weights"]
         self._inbox = tensor_at(inbox, (shape.rows, shape.d_model), shape.dtype, device)
         self._weights = tensor_at(weights, (shape.rows,), torch.float32, device)
+        self.round: Tensor | None = None
+        self.failures: Tensor = tensor_at(self.counters, (), torch.int32, device)
         self._unusable: str | None = None
         self._process_stays = True
 
@@ -389,7 +396,19 @@ class Heap:
             self._unusable = f"this heap of rank {self.rank} has had {self.epoch} rounds, which is the limit"
             self.check_usable()
         self.epoch += 1
+        if self.round is not None:
+            self.round.add_(1)
         return self.epoch
+
+    def count_on_device(self) -> None:
+        """Lets kernels read the number of their round on the device from now on.
+
+        A CUDA graph repeats the arguments of its launches. So launches in a graph must not have the number of
+        their round as an argument. The number on the device goes on from the last round, so the ranks need
+        not begin this at the same round. Further calls do nothing.
+        """
+        if self.round is None:
+            self.round = torch.full((), self.epoch, dtype=torch.int32, device=self.device)
 
     def give_up(self, why: str) -> None:
         """Makes the heap unusable, because this rank left a round before its end.

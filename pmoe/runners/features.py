@@ -119,6 +119,11 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
             F.PROGRAM,
         }
     ),
+    # Calls by the persistent kernel whose row counts the host does not read (`pmoe.BoundedSteps`).
+    "bounded rows": frozenset(
+        {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.NO_CAPACITY, F.CHECK_FINITE, F.OTHER_GATE}
+        | {F.GATE_MODULE, F.SHARED_EXPERT, F.PERSISTENT}
+    ),
     # ---- predictions, and calls in a CUDA graph
     # The bytes of a budget are guaranteed, so "memory budget" supports less than "memory" below: that
     # prediction may leave memory out, and says so.

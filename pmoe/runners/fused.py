@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from pmoe.comm.grid import Grid
-from pmoe.engine.autograd import Path, Saved
+from pmoe.engine.autograd import Path, Runner, Saved
 from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit, Unit
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import WHOLE, Hidden, Shard
@@ -307,6 +307,37 @@ class PersistentRunner(KernelsRunner):
             rank_tensors["of_b1"],
             rank_tensors["of_b2"],
         )
+
+
+@dataclass(frozen=True)
+class NoTokensRunner:
+    """A runner that passes no tokens to its kernels, because the heap has no room for this rank's tokens.
+
+    The output and the gradients of the tokens are zeros. The kernels are launched without tokens, because the
+    kernels of the other ranks wait for them.
+
+    runner: the runner with the kernels, for no tokens.
+    """
+
+    runner: Runner
+    name: ClassVar[Path] = "persistent"
+
+    def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
+        x_TM = inputs.x_TM
+        weight_TK = inputs.weight_TK
+        no_tokens = replace(inputs, x_TM=x_TM[:0], weight_TK=weight_TK[:0])
+        _, saved = self.runner.forward(no_tokens, keep=keep)
+        y_TM = torch.zeros_like(x_TM)
+        if saved is None:
+            return y_TM, None
+        run_backward = saved.backward
+
+        def backward(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+            _, _, *of_others = run_backward(tensors, wanted, grad_TM[:0])
+            of_x = torch.zeros_like(grad_TM)
+            return [of_x, weight_TK.new_zeros(weight_TK.shape), *of_others]
+
+        return y_TM, Saved(saved.tensors, backward)
 
 
 # ---- Forward by the fused kernels, backward by the engine

@@ -122,7 +122,7 @@ def _kernel_steps(request: Request) -> Steps | str:
     """
     ranks = request.ranks
     shape = heap_shape(request)
-    room = _room(request)
+    room = room_for_rows(request)
     if request.max_rows > room:
         return f"more rows arrive at a rank than its heap holds: {request.max_rows} rows, room for {room}"
     make = nvshmem_heap if _spans_nodes(request) else process_heap
@@ -162,8 +162,8 @@ def heap_shape(request: Request) -> HeapShape:
     If the capacity is so large that the cells would hold more rows than all ranks can send, a pool with room
     for all these rows is used instead.
     """
-    tokens = _tokens(request)
-    room = _room(request)
+    tokens = most_tokens(request)
+    room = room_for_rows(request)
     top_k = request.top_k
     ranks = request.ranks.size
     experts = request.experts
@@ -185,7 +185,7 @@ def heap_shape(request: Request) -> HeapShape:
     return HeapShape(ranks, experts, rows, tokens, d_model, dtype, d_hidden, sends_again, is_pool)
 
 
-def _tokens(request: Request) -> int:
+def most_tokens(request: Request) -> int:
     """Returns T, the largest number of tokens of any rank, rounded up to a multiple of p / 8.
 
     p is the smallest power of two of at least T. If p / 8 is below 16, T is rounded up to a multiple of 16.
@@ -196,7 +196,7 @@ def _tokens(request: Request) -> int:
     return math.ceil(request.max_tokens / step) * step
 
 
-def _room(request: Request) -> int:
+def room_for_rows(request: Request) -> int:
     """Returns the number of rows that a rank's heap must hold. A heap is memory to which all ranks can write.
 
     Let R be the most rows that all ranks together can send to one rank, and T the largest number of tokens of
@@ -205,7 +205,7 @@ def _room(request: Request) -> int:
 
     request: the call, from which the sizes are taken.
     """
-    tokens = _tokens(request)
+    tokens = most_tokens(request)
     all_rows = tokens * min(request.top_k, request.experts) * request.ranks.size
     return (
         all_rows

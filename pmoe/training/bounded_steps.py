@@ -1,8 +1,13 @@
-"""Training with a bound on the rows of each expert. A step that exceeds the bound is repeated.
+"""Training with a bound on the rows of a call. A step that exceeds the bound is repeated.
 
-A layer with ``pad_to_capacity`` sends the same number of rows in every call, so a CUDA graph can hold its
-calls. But it drops rows beyond the capacity. `BoundedSteps` takes the capacity as a bound that is exceeded
-rarely, and trains as if nothing had ever been dropped. Example, in which a row of batch 3 does not fit:
+The host reads no row counts in two kinds of layers, so a CUDA graph can hold their calls. Both have a bound:
+
+    pad_to_capacity=True    sends the same number of rows in every call, and drops rows beyond the capacity
+    fused="persistent"      sends only rows that exist, into memory for ``slack`` times the rows of balanced
+                            routing (`pmoe.call.row_bound`). If they do not fit, it computes nothing
+
+`BoundedSteps` takes this as a bound that is exceeded rarely, and trains as if nothing had ever been dropped.
+Example, in which a row of batch 3 does not fit:
 
     the device computes      batch 1   batch 2   batch 3    batch 4    batch 3 exactly   batch 4
     the optimizer            changes   changes   skips      skips      changes           changes
@@ -27,8 +32,9 @@ from torch.optim import Optimizer
 
 from pmoe.arguments import check_kind, check_module, shown
 from pmoe.call.decision import HostRowCounts
+from pmoe.call.row_bound import RowBound
 from pmoe.checkpointing.contexts import random_states, set_random_states
-from pmoe.comm.failures import at_stage, publishing_failures
+from pmoe.comm.failures import at_stage, publishing_failures, reduce_to_largest, wait_for_device
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
 
@@ -53,17 +59,20 @@ class BoundedSteps(Generic[Batch, Result]):
         steps.finish()
 
     Parameters, buffers and the optimizer's state become those of a training run whose layers have neither
-    ``capacity_factor`` nor ``pad_to_capacity``. Layers without ``pad_to_capacity`` are left as they are.
+    ``capacity_factor`` nor ``pad_to_capacity``. Two kinds of layers have a bound, others stay as they are:
+
+        pad_to_capacity=True                      ``capacity_factor`` is the bound
+        fused="persistent", without a capacity    ``slack`` is the bound. The first call of a kind is not
+                                                  bounded: the ranks agree on the size of their memory in it
 
     Args:
-        model: a model with at least one `MoELayer` that has ``pad_to_capacity=True``. Its ``capacity_factor``
-            is the bound.
+        model: a model with at least one `MoELayer` of these two kinds.
         optimizer: the optimizer of the model's parameters. With torch's Adam or AdamW and ``fused=True`` the
             host reads one step late whether rows were dropped. With any other optimizer the host waits
             for the answer in each step.
         run: takes a batch, sets all gradients to zero, and computes them: forward, backward, and all that
             follows before the optimizer's step, such as reducing and clipping gradients. It may replay a
-            CUDA graph that was captured after this object was made.
+            CUDA graph that was captured after this object was made, within `bounded_calls`.
         run_exactly: does the same as ``run`` for a repeated step. It must not replay a CUDA graph, because a
             graph would drop the same rows again. None uses ``run``.
         after_step: is called after each step of the optimizer, for changes of buffers that belong to the
@@ -82,7 +91,7 @@ class BoundedSteps(Generic[Batch, Result]):
 
     The attribute ``repeated`` is the number of steps that were repeated so far.
 
-    Raises TypeError for arguments of other types, and ValueError if no layer has ``pad_to_capacity``.
+    Raises TypeError for arguments of other types, and ValueError if no layer is of one of the two kinds.
     """
 
     def __init__(
@@ -108,20 +117,25 @@ class BoundedSteps(Generic[Batch, Result]):
         self._run_exactly = run if run_exactly is None else run_exactly
         self._after_step = after_step
         self._ranks = Ranks(group)
-        self._layers = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, MoELayer) and module.pad_to_capacity
-        }
-        if not self._layers:
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
+        self._padded = {name: layer for name, layer in layers.items() if layer.pad_to_capacity}
+        self._by_heaps = {name: layer for name, layer in layers.items() if _is_bounded_by_heap(layer)}
+        bounded = self._padded | self._by_heaps
+        if not bounded:
             raise ValueError(
                 "model must have a MoELayer with pad_to_capacity (True) and a capacity_factor, which bounds "
-                "the rows of each expert; layers without it drop nothing that a step could repeat"
+                'the rows of each expert, or one with fused ("persistent"), whose slack bounds the rows of a '
+                "rank; other layers drop nothing that a step could repeat"
             )
-        self._device = _device_of(next(iter(self._layers.values())))
-        self._rows = _DroppedRows(self._layers, self._device)
+        self._device = _device_of(next(iter(bounded.values())))
+        self._rows = _DroppedRows(bounded, self._device)
+        self._bounds: list[RowBound] = []
+        for layer in self._by_heaps.values():
+            layer.cache.row_bound = RowBound(self._rows.dropped)
+            self._bounds.append(layer.cache.row_bound)
         self._skips = torch.zeros((), dtype=torch.float32, device=self._device)
         self._unread: _Step[Batch] | None = None
+        self._number = 0
         self._hooks = [
             *self._rows.hooks,
             model.register_state_dict_pre_hook(self._refuse_while_skipped),
@@ -138,19 +152,21 @@ class BoundedSteps(Generic[Batch, Result]):
         Returns the result of ``run``. If the host reads one step late, and rows are dropped in this very
         step, the result is that of the bounded run: for a loss, the loss without these rows.
 
-        Raises RuntimeError on every rank if no layer with ``pad_to_capacity`` was called while its hook was
-        registered, or if the repeated step drops rows, too.
+        Raises RuntimeError on every rank if no bounded layer was called while its hook was registered, or if
+        the repeated step drops rows, too. Raises HeapError or RuntimeError, with the rank, if a rank did not
+        take part in a step in time.
         """
-        step = _Step(batch, self._settings(), self._buffers(), random_states(self._device))
+        self._number += 1
+        step = _Step(self._number, batch, self._settings(), self._buffers(), random_states(self._device))
         result = self._run_bounded(step)
         if not self._reads_late:
-            if step.exceeded_bound():
+            if self._exceeded_bound(step):
                 return self._repeat(step)
             self._finish_optimizer_step()
             return result
         self._step_unless_skipped()
         before = self._unread
-        if before is not None and before.exceeded_bound():
+        if before is not None and self._exceeded_bound(before):
             self._repeat(before)
             self._unread = None
             set_random_states(step.random_states, self._device)
@@ -165,16 +181,43 @@ class BoundedSteps(Generic[Batch, Result]):
         lack its last step.
         """
         last = self._unread
-        if last is not None and last.exceeded_bound():
+        if last is not None and self._exceeded_bound(last):
             states = random_states(self._device)
             self._repeat(last)
             set_random_states(states, self._device)
         self._unread = None
 
+    @contextlib.contextmanager
+    def bounded_calls(self) -> Iterator[None]:
+        """Bounds the rows of the layers' calls in its block: for the capture of a CUDA graph.
+
+        `step` does so by itself. Make each call once before the block, because the ranks agree in it on the
+        size of their memory. Example:
+
+            run(batch)
+            with steps.bounded_calls(), torch.cuda.graph(graph):
+                run(batch)
+
+        Rows may be dropped in the block, so its results must not be used.
+        """
+        for bound in self._bounds:
+            bound.is_on = True
+        try:
+            yield
+        finally:
+            for bound in self._bounds:
+                bound.is_on = False
+
     def remove(self) -> None:
-        """Removes all hooks of this object from the model and the optimizer. Call `finish` first."""
+        """Removes all hooks and bounds of this object from the model and the optimizer.
+
+        Call `finish` first.
+        """
         for hook in self._hooks:
             hook.remove()
+        for layer in self._by_heaps.values():
+            if layer.cache.row_bound in self._bounds:
+                layer.cache.row_bound = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedSteps[Batch, Result]:
         """Returns this object itself, because a copy of the model also copies the hooks that refer to it."""
@@ -192,7 +235,7 @@ class BoundedSteps(Generic[Batch, Result]):
         step: gets the answer.
         """
         self._rows.begin()
-        with publishing_failures(self._ranks, "a training step"):
+        with self.bounded_calls(), publishing_failures(self._ranks, "a training step"):
             result = self._run(step.batch)
         answer = self._agreed()
         torch.maximum(self._skips, answer[0], out=self._skips)
@@ -202,10 +245,36 @@ class BoundedSteps(Generic[Batch, Result]):
     def _agreed(self) -> Tensor:
         """Returns two numbers, the largest of all ranks: 1 if rows were dropped, and 1 if no hook ran."""
         answer = self._rows.answer()
+        for bound in self._bounds:
+            for heap in bound.open_heaps:  # a kernel that waited too long has left wrong values
+                answer[0] += heap.failures.sign()
+        answer.clamp_(max=1)  # fused optimizers skip a step only if the number is 1
         if self._ranks.size > 1:
             with at_stage("agreeing whether rows of a step were dropped", self._ranks):
-                dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._ranks.group)
+                reduce_to_largest(answer, self._ranks.group)
         return answer
+
+    def _exceeded_bound(self, step: _Step[Batch]) -> bool:
+        """Returns whether the optimizer skips a step: the same on all ranks. The host waits for the answer.
+
+        Raises RuntimeError on every rank if no layer was called whose hook counts rows. Raises HeapError or
+        RuntimeError, with the rank, if a rank did not take part in the step in time.
+        """
+        answer = step.answer
+        assert answer is not None
+        with publishing_failures(self._ranks, "waiting for a training step on the device"):
+            if step.was_copied is not None:
+                wait_for_device(step.was_copied.query, self._ranks, step.number)
+            for bound in self._bounds:
+                bound.raise_if_failed()
+        skipped, is_unseen = answer.tolist()
+        if is_unseen:
+            raise RuntimeError(
+                "no MoELayer of the model counted its dropped rows in a step: make BoundedSteps before a "
+                "CUDA graph is captured and before a compiled model is called first, and let run call this "
+                "model"
+            )
+        return bool(skipped)
 
     def _step_unless_skipped(self) -> None:
         """Makes the optimizer's step, which changes nothing if ``_skips`` is 1 on the device."""
@@ -232,7 +301,8 @@ class BoundedSteps(Generic[Batch, Result]):
         """
         settings = self._settings()
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
-        last_calls = [(layer, layer.last) for layer in self._layers.values()]
+        layers = (self._padded | self._by_heaps).values()
+        last_calls = [(layer, layer.last) for layer in layers]
         for buffer, value in zip(self.model.buffers(), step.buffers, strict=True):
             buffer.data.copy_(value)
         set_random_states(step.random_states, self._device)
@@ -262,14 +332,14 @@ class BoundedSteps(Generic[Batch, Result]):
     @contextlib.contextmanager
     def _without_bound(self) -> Iterator[None]:
         """Lets the layers keep every row within the with-block."""
-        factors = {name: layer.capacity_factor for name, layer in self._layers.items()}
+        factors = {name: layer.capacity_factor for name, layer in self._padded.items()}
         try:
-            for layer in self._layers.values():
+            for layer in self._padded.values():
                 layer.pad_to_capacity = False
                 layer.capacity_factor = None
             yield
         finally:
-            for name, layer in self._layers.items():
+            for name, layer in self._padded.items():
                 layer.capacity_factor = factors[name]
                 layer.pad_to_capacity = True
 
@@ -298,7 +368,7 @@ class BoundedSteps(Generic[Batch, Result]):
 
     def _refuse_while_skipped(self, *_: object) -> None:
         """Raises RuntimeError if a state dict is asked for while the last step waits to be repeated."""
-        if self._unread is not None and self._unread.exceeded_bound():
+        if self._unread is not None and self._exceeded_bound(self._unread):
             raise RuntimeError(
                 "rows were dropped in the last step, which waits to be repeated: call BoundedSteps.finish() "
                 "on every rank before state_dict() is called"
@@ -314,6 +384,7 @@ class BoundedSteps(Generic[Batch, Result]):
 class _Step(Generic[Batch]):
     """A step that may have to be repeated, and the state before it.
 
+    number        the number of the step, counted from 1
     batch         the argument of ``run``
     settings      the options of the optimizer's parameter groups
     buffers       values of the model's buffers before the step
@@ -322,6 +393,7 @@ class _Step(Generic[Batch]):
     was_copied    on CUDA, an event after the copy to ``answer``
     """
 
+    number: int
     batch: Batch
     settings: list[dict[str, Any]]
     buffers: list[Tensor]
@@ -343,46 +415,31 @@ class _Step(Generic[Batch]):
         self.was_copied = torch.cuda.Event()
         self.was_copied.record(torch.cuda.current_stream(answer.device))
 
-    def exceeded_bound(self) -> bool:
-        """Returns whether the optimizer skips this step: the same on all ranks. The host waits for it.
-
-        Raises RuntimeError on every rank if no layer was called whose hook counts rows.
-        """
-        if self.was_copied is not None:
-            self.was_copied.synchronize()
-        assert self.answer is not None
-        skipped, unseen = self.answer.tolist()
-        if unseen:
-            raise RuntimeError(
-                "no MoELayer of the model counted its dropped rows in a step: make BoundedSteps before a "
-                "CUDA graph is captured and before a compiled model is called first, and let run call this "
-                "model"
-            )
-        return bool(skipped)
-
 
 class _DroppedRows:
-    """Counts rows that layers with ``pad_to_capacity`` drop, by a forward hook on each of these layers.
+    """Counts calls of bounded layers, and rows that layers with ``pad_to_capacity`` drop, by forward hooks.
 
     A hook only launches operators, so a CUDA graph that holds the call of a layer holds the count, too.
 
+    dropped: int64 scalar on the device: the number of dropped rows since `begin`. Layers that are bounded by
+        their heaps add 1 for each call that computed nothing (`pmoe.call.row_bound.RowBound`).
     hooks: handles that remove the hooks.
     """
 
     def __init__(self, layers: dict[str, MoELayer], device: torch.device) -> None:
         self._names = {layer: name for name, layer in layers.items()}
-        self._dropped = torch.zeros((), dtype=torch.int64, device=device)
+        self.dropped = torch.zeros((), dtype=torch.int64, device=device)
         self._calls = torch.zeros((), dtype=torch.int64, device=device)
         self.hooks = [layer.register_forward_hook(self) for layer in layers.values()]
 
     def begin(self) -> None:
         """Sets both counts to zero, before a step."""
-        self._dropped.zero_()
+        self.dropped.zero_()
         self._calls.zero_()
 
     def answer(self) -> Tensor:
         """Returns (2,) float32 on the device: 1 if rows were dropped, and 1 if no hook ran, since `begin`."""
-        return torch.stack([self._dropped.sign(), 1 - self._calls.sign()]).float()
+        return torch.stack([self.dropped.sign(), 1 - self._calls.sign()]).float()
 
     def __call__(self, layer: nn.Module, *_: object) -> None:
         if not isinstance(layer, MoELayer) or layer not in self._names:
@@ -398,10 +455,15 @@ class _DroppedRows:
                 f"the gate of layer {self._names[layer]!r} ({type(layer.gate).__name__}) does not choose "
                 "experts for each token, so BoundedSteps cannot count dropped rows: use a gate that does"
             )
-        self._dropped.add_(ran.num_slots - kept_E.sum())
+        self.dropped.add_(ran.num_slots - kept_E.sum())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _DroppedRows:
         return self
+
+
+def _is_bounded_by_heap(layer: MoELayer) -> bool:
+    """Returns whether ``slack`` bounds the rows of a layer, which travel through heaps between ranks."""
+    return layer.fused == "persistent" and layer.capacity_factor is None
 
 
 def _device_of(layer: MoELayer) -> torch.device:

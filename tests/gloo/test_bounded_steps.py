@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.experts.marks import is_expert
+from pmoe.training import bounded_steps
 from tests.pool import ranks
 from tests.reference import relative_error
 
@@ -164,6 +165,34 @@ def test_the_host_reads_one_step_late_whether_rows_were_dropped() -> None:
     # Batches 2 and 3 are skewed. Batch 3 is skipped because of batch 2, and again because of its own rows.
     assert ran == [1, 2, 3, 2, 3, 4, 3, 4, 5]
     assert steps.repeated == 2
+
+
+def test_the_host_waits_for_an_answer_that_the_device_has_not_copied_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On CUDA the answer of a step arrives later, and an event says when."""
+    queries: list[int] = []
+
+    class Event:
+        def query(self) -> bool:
+            queries.append(1)
+            return len(queries) % 3 == 0
+
+    note = bounded_steps._Step.note
+
+    def note_later(step: Any, *answers: Tensor) -> None:
+        note(step, *answers)
+        step.was_copied = Event()
+
+    monkeypatch.setattr(bounded_steps._Step, "note", note_later)
+    layer = layer_alone(**BOUND)
+    optimizer, run = adam_and_run(layer)
+    steps = pmoe.BoundedSteps(layer, optimizer, run)
+    for index in range(1, 6):
+        steps.step(batch(index, 0))
+    steps.finish()
+    check_alike(layer, trained_plainly(range(1, 6)))
+    assert len(queries) == 3 * 5
 
 
 def layer_alone(**options: Any) -> pmoe.MoELayer:

@@ -16,6 +16,14 @@ ROUTE = "tests/unit/test_kernels_route.py -k equal_plain_loops"
 
 KERNELS = (
     Plant(
+        name="round-of-the-capture",
+        breaks="a graph's launches find the flags of its last replay raised",
+        file="pmoe/kernels/heap.py",
+        old="            self.round.add_(1)\n",
+        new="            pass\n",
+        tests="tests/gloo/test_bounded_graph.py -k as_a_loop",
+    ),
+    Plant(
         name="a-context-on-the-way-back",
         breaks="every process of a node makes a context on device 0",
         file="cuda/common/on_device.h",

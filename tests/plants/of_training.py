@@ -11,6 +11,7 @@ CHECKPOINT = "tests/gloo/test_checkpoint.py"
 STATE = "pmoe/training/checkpoint_state.py"
 
 CONVERT, LAYOUTS = "pmoe/convert/state_dicts.py", "tests/unit/test_convert.py"
+BOUNDED, BOUNDED_ROWS = "pmoe/decide/bounded_counts.py", "tests/gloo/test_bounded_rows.py -k without_a_bound"
 FILES, FOREIGN = "pmoe/training/checkpoint_files.py", "tests/unit/test_foreign_files.py"
 
 TRAINING = (
@@ -173,6 +174,22 @@ TRAINING = (
         old="first[dim] + number * half,",
         new="first[dim] + number * parts[0].shape[dim],",
         tests=CHECKPOINT,
+    ),
+    Plant(
+        name="bound-of-its-own",
+        breaks="each rank compares only its own rows with the bound",
+        file=BOUNDED,
+        old="counts_WPE.sum((0, 2)).max()",
+        new="counts_WPE.sum((0, 2))[ranks.rank]",
+        tests=BOUNDED_ROWS,
+    ),
+    Plant(
+        name="rows-lost-without-a-word",
+        breaks="a call that exceeds the bound is not noted, so its step counts",
+        file=BOUNDED,
+        old="        self._bound.exceeded.add_(rows.fits.logical_not())\n",
+        new="",
+        tests=BOUNDED_ROWS,
     ),
     Plant(
         name="example-never-trains-its-experts",

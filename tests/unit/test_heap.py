@@ -408,6 +408,34 @@ def test_layers_share_a_heap_that_grows() -> None:
     assert memory.mapped == {}
 
 
+def test_a_heap_that_graphs_write_into_stays_when_a_larger_one_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = FileMemory()
+    ranks = Ranks.single()
+
+    def wanted(rows: int) -> Heap:
+        shape = HeapShape(**{**SIZES, "num_ranks": 1, "rows": rows})
+        return heap_for(ranks, CPU, shape, make=lambda *given: process_heap(*given, memory=memory))
+
+    first = wanted(10)
+    first.next_epoch()
+    first.count_on_device()
+    first.count_on_device()
+    round_of_first = first.round
+    second = wanted(11)
+    assert second is wanted(10) is not first
+    for heap, last in ((first, 1), (second, 0)):
+        assert heap.round is not None and heap.round.item() == last
+        heap.round.add_(3)  # as replays do
+        heap.next_epoch()
+        assert heap.round.item() == last + 4
+    assert first.round is round_of_first
+    assert first.failures == 0
+    close_heaps(ranks)
+    assert memory.mapped == {}
+
+
 # ---- the extension without a device
 
 

@@ -59,6 +59,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.comm.hierarchical_2d": "Only layers with this exchange need it.",
     "pmoe.comm.topology": "Only layers on a device mesh or with hierarchical exchanges need it.",
     "pmoe.decide.balanced_counts": "Only a layer with balance on several ranks needs it.",
+    "pmoe.decide.bounded_counts": "It loads the fused kernels, and only pmoe.BoundedSteps needs it.",
     "pmoe.decide.cuda_graph": (
         "Only a call that a CUDA graph captures is checked, and the checks load the kernels."
     ),

@@ -399,7 +399,8 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
     each of them asks for.
 
     If the present heap has enough rows for ``shape``, nothing is communicated. Otherwise the call is a
-    collective: it closes the present heap on every rank and makes a larger one. So all ranks must pass the
+    collective: it closes the present heap on every rank and makes a larger one. A heap whose launches a CUDA
+    graph may repeat (`Heap.count_on_device`) stays open until `close_heaps`. So all ranks must pass the
     same ``shape`` in each call. Tensors in a closed heap must not be used any more.
 
     make: makes the heap: `process_heap` or `nvshmem_heap`.
@@ -415,8 +416,15 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
             return heap
         old = heap.shape
         shape = replace(shape, rows=max(shape.rows, old.rows), home_rows=max(shape.home_rows, old.home_rows))
-        kept.pop(key).close()
+        kept.pop(key)
+        if heap.round is None:
+            heap.close()
+        else:
+            kept[device, old] = heap
+    replaced = heap
     heap = kept[key] = make(ranks, shape, device)
+    if replaced is not None and replaced.round is not None:
+        heap.count_on_device()
     return heap
 
 

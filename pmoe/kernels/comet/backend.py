@@ -40,6 +40,21 @@ class Steps:
             self._made = Launcher([heap], self._divide)
         return self._made
 
+    def repeatable(self) -> tuple[Heap, ...]:
+        """Lets CUDA graphs repeat launches of these kernels from now on. Returns the heaps of the launches.
+
+        Do not call it while a graph is captured.
+        """
+        heaps = self.launcher.heaps
+        for heap in heaps:
+            heap.count_on_device()
+        return heaps
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether `repeatable` was called, and its heaps are still open."""
+        return all(heap.round is not None and heap.release is not None for heap in self._made.heaps)
+
     @contextlib.contextmanager
     def all_or_give_up(self) -> Iterator[None]:
         """Context for all launches of one pass. If the code in it raises, this rank's heap becomes unusable.

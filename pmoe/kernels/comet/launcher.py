@@ -290,6 +290,7 @@ class Launcher:
             "failed": heap.counters,
             "report": heap.report.data_ptr(),
             "epoch": heap.epoch,
+            "round": 0 if heap.round is None else heap.round.data_ptr(),
             "bound_nanoseconds": heap.bound_nanoseconds,
         }
 
@@ -324,7 +325,22 @@ def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
     stream = torch.cuda.current_stream(device)
     for heap in heaps:
         last_stream = _last_stream.get(heap)
-        if last_stream is not None and last_stream != stream:
+        if last_stream is not None and last_stream != stream and _may_wait(stream, last_stream):
             stream.wait_stream(last_stream)
         _last_stream[heap] = stream
     return int(stream.cuda_stream)
+
+
+def _may_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
+    """Returns whether a stream may wait for another: graphs are captured on both, or on none.
+
+    A stream that is captured need not wait for earlier work outside of the capture. The graph is replayed on
+    a stream that has waited for this work.
+    """
+    return _is_captured(stream) == _is_captured(other)
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    """Returns whether a CUDA graph is being captured on a stream."""
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()

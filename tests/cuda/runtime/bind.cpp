@@ -47,6 +47,7 @@ void reset(bool runs, int processors) {
   stub::launched.clear(), stub::encoded.clear(), stub::refused.clear();
   stub::contexts.clear(), stub::asked.clear(), stub::allowed.clear();
   stub::noted.clear(), stub::fails_after = -1, stub::are_reached = true;
+  stub::captures = false, stub::captured.clear();
   stub::device = 0, stub::current = -1, stub::runs = runs, stub::processors = processors;
 }
 
@@ -64,6 +65,9 @@ void bind_stub(py::module_& m) {
   m.def("stub_note_address", [] { return reinterpret_cast<std::uintptr_t>(&note); });
   m.def("stub_fail_after", [](int64_t calls) { stub::fails_after = calls; });
   m.def("stub_reach_events", [](bool are_reached) { stub::are_reached = are_reached; });
+  m.def("stub_capture", [](bool captures) { stub::captures = captures; });
+  m.def("stub_num_captured", [] { return stub::captured.size(); });
+  m.def("stub_replay", [](size_t number) { stub::replay(number); });
   m.def("stub_device", [] { return stub::device; });
 }
 

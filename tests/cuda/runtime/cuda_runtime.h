@@ -112,6 +112,14 @@ inline int processors = 16;
 inline thread_local int device = 0, current = -1;  // the runtime's device, and whose context is current
 inline cudaError_t last = cudaSuccess;
 
+// A launch that a graph holds: with the arguments that it had when the graph was captured.
+struct Captured {
+  Launched one;
+  std::function<void()> body;
+};
+inline bool captures = false;  // whether launches are kept; they run all the same
+inline std::vector<Captured> captured;
+
 // How launches run, where they do.
 inline bool runs = true;
 inline unsigned seed = 1;
@@ -140,6 +148,15 @@ inline cudaError_t allow(const cudaLaunchConfig_t& config, const Launched& one) 
   return cudaSuccess;
 }
 
+inline void run(const Launched& one, const std::function<void()>& body) {
+  emu::launch(
+      one.blocks, one.threads, seed++, [&] { absent&& absent() ? void() : body(); }, eagerness, one.cluster,
+      one.shared_bytes);
+}
+
+// Runs a launch of a graph again.
+inline void replay(size_t number) { run(captured.at(number).one, captured.at(number).body); }
+
 inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
                           const std::function<void()>& body) {
   need_context();
@@ -153,10 +170,8 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
   }
   if (const cudaError_t error = allow(config, one)) return error;
   launched.push_back(one);
-  if (!runs) return cudaSuccess;
-  emu::launch(
-      one.blocks, one.threads, seed++, [&] { absent&& absent() ? void() : body(); }, eagerness, one.cluster,
-      one.shared_bytes);
+  if (captures) captured.push_back({one, body});
+  if (runs) run(one, body);
   return cudaSuccess;
 }
 
@@ -305,7 +320,7 @@ template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
   const std::tuple<Parameters...> kept(arguments...);  // as CUDA copies them
-  return stub::launch(*config, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, kept); });
+  return stub::launch(*config, reinterpret_cast<const void*>(kernel), [=] { std::apply(kernel, kept); });
 }
 
 inline cudaError_t cudaMalloc(void** data, size_t bytes) {

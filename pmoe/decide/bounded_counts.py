@@ -1,0 +1,262 @@
+"""Row counts of calls that `pmoe.BoundedSteps` bounds: the device compares them with the room of the heap.
+
+The host reads no row count, so a CUDA graph can hold a call. The rows still travel without padding: the
+persistent kernel sends them through heaps, memory of fixed size that all ranks can write.
+
+    first call of a kind    the ranks exchange row counts, and agree on the kernels and the room of the heap
+    later calls             the ranks gather all counts on the device. If the rows of any rank do not fit, all
+                            ranks drop all rows, and `RowBound.exceeded` says so
+
+The numbers that ranks gather have a fixed size, so NCCL can gather them in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from pmoe.call.call import Call
+from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
+from pmoe.call.modules import LayerModules
+from pmoe.call.routed import RoutedBatch
+from pmoe.call.row_bound import AgreedBound, BoundedRows, CallKind, RowBound
+from pmoe.comm.counts import RankCounts
+from pmoe.comm.failures import at_stage, collectives, publishing_failures, wait_for
+from pmoe.decide.fused_choice import fused_pair, kernels_runner, make_request
+from pmoe.decide.fused_counts import FusedCounts
+from pmoe.decide.route import cast_dtype, needs_gradients, route_batch
+from pmoe.engine.autograd import Runner
+from pmoe.engine.lanes.base import watchers
+from pmoe.engine.passes.base import Inputs
+from pmoe.kernels.flashdmoe import RoutingInput
+from pmoe.ordering.sorted import count_rows
+from pmoe.runners import fused_steps
+from pmoe.runners.fused import NoTokensRunner
+from pmoe.warn import warn_once
+
+
+def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedCounts | None:
+    """Routes a call of a layer whose rows are bounded, and returns the source of its row counts.
+
+    call: the call.
+    bound: the layer's bound.
+
+    Returns None if no call of the layer can be bounded. A warning says why, once for each reason. All ranks
+    get the same answer if they make calls of the same kinds.
+    """
+    modules = call.modules
+    if modules.ranks.size == 1:
+        return None  # all rows of a single rank fit
+    why = bound_refusal(modules)
+    if why is not None:
+        warn_once(f"BoundedSteps does not bound a layer, and the host reads row counts, because {why}")
+        return None
+    if call.replay.is_replay:
+        agreed: AgreedChoice | None = call.replay.once(lambda: None)
+        is_bounded = agreed is not None and agreed.bounded is not None
+    else:
+        is_bounded = bound.is_on and kind_of(call) in bound.agreed
+    return BoundedCounts(call, bound) if is_bounded else FirstBoundedCounts(call, bound)
+
+
+def bound_refusal(modules: LayerModules) -> str | None:
+    """Returns why no call of a layer can be bounded; None if calls can be. All ranks get the same answer.
+
+    modules: the modules and options of the layer.
+    """
+    if modules.options.solves:
+        return f"pipeline ({modules.options.pipeline!r}) exchanges row counts"
+    return modules.refusal("bounded rows")
+
+
+def kind_of(call: Call) -> CallKind | None:
+    """Returns the kind of a call, before it is routed; None if its input is not a tensor."""
+    if not isinstance(call.x, Tensor):
+        return None
+    return CallKind(
+        dtype=cast_dtype(call.modules, call.x) or call.x.dtype,
+        needs_grad=needs_gradients(call, call.x, *call.modules.gate.parameters()),
+    )
+
+
+def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_grad: bool) -> str | None:
+    """Returns why a CUDA graph cannot hold a call of a layer whose rows are bounded; None if it can.
+
+    modules: the modules and options of the layer.
+    bound: the layer's bound.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    needs_grad: whether autograd needs gradients of the call.
+    """
+    why = bound_refusal(modules)
+    if why is not None:
+        return why
+    if watchers:
+        return "its tasks are being timed, and captured kernels do not run during the capture"
+    if not bound.is_on:
+        return "its rows are not bounded here: capture it within BoundedSteps.bounded_calls()"
+    kind = CallKind(dtype=cast_dtype(modules, x_TM) or x_TM.dtype, needs_grad=needs_grad)
+    agreed = bound.agreed.get(kind)
+    if agreed is None:
+        return f"no call of its kind ({kind}) was made before"
+    if not agreed.steps.is_repeatable:
+        return "its heap was closed after the last call of its kind"
+    if x_TM.shape[0] > agreed.max_tokens:
+        return f"x has {x_TM.shape[0]} tokens, and the heap has room for {agreed.max_tokens}"
+    return None
+
+
+class FirstBoundedCounts(FusedCounts):
+    """Exchanges the row counts of a call, and agrees on the bound of later calls of its kind.
+
+    It also computes the calls that `pmoe.BoundedSteps` repeats, and calls outside of its steps.
+    """
+
+    def __init__(self, call: Call, bound: RowBound) -> None:
+        self._bound = bound
+        self._kind = kind_of(call)
+        super().__init__(call)
+
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+        agreed = super().agree(modules, inputs)
+        if agreed.counts is not None and self._kind is not None:
+            self._agree_on_bound(self._kind, agreed.counts, inputs)
+        return agreed
+
+    def _agree_on_bound(self, kind: CallKind, counts: RankCounts, inputs: Inputs) -> None:
+        """Makes a heap with room for calls like this one, and stores the bound. Collective at the first call.
+
+        Nothing is stored if the kernels cannot compute the call, or if the bound is known already.
+
+        kind: the kind of the call.
+        counts: the row counts, after the ranks have exchanged them.
+        inputs: the rows and parameters of the call.
+        """
+        modules = self.call.modules
+        known = self._bound.agreed.get(kind)
+        max_tokens = counts.max_tokens
+        if known is not None:
+            if max_tokens <= known.max_tokens and counts.needs_grad == known.needs_grad:
+                return
+            max_tokens = max(max_tokens, known.max_tokens)
+        if counts.max_rows is None or (counts.needs_grad and fused_pair(modules) is None):
+            return  # `find_steps` has warned of the reason
+        device = inputs.x_TM.device
+        request = make_request(modules, device, inputs.x_TM.dtype, max_tokens, 0, counts.needs_grad)
+        steps = fused_steps.steps_for(request)
+        if isinstance(steps, str):
+            return  # as above
+        agreed = AgreedBound(
+            steps=steps,
+            max_tokens=fused_steps.most_tokens(request),
+            room=fused_steps.room_for_rows(request),
+            needs_grad=counts.needs_grad,
+        )
+        self._bound.agree(kind, agreed, steps.repeatable())
+
+
+class BoundedCounts:
+    """The row counts of a bounded call, which stay on the device. Implements `CountsSource`.
+
+    call     the call
+    routed   the call's tokens with their routing
+    """
+
+    call: Call
+    routed: RoutedBatch
+
+    def __init__(self, call: Call, bound: RowBound) -> None:
+        """Routes the call.
+
+        Raises this rank's error if the input or the routing of the call is wrong. The host does not read row
+        counts, so the other ranks learn of the error from the report that is published, or by a timeout.
+        """
+        self.call = call
+        self._bound = bound
+        with publishing_failures(call.modules.ranks, "the routing of a bounded call"):
+            self.routed = route_batch(call)
+            if self.routed.failure is not None:
+                raise self.routed.failure
+
+    def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
+        """Gathers the row counts of all ranks on the device, and compares them with the bound.
+
+        modules: not used.
+        inputs: the rows and parameters of the call.
+        """
+        kind = kind_of(self.call)
+        assert kind is not None
+        agreed = self._bound.agreed[kind]
+        self._bound.agree(kind, agreed, agreed.steps.repeatable())
+        rows = self._gather(agreed)
+        self._bound.exceeded.add_(rows.fits.logical_not())
+        return AgreedChoice(steps=agreed.steps, bounded=rows)
+
+    def _gather(self, agreed: AgreedBound) -> BoundedRows:
+        """Gathers the numbers of all ranks' rows for each expert. A collective.
+
+        Each rank sends its counts, and one number that is not 0 if this rank's call does not fit anyhow: it
+        has too many tokens, or a check of its routing failed. The repeated step raises the check's error.
+
+        agreed: the numbers on which the ranks agreed.
+        """
+        modules = self.call.modules
+        ranks = modules.ranks
+        experts = modules.options.num_experts
+        routed = self.routed
+        counts_1E = count_rows(routed.routing.expert, None, 1, experts)
+        own = F.pad(counts_1E[0], (0, 1), value=int(routed.num_tokens > agreed.max_tokens)).int()
+        own[-1] += routed.gated.fault
+        gathered = own.new_empty(ranks.size * own.numel())
+        ranks.count_exchange()
+        collectives.begun += 1
+        modules.traffic.counts += (ranks.size - 1) * own.numel() * own.element_size()
+        with at_stage("the exchange of bounded row counts", ranks):
+            work = dist.all_gather_into_tensor(gathered, own, group=ranks.group, async_op=True)
+            wait_for(work, ranks.group, own.is_cuda)
+        everyone = gathered.view(ranks.size, -1)
+        counts_WPE = everyone[:, :experts].long().view(ranks.size, ranks.size, -1)
+        fits = (counts_WPE.sum((0, 2)).max() <= agreed.room) & (everyone[:, experts] == 0).all()
+        return BoundedRows(
+            fits=fits,
+            send_1PE=counts_1E.view(1, ranks.size, -1),
+            recv_1PE=counts_WPE[:, ranks.rank].unsqueeze(0),
+            bound=agreed,
+        )
+
+    def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
+        """Returns the decision to run by the persistent kernel, which drops all rows if they do not fit.
+
+        modules: not used, because the kernel takes the layer's own experts.
+        inputs: the rows and parameters of the call.
+        agreed: the result of `agree`.
+        """
+        rows = agreed.bounded
+        assert rows is not None
+        own_modules = self.call.modules
+        bound = rows.bound
+        expert_TK = self.routed.routing.expert
+        is_large = expert_TK.shape[0] > bound.max_tokens
+        if is_large:
+            expert_TK = expert_TK[:0]
+        keep_TK = rows.fits.expand(expert_TK.shape).contiguous()
+        runner: Runner = kernels_runner(
+            own_modules, bound.steps, RoutingInput(expert_TK=expert_TK.contiguous(), keep_TK=keep_TK)
+        )
+        if is_large:
+            runner = NoTokensRunner(runner)
+        counts = RankCounts(
+            send=rows.send_1PE,
+            recv=rows.recv_1PE,
+            recv_device=rows.recv_1PE,
+            max_tokens=bound.max_tokens,
+            needs_grad=bound.needs_grad,
+        )
+        return Decision(
+            call=self.call,
+            routed=self.routed,
+            inputs=inputs,
+            runner=runner,
+            counts=HostRowCounts(counts, counts.max_tokens),
+            restore=fused_pair(own_modules),
+        )

@@ -1,0 +1,288 @@
+"""pmoe.BoundedSteps with layers whose rows are bounded by ``slack``: no padding, and no counts on the host.
+
+The reference is the same model, trained in a plain loop. `tests.plain_steps` takes the place of the
+persistent kernels, so values are compared in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import pmoe
+from pmoe import warn
+from pmoe.comm import failures
+from pmoe.comm.ranks import Ranks
+from pmoe.experts.marks import is_expert
+from tests.gloo.kit import counted_collectives
+from tests.plain_steps import plain_steps, using
+from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
+from tests.reference import relative_error
+
+M, EXPERTS, TOP_K, TOKENS, BATCHES = 6, 4, 2, 16, 8
+OPTIMIZERS: dict[str, Any] = {
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+}
+
+
+class Model(nn.Module):
+    """Two MoE layers, a dropout, and a module with buffers that each forward pass changes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = pmoe.MoELayer(M, 8, EXPERTS, TOP_K, dtype=torch.float64, slack=1.0, **options)
+        self.dropout = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(M, dtype=torch.float64)
+        self.second = pmoe.MoELayer(M, 8, EXPERTS, TOP_K, dtype=torch.float64, slack=4.0, **options)
+        with torch.no_grad():
+            self.first.gate.weight.copy_(8 * torch.eye(EXPERTS, M))  # column e of a token leads to expert e
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x + self.dropout(self.first(x))
+        return hidden + self.second(self.norm(hidden) if len(x) else hidden)
+
+
+def build(**options: Any) -> Model:
+    torch.manual_seed(5)
+    return Model(**options)
+
+
+def tokens_of(rank: int, world: int, index: int, grows: bool) -> int:
+    """Each rank has another number of tokens, and the last rank has none in every third batch.
+
+    grows: whether batch 4 has more tokens than those before it.
+    """
+    if rank == world - 1 and index % 3 == 2:
+        return 0
+    return TOKENS - rank + 2 * TOKENS * (grows and index % 60 == 4)
+
+
+def batch(rank: int, world: int, index: int, skewed: bool, grows: bool) -> Tensor:
+    """(T, M): tokens for experts in turn, or for a skewed batch for those of the first two experts."""
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    token = torch.arange(tokens_of(rank, world, index, grows))
+    x = torch.rand(len(token), M, generator=generator, dtype=torch.float64)
+    x[token, (token + rank) % (2 if skewed else EXPERTS)] += 3
+    x[token, (token + rank + 1) % (2 if skewed else EXPERTS)] += 2
+    return x
+
+
+def run_step(model: Model, optimizer: torch.optim.Optimizer, parts: list[Tensor]) -> None:
+    """Sets gradients to zero, adds those of all parts, and reduces those that do not belong to experts."""
+    optimizer.zero_grad()
+    for x in parts:
+        (model(x).square().sum() / 16 + 0.01 * model.first.l_aux).backward()
+    for parameter in model.parameters():
+        if not is_expert(parameter):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+
+def state(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns copies of parameters, buffers, the optimizer's tensors, and the next random number."""
+    values = {name: value.double().clone() for name, value in model.state_dict().items()}
+    for index, slots in optimizer.state_dict()["state"].items():
+        values |= {f"{index} {name}": value.double().clone() for name, value in slots.items()}
+    return {**values, "random": torch.rand(1, dtype=torch.float64)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """skewed: batches whose rows go mostly to experts 0 and 1, and the ranks on which they do."""
+
+    skewed: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    kind: str = "fused AdamW"
+    num_parts: int = 1
+    grows: bool = False
+
+    @property
+    def repeated(self) -> int:
+        return len(self.skewed) + self.grows
+
+
+def train(rank: int, world: int, case: Case, bounded: bool) -> tuple[dict[str, Tensor], int, list[list[str]]]:
+    """Returns the state after training, the number of repeated steps, and the collectives of each step."""
+    model = build(fused="persistent" if bounded else False)
+    optimizer = OPTIMIZERS[case.kind](model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    steps = pmoe.BoundedSteps(model, optimizer, lambda x: run_step(model, optimizer, x)) if bounded else None
+    calls = []
+    for index in range(BATCHES):
+        last = case.num_parts - 1
+        is_skewed = rank in case.skewed.get(index, ())
+        parts = [
+            batch(rank, world, index + 60 * part, is_skewed and part == last, case.grows)
+            for part in range(case.num_parts)
+        ]
+        with counted_collectives() as collectives:
+            if steps is None:
+                run_step(model, optimizer, parts)
+                optimizer.step()
+            else:
+                steps.step(parts)
+        calls.append(collectives)
+        scheduler.step()
+    if steps is not None:
+        steps.finish()
+    return state(model, optimizer), 0 if steps is None else steps.repeated, calls
+
+
+def job(rank: int, world: int, case: Case) -> tuple[list[str], int, list[list[str]]]:
+    expected, _, _ = train(rank, world, case, False)
+    with using(plain_steps), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*falls back.*")
+        result, repeated, calls = train(rank, world, case, True)
+    assert set(result) == set(expected)
+    wrong = [
+        f"{name}: {relative_error(result[name], value)}"
+        for name, value in expected.items()
+        if not relative_error(result[name], value) <= 1e-12
+    ]
+    return wrong, repeated, calls
+
+
+ONE, SEVERAL = {3: (1,)}, {3: (0,), 4: (0, 1), 6: (1,), 7: (0,)}
+CASES = {
+    "several steps, the last among them": Case(skewed=SEVERAL),
+    "no step": Case(),
+    "one rank in one step": Case(skewed=ONE),
+    "two parts of a batch": Case(skewed=SEVERAL, num_parts=2),
+    "an optimizer that the host stops": Case(skewed=SEVERAL, kind="AdamW"),
+    "more tokens than before": Case(skewed=ONE, grows=True),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_values_are_those_of_training_without_a_bound(world: int, name: str) -> None:
+    case = CASES[name]
+    for wrong, repeated, calls in ranks(world).run(job, case):
+        assert not wrong
+        assert repeated == case.repeated
+        # A step that is neither the first nor repeated: each layer's call gathers counts once.
+        assert calls[1].count("all_gather_into_tensor") == 2 * case.num_parts
+
+
+def fault_job(rank: int, world: int) -> list[str]:
+    """Returns the errors of a step in which rank 1 has a wrong input, seen on the device or on the host."""
+    told = []
+    for wrong in (lambda x: x * torch.nan, lambda x: x[:, 1:]):
+        with using(plain_steps), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build(fused="persistent")
+            optimizer = OPTIMIZERS["fused AdamW"](model.parameters())
+
+            def run(x: Tensor, model: Model = model, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                model.first(x).sum().backward()
+
+            steps = pmoe.BoundedSteps(model.first, optimizer, run)
+            x = batch(rank, world, 0, False, False)
+            steps.step(x)
+            try:
+                steps.step(wrong(x) if rank == 1 else x)
+                steps.finish()
+                told.append("")
+            except (ValueError, RuntimeError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.slow
+def test_a_wrong_input_of_one_rank_is_named_on_all() -> None:
+    with Pool(2) as pool:
+        (nan, narrow), (nan_there, narrow_there) = pool.run(fault_job)
+    assert "rank 1: " in nan and "finite" in nan and "finite" in nan_there
+    assert "must end in d_model (6)" in narrow and "must end in d_model (6)" in narrow_there
+
+
+def waiting_job(rank: int, world: int) -> tuple[str, str]:
+    """Returns the errors of a rank whose peer does not come to a step, and whose peer has failed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failures, "timeout_of", lambda _: timedelta(seconds=1))
+        told = []
+        Ranks().record.place()  # a group is known once its record is asked for
+        for turn in range(2):
+            dist.barrier()
+            if rank == 1 and turn == 1:
+                failures.leave(OSError("no data"), Ranks(), "a training step")
+            elif rank == 0:
+                with pytest.raises(RuntimeError) as raised:
+                    failures.wait_for_device(lambda: False, Ranks(), 5)
+                told.append(f"{type(raised.value).__name__}: {raised.value}")
+            if turn == 0:
+                dist.barrier()
+    return (told[0], told[1]) if told else ("", "")
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_to_a_step_on_the_device_is_named() -> None:
+    with Pool(2) as pool:
+        (absent, failed), _ = pool.run(waiting_job)
+    assert absent.endswith("the device has not finished step 5 after 1 s; rank 1 has not come to this step")
+    assert failed.startswith("PeerError: global rank 1 raised OSError: no data")
+
+
+def dying_job(rank: int, world: int) -> str:
+    """Returns the error of a rank whose peer's process ends in the third step."""
+    with using(plain_steps), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = build(fused="persistent")
+        optimizer = OPTIMIZERS["fused AdamW"](model.parameters())
+        steps = pmoe.BoundedSteps(model, optimizer, lambda x: run_step(model, optimizer, [x]))
+        try:
+            for index in range(BATCHES):
+                if rank == 1 and index == 2:
+                    os._exit(3)
+                steps.step(batch(rank, world, index, False, False))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_in_a_bounded_step_ends_the_others_with_the_stage() -> None:
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        pool.start(dying_job)
+        told = pool.answer(0, 60)
+    assert "rank 0 of 2 failed in the exchange of bounded row counts of MoELayer" in told
+    assert "a peer has died" in told
+
+
+def unlike_job(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Returns the warnings of a layer that is not bounded, and the collectives of its second step."""
+    with using(plain_steps), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn.GIVEN.clear()
+        layer = pmoe.MoELayer(M, 8, EXPERTS, TOP_K, dtype=torch.float64, fused="persistent")
+        layer.callbacks = (pmoe.Callback(),)
+        optimizer = OPTIMIZERS["fused AdamW"](layer.parameters())
+
+        def run(x: Tensor) -> None:
+            optimizer.zero_grad()
+            layer(x).sum().backward()
+
+        steps = pmoe.BoundedSteps(layer, optimizer, run)
+        for index in range(2):
+            with counted_collectives() as calls:
+                steps.step(batch(rank, world, index, False, False))
+        steps.finish()
+    return [str(each.message) for each in told if "bound" in str(each.message)], calls
+
+
+def test_a_layer_that_cannot_be_bounded_reads_its_counts_and_says_so_once() -> None:
+    for told, calls in ranks(2).run(unlike_job):
+        (message,) = told
+        assert message.endswith("a layer, and the host reads row counts, because there are callbacks")
+        assert "all_gather_into_tensor" not in calls

@@ -22,7 +22,8 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.call.row_bound import AgreedBound, BoundedRows, CallKind, RowBound
 from pmoe.comm.counts import RankCounts
-from pmoe.comm.failures import at_stage, collectives, publishing_failures, wait_for
+from pmoe.comm.failures import at_stage, publishing_failures, wait_for
+from pmoe.comm.group_record import collectives
 from pmoe.decide.fused_choice import fused_pair, kernels_runner, make_request
 from pmoe.decide.fused_counts import FusedCounts
 from pmoe.decide.route import cast_dtype, needs_gradients, route_batch
@@ -72,11 +73,12 @@ def bound_refusal(modules: LayerModules) -> str | None:
 
 def kind_of(call: Call) -> CallKind | None:
     """Returns the kind of a call, before it is routed; None if its input is not a tensor."""
-    if not isinstance(call.x, Tensor):
+    x: object = call.x  # a user may pass anything
+    if not isinstance(x, Tensor):
         return None
     return CallKind(
-        dtype=cast_dtype(call.modules, call.x) or call.x.dtype,
-        needs_grad=needs_gradients(call, call.x, *call.modules.gate.parameters()),
+        dtype=cast_dtype(call.modules, x) or x.dtype,
+        needs_grad=needs_gradients(call, x, *call.modules.gate.parameters()),
     )
 
 

@@ -121,16 +121,18 @@ class BalancedCounts(ExactCounts):
         super().__init__(call, degrees)
 
     def _begin_exchange(self, fault: Tensor | Fault) -> CountsExchange:
-        """Starts an exchange of row counts. The first exchange of a call also asks for the loads of experts.
+        """Starts an exchange of row counts. The first exchange of a call also brings the loads of experts.
 
-        The load of an expert is its number of rows from all ranks. The first exchange also tells every rank
-        whether any rank
+        The load of an expert is its number of rows from all ranks. A copy of an expert is its weights, copied
+        to another rank; later calls may use it as long as the weights have not changed. The first exchange
+        also answers questions about all ranks. Each answer is yes if it is yes for any rank:
 
-        - has experts that have changed since the last call;
-        - cannot use its copies of the last call again;
-        - needs a gradient of tensor i of its experts, for each i (`trained_marks`);
-        - has experts that differ from those of other ranks, or cannot be copied (`architecture_marks`). This
-          is asked only if the experts are a user's modules.
+        - Have experts of the rank changed since the last call?
+        - Are the copies that an earlier call made of no use to the rank in this call?
+        - Does the rank need a gradient of tensor i of its experts? This is one question for each i
+          (`trained_marks`).
+        - Do its experts differ from those of other ranks, or can they not be copied? This question is only
+          for experts that are a user's modules (`architecture_marks`).
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.

@@ -121,11 +121,12 @@ class ExpertsCall:
     def _run(self, experts: Experts, x_TM: Tensor) -> Tensor:
         """Decides how the call runs and computes it. The experts module calls this method in its forward.
 
-        experts: the experts that were called. A tool that has wrapped the layer's experts may call others.
+        experts: the experts that compute the call: those whose forward has called this method. If a tool such
+            as PEFT has wrapped the layer's experts, they may be other experts than the layer's own.
         x_TM: (T, M), the rows of T tokens after the forward pre-hooks of the experts; M is d_model.
 
         Returns (T, M), the results of the tokens. If activation checkpointing runs the experts a second time,
-        this method repeats the decision of the first run.
+        nothing is decided again: the call runs as the first run has decided.
         """
         call = self.call
         routed = self.routed

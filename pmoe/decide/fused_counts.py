@@ -116,11 +116,14 @@ class FusedCounts(ExactCounts):
 
     @property
     def _in_chunks(self) -> LayerModules:
-        """The layer's modules and options, as the choice of n and the restore pair needs them.
+        """The modules and options of the layer from which n and the restore pair are chosen.
 
-        n is the number of chunks. The shared expert is left out if fused kernels may compute any call of the
-        layer: the layer then calls the shared expert by itself, and no task of a plan computes it. The result
-        is the same on every rank.
+        n is the number of chunks. The restore pair says how backward gets the experts' input and hidden
+        activation.
+
+        The shared expert is left out if the options ask for fused kernels and these may compute some calls of
+        the layer. In every call the layer then calls the shared expert as a module, outside of the chunks.
+        The result is the same on every rank.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels

@@ -153,8 +153,8 @@ class OneRankCounts:
 def _kernels(call: Call, x_TM: Tensor) -> AgreedChoice | None:
     """Returns which kernels compute a call on one rank; None if no kernels can compute it.
 
-    If the result has ``steps``, they launch the fused kernels. Otherwise the kernels of
-    `pmoe.runners.one_rank` compute the call.
+    If the result has ``steps``, fused kernels compute the call, and ``steps`` are the operators that launch
+    them. Otherwise the kernels of `pmoe.runners.one_rank` compute the call.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
@@ -199,9 +199,10 @@ def _routes(
     The second value is None if this function computes the routing. Otherwise the persistent kernel will
     compute it, and the tensors of the routing have no values until that kernel is launched.
 
-    The third value, (T, M), is the tokens as an output of the gate's autograd node. The experts take these
-    rows, so the gate's backward can add the experts' gradient to its own (`pmoe.gates.logits.LogitsAndRows`).
-    It is None if the experts take the tokens themselves.
+    The third value is the rows that the experts take, (T, M), or None if they take ``x_TM``. The rows have
+    the same values as ``x_TM``, but for autograd they are an output of the gate. So backward passes the
+    experts' gradient of the rows to the gate. The gate adds its own gradient of the tokens, and rounds once
+    (`pmoe.gates.logits.LogitsAndRows`).
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.

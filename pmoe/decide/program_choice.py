@@ -1,11 +1,12 @@
-"""The choice of pass programs: which calls of a layer with ``Switches(program=True)`` they run.
+"""Decides which calls of a layer with ``Switches(program=True)`` run as programs.
 
 A program is a forward or backward pass that was compiled into a list of kernel launches and collectives. C++
-code issues this list without Python (`pmoe.program`). If a call cannot run as programs, the engine runs it on
-all ranks. The engine is Python code (`pmoe.engine`). pmoe then warns once for each reason.
+code issues this list without Python (`pmoe.program`). The engine (`pmoe.engine`) is Python code that can run
+every call. If a call cannot run as programs on some rank, the engine runs it on all ranks. pmoe then warns
+once for each reason.
 
-Three functions look for such a reason, one after the other. All ranks get the same answers. The table says
-what each function examines:
+Three functions look for reasons against programs, in the order of the table. Each gives the same answer on
+all ranks. The table says what they examine:
 
     takes_layer       options and modules of the layer
     call_refusal      the numbers of chunks, the restore pair and the row counts of a call
@@ -49,10 +50,11 @@ LONGER = 10
 
 @dataclass
 class _Pause:
-    """The calls after a failed attempt to connect, which the engine runs.
+    """A number of calls that the engine runs after ranks failed to connect, before they try again.
 
-    reason: why the attempt failed.
-    calls: number of these calls; ``left`` of them are still to come.
+    reason: why the ranks failed to connect.
+    calls: number of calls in this pause.
+    left: how many of these calls are still to come.
     """
 
     reason: str
@@ -65,7 +67,7 @@ _pauses: dict[tuple[object, ...], _Pause] = {}
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why a layer cannot use compiled pass programs at all; None if they may run some calls.
+    """Returns why no call of a layer can run as compiled pass programs; None if some calls may.
 
     All ranks get the same answer.
     """
@@ -75,7 +77,7 @@ def layer_refusal(modules: LayerModules) -> str | None:
 
 
 def takes_layer(modules: LayerModules) -> bool:
-    """Returns whether compiled pass programs may run calls of a layer. If not, warns of the reason.
+    """Returns whether calls of a layer may run as compiled pass programs. If not, warns of the reason.
 
     All ranks get the same answer.
     """
@@ -86,10 +88,11 @@ def takes_layer(modules: LayerModules) -> bool:
 
 
 def _warn(why: str) -> None:
-    """Warns that the engine runs a layer's calls instead of programs, once for each reason.
+    """Warns that calls of a layer run on the engine, not as programs. Warns once for each reason.
 
-    why: the reason, which ends the sentence "... falls back to the engine because". Numbers in it come after
-        a colon.
+    why: the reason. It ends a sentence that begins with "program (True) falls back to the engine because".
+        Two texts count as one reason if they are equal up to the first colon. So numbers that differ from
+        call to call must come after a colon.
     """
     warn_once(f"program (True) falls back to the engine because {why}")
 

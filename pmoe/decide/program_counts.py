@@ -19,7 +19,11 @@ from pmoe.runners.program import ProgramRunner
 
 
 class ProgramCounts(ExactCounts):
-    """Gets the row counts of a layer whose calls may run as programs, by an exchange among all ranks."""
+    """Gets the row counts of a layer whose calls may run as programs, by an exchange among all ranks.
+
+    A program is a pass that was compiled into a list of kernel launches and collectives. The class counts
+    rows as `ExactCounts` does. In addition, the ranks agree on the programs that run the call.
+    """
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         return _with_programs(super().agree(modules, inputs), modules, inputs)
@@ -29,7 +33,11 @@ class ProgramCounts(ExactCounts):
 
 
 class ProgramSolverCounts(SolverCounts):
-    """Gets the row counts of a layer with ``pipeline="solve"`` whose calls may run as programs."""
+    """Gets the row counts of a layer with ``pipeline="solve"`` whose calls may run as programs.
+
+    A program is a pass that was compiled into a list of kernel launches and collectives. The class counts
+    rows as `SolverCounts` does. In addition, the ranks agree on the programs that run the call.
+    """
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         return _with_programs(super().agree(modules, inputs), modules, inputs)
@@ -52,7 +60,7 @@ def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) 
 
 
 def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
-    """Returns a decision to run the call by its programs. Without programs, returns ``decision`` itself."""
+    """Returns a decision to run the call by its programs; ``decision`` itself if it has no programs."""
     plan = decision.plan
     if agreed.programs is None or plan is None:
         return decision

@@ -215,14 +215,16 @@ def _refuse_one_file(experts: Experts, place: ExpertPlace, name: str) -> None:
     """Raises ValueError if the caller of ``state_dict()`` will save the experts of one rank only.
 
     The arguments of ``state_dict()`` do not say how its result will be used. So this function searches the
-    call stack, from the nearest caller on, for a caller that it knows:
+    call stack for a function that it knows. The one that is nearest to ``state_dict()`` decides:
 
-    - a function in the table `ONE_FILE`: it writes one file, so the error is raised;
-    - torch's distributed checkpoint: it saves the experts of all ranks. The error is raised only if a full
-      state dict is asked for and the experts are plain tensors.
+    - A function in the table `ONE_FILE` writes the experts of one rank. ValueError is raised.
+    - torch's distributed checkpoint (DCP) makes a full state dict, and some parameters of the experts are
+      plain tensors. ValueError is raised: DCP collects the values of all ranks only from DTensors, and would
+      return this rank's plain tensors as if they were the experts of all ranks.
+    - DCP is called in any other way: nothing is raised.
 
-    Other callers get no error here. If they write one file, the error comes later, when another rank loads
-    the file (`_check_whose`).
+    If the call stack has no such function, nothing is raised, either. If the caller then writes one file for
+    all ranks, an error is raised when another rank loads the file (`_check_whose`).
 
     experts: the experts of this rank.
     place: the record of which experts this rank holds.
@@ -273,11 +275,12 @@ def _check_whose(
     The first case that applies decides:
 
     - The values are certainly this rank's own (`_is_own`): nothing else is checked.
-    - By the metadata, the state dict holds experts of another rank: ValueError is raised, and published to
-      the other ranks.
-    - By the metadata, the experts of all ranks were equal when they were saved: nothing else is checked.
-    - Otherwise the layer's next call compares the experts of all ranks, and raises if two ranks hold equal
-      experts: these ranks have loaded the same file.
+    - The metadata says that the state dict holds experts of another rank: ValueError is raised, and published
+      to the other ranks.
+    - The metadata says that the experts of all ranks were equal when they were saved: nothing else is
+      checked.
+    - None of these: the layer's next call compares the experts of all ranks. It raises ValueError if two
+      ranks hold equal experts, because they have probably loaded the same file.
     """
     place: ExpertPlace = experts.place.with_part_of(experts)
     parameters = {

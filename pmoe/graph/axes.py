@@ -103,10 +103,10 @@ def infer(
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
     graph: the graph.
-    known_axes: the axes of inputs of the graph. Inputs that are not in this dict, such as parameters, are not
-        cut: each part uses them whole.
-    free: inputs whose axis is not known. The first operator that reads such an input and is cut decides the
-        axis.
+    known_axes: {input of the graph: its axis}.
+    free: inputs of the graph whose axis is still undecided. The first operator that reads such an input and
+        is cut decides the axis. All inputs that are neither here nor in ``known_axes``, such as parameters,
+        are not cut: each part uses them whole.
     sequences: number of sequences or tokens in the batch. It is an int, or a symbol if it is not known when
         the graph is traced. A tensor is cut only along dimensions whose size is a multiple of this number.
         None allows all dimensions.
@@ -133,10 +133,10 @@ def follow(
     An axis is the dimension along which a tensor is cut into parts of the batch.
 
     body: the calls, in order.
-    known_axes: axes of tensors that are computed before ``body``. Tensors that are not in this dict are not
-        cut: each part uses them whole.
-    free: tensors that are computed before ``body``, and whose axis is not known. The first operator that
-        reads such a tensor and is cut decides the axis.
+    known_axes: {tensor that is computed before ``body``: its axis}.
+    free: tensors that are computed before ``body``, and whose axis is still undecided. The first call that
+        reads such a tensor and is cut decides the axis. All tensors that are computed before ``body``, and
+        are neither here nor in ``known_axes``, are not cut: each part uses them whole.
     sequences: number of sequences or tokens in the batch. A tensor is cut only along dimensions whose size is
         a multiple of this number.
 
@@ -675,7 +675,11 @@ def _view(node: fx.Node) -> Iterator[Combination]:
 
 @rule_of(aten.new_zeros.default)
 def _new(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut a ``new_zeros``: along dimensions of the same size in source and result."""
+    """Yields the ways to cut a call of ``new_zeros`` into parts of the batch.
+
+    ``x.new_zeros(sizes)`` makes a tensor of zeros. It can be cut along dimension i if x and the result have
+    the same size in dimension i. Both are then cut along it.
+    """
     for dim, sizes in enumerate(zip(shape(tensors(node)[0]), shape(node), strict=False)):
         if sizes[0] == sizes[1]:
             yield Combination((dim,), dim)

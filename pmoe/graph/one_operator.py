@@ -239,10 +239,14 @@ def _(gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    """Saves for `_backward` the ticket, and the tensors that the module's own autograd graph reads.
+    """Saves for `_backward` all tensors that the backward pass of `run_and_keep` needs.
 
-    `run_and_keep` has stored this graph in `KEPT` under a number, and the ticket is a tensor with this
-    number. The compiler keeps the values of the saved tensors until backward.
+    `run_and_keep` has kept the autograd graph of the module's run in `KEPT`, under a number. Two kinds of
+    tensors are saved:
+
+    - the ticket: a tensor with the number of the kept graph;
+    - the tensors that the kept graph reads: copies of the module's inputs, and its trained parameters. The
+      compiler does not overwrite saved tensors before backward.
     """
     _, _, tensors, _, parameters, ctx.is_trained, ctx.needs_grad, _ = inputs
     trained = [each for each, trains in zip(parameters, ctx.is_trained, strict=True) if trains]

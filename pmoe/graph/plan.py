@@ -1,12 +1,15 @@
 """Cuts each graph of a program into parts of the batch, by ranges on which all ranks agreed.
 
-A range is a run of consecutive instructions (operator calls) that is cut into parts of the batch. A program
-is the set of all graphs of some layers in one direction, forward or backward, for any input shapes. Ranges
-are chosen on the first graph of rank 0. Each other graph of the program is compared with that first graph:
+A range is a run of consecutive instructions (operator calls) that is cut into parts of the batch.
 
-    its instructions and batch                     how it is cut
-    the same instructions, several sequences       the same ranges are cut, along the sequences
-    other instructions, or 0 or 1 sequence         each layer of a range is cut by itself, along its tokens
+torch.compile may make several graphs of the same layers, for different input shapes. All graphs of the same
+layers in the same direction, forward or backward, form a program. Ranges are chosen on the first graph of
+rank 0. Each other graph of the program is compared with that first graph:
+
+- If it has the same instructions, and its batch has two or more sequences, then the same ranges are cut, along
+  the sequences.
+- If it has other instructions, or a batch of one sequence, or no input with the batch as first dimension, then
+  only the MoE layers of the ranges are cut, one by one, each along its tokens.
 
 In both cases each layer has the same number of parts. So all ranks send the same messages in the same order.
 """

@@ -192,11 +192,11 @@ def with_hand_overs(
     place_of: Mapping[str, int],
     seconds: Mapping[str, float],
 ) -> list[Instruction]:
-    """Returns a pass with one more instruction for each gradient, which hands it over at its place.
+    """Adds instructions to a pass that hand each gradient over to autograd. Returns the new pass.
 
-    The place of a gradient is the number p of all-to-alls that begin before it is handed over. So it is
-    handed over after the start of all-to-all p and before the start of the next one, as soon as it is
-    computed. If it would be computed later, the instructions that compute it are moved forward.
+    The place of a gradient is a number p: p all-to-alls begin before the gradient is handed over, and the
+    others begin after it. Within these limits, the gradient is handed over as soon as it is computed. If
+    ``order`` would compute it too late for its place, the instructions that compute it run earlier.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.

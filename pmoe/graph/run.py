@@ -278,8 +278,9 @@ class GraphRunner:
         stores the choice in the program:
 
         - In a forward graph, `solve` chooses ranges and numbers of parts by the measured costs.
-        - In a backward graph, either everything that can be cut is cut, or nothing. The number of parts and
-          the order of stages are those with the fastest pass within the memory limit.
+        - In a backward graph, either everything that can be cut is cut, or nothing. For each k, the parts may
+          run in several orders (`lags`). The k and the order are taken whose predicted pass is fastest and
+          fits into the memory limit.
         """
         program = self.program
         stage = "agreeing on the parts of a graph"
@@ -452,9 +453,9 @@ def gradients_of(module: fx.GraphModule, names: Mapping[int, str]) -> list[Gradi
 
 
 def _source(node: fx.Node) -> str:
-    """Returns the label of the call that computes a result of a graph.
+    """Returns the label of the call that computes a result of a graph; "" if no call computes it.
 
-    If the result is an input of the graph, "" is returned.
+    No call computes a result that is an input of the graph.
 
     node: the node of the result.
     """

@@ -425,11 +425,13 @@ class _Cutter:
     def _emit(self, node: fx.Node, part: int, k: int, parts: Sequence[dict[fx.Node, fx.Node]]) -> None:
         """Adds one part of a call to the new graph.
 
+        In the new graph, ranges of the old graph are cut into parts of the batch.
+
         node: the call, a node of the old graph.
         part: number of the part.
         k: number of parts.
-        parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.
-            The added node is stored in the dict of its part.
+        parts: a dict for each part of the batch, {node of the old graph: node of the new graph that computes
+            the part}. The added node is stored in the dict of its part.
         """
         new_nodes = parts[part]
 
@@ -536,13 +538,17 @@ class _Cutter:
         return total
 
     def _order(self, node: fx.Node, place: int, parts: Sequence[Mapping[fx.Node, fx.Node]]) -> fx.Node:
-        """Returns a node of the new graph with one result of `order` for the whole batch.
+        """Returns a node of the new graph that has one result of `order` for the whole batch.
 
-        `order` sorts slots (choices of tokens) by expert.
+        In the new graph, ranges of the old graph are cut into parts of the batch. `order` sorts slots
+        (choices of tokens) by expert. Each part sorts its own slots, and these results cannot be joined. So
+        the new graph also sorts the slots of the whole batch, if a call outside of the range reads them. Only
+        result 3 is taken from the last part, which has counted the slots of all parts.
 
         node: the call of `order`, a node of the old graph.
         place: position of the result among the results of `order`.
-        parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.
+        parts: a dict for each part of the batch, {node of the old graph: node of the new graph that computes
+            the part}.
         """
         if place == 3:  # used_E: the last part has counted all before it
             return self._call(operator.getitem, parts[-1][node], 3)

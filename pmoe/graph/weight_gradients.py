@@ -296,11 +296,11 @@ class _List:
             self.now = until
 
     def _begin(self, name: str) -> float:
-        """Returns the time, in seconds, at which all inputs of an instruction are complete."""
+        """Returns the time, in seconds, at which all inputs of an instruction are computed."""
         return max((self.end[needed] for needed in self.by_name[name].waits), default=0.0)
 
     def _message_begins(self) -> float:
-        """Returns the time, in seconds, at which the rows that the next all-to-all sends are complete.
+        """Returns the time, in seconds, at which the rows that the next all-to-all sends are computed.
 
         The result is infinity in two cases: no all-to-all is left, or an instruction that computes these rows
         has not been scheduled.
@@ -325,12 +325,13 @@ class _List:
     def _release(self) -> None:
         """Sorts instructions that have become ready into the collections from which `run` takes them.
 
-        An instruction is ready if all its inputs have been scheduled.
+        An instruction reads the results of other instructions. It is ready if all of these have been
+        scheduled. It can begin when all of these have ended, which may be later than ``now``.
 
         - An instruction that only selects one of the results of another instruction is scheduled at once.
         - Computation that can begin now goes to ``pool`` if it is a weight gradient, otherwise to ``chain``.
-        - Computation whose inputs are not complete yet goes to ``later``.
-        - An all-to-all goes to none of them, because it is in ``messages`` from the start.
+        - Computation that cannot begin yet goes to ``later``.
+        - An all-to-all goes to none of these collections, because it is in ``messages`` from the start.
         """
         for name in self.sorter.get_ready():
             if self.by_name[name].selects:

@@ -438,10 +438,15 @@ def slack_with_copies(slack: float, num_ranks: int, *, bypass_local: bool) -> fl
         rows stay on their rank (bypass_local)   slack * (W - 1) / W
         all rows are sent                        slack
 
-    With bypass_local and even routing, 1 / W of a chunk's rows stay on their rank, and only the others need a
-    place in a slot. Layers without copies have slots for all rows, so they have a reserve for uneven routing.
-    Layers with copies have no reserve: a rank that hosts copies receives more rows, and would fill the
-    reserve in every call. If a chunk has too many rows for a slot, it is cut into smaller chunks.
+    With bypass_local and even routing, 1 / W of a chunk's rows stay on their rank, and take no place in a
+    slot.
+
+    - Layers without copies use ``slack`` itself. The places of the rows that stay are a reserve: they take
+      additional rows that arrive if the routing is uneven.
+    - Layers with copies use the result of this function, which leaves out this reserve. A rank that hosts
+      copies receives more rows, and would fill the reserve in every call.
+
+    In both kinds of layers, chunks that have too many rows for a slot are cut into smaller chunks.
 
     slack: the option ``slack``.
     num_ranks: W, the ranks among which rows are sent.
@@ -640,14 +645,16 @@ class CountsExchange:
         counts_FE: (F, E) int64 on the rows' device: this rank's rows in each of F bins (equal ranges of its
             tokens) for each of the E experts of all ranks. Dropped rows are not counted.
         num_tokens: number of this rank's tokens.
-        fault: this rank's `Fault`, or its number, an int64 scalar on the rows' device.
+        fault: a `Fault` that says what is wrong with this rank's call; `Fault.NONE` if nothing is wrong. Or
+            its number, an int64 scalar on the rows' device.
         needs_grad: whether this rank wants gradients.
         training: whether the layer is in training mode.
         dtype: dtype of the rows that will be sent.
         traffic: where the bytes of the exchange are counted.
-        slots: limits of the rows that a rank may receive: room in ring slots (buffers of fixed size) and on
-            the host. `finish` returns whether all ranks stay within them. None checks nothing. It must be
-            None on all ranks or on none.
+        slots: two limits of the rows that a rank receives: the room in a ring slot (a buffer of fixed size),
+            and the free memory of the host. The row counts that `finish` returns say whether all ranks stay
+            within both limits (`RankCounts.depth`, `RankCounts.host_shortage`). None checks nothing. It must
+            be None on all ranks or on none.
         once_FP: (F, P) int64 on the rows' device: rows for each of P ranks, if a token is sent only once to a
             rank (`RankCounts.sent_once`); else None.
         exchanges: dispatch and combine, if one of them sends rows through other ranks; else ().
@@ -771,11 +778,12 @@ class CountsExchange:
 
         Returns two values:
 
-        - (F, W, X) on the device, the counts that this rank received from each of W ranks for each of F bins
-          (equal ranges of tokens). `_split` explains the X counts.
-        - A list of tensors on the host: the counts that this rank sent, the counts that it received, the
-          headers, the numbers on which ranks agree (`_agree`), and the rows that this rank passes on
-          (`_relay`).
+        - (F, W, X) on the device: the counts that this rank received from each of W ranks for each of F bins
+          (equal ranges of tokens). The X counts are the rows for each expert of this rank. If a token is sent
+          only once to a rank, one more count follows: the number of rows that are sent (`_split`).
+        - A list of tensors on the host: the counts that this rank sent; the counts that it received; the
+          headers (`HEADER` numbers about each rank, such as its number of tokens and its fault); the numbers
+          on which ranks agree (`_agree`); and the numbers of rows that this rank passes on (`_relay`).
         """
         if self._messages is not None:
             return self._by_kernels(self._messages)

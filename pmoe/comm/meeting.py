@@ -62,12 +62,13 @@ little.
 class Meeting:
     """One rank's part in a meeting: before its next call, it waits until all ranks have come.
 
-    The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP (`GroupRecord.life` and the group's
-    name):
+    The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP. LIFE is a number that changes if the
+    job makes its process groups again (`GroupRecord.life`), and GROUP is the name of the group. The meetings
+    of a group are numbered 1, 2, 3, ..., and NUMBER is the number of the meeting. The rest of a key is:
 
-        NUMBER            is the number of ranks that have come to the meeting with this number
-        NUMBER/all        is set when all ranks have come
-        NUMBER/compare    is set if a rank has come because it compares its options
+        NUMBER            a counter: how many ranks have come to this meeting
+        NUMBER/all        is set when all ranks have come to this meeting
+        NUMBER/compare    is set if a rank has come to this meeting because it compares its options
         waiting           is set when a rank has waited for long in any meeting of the group
         waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has three
                           lines: the call's number, `GroupRecord.open_calls`, and why the rank waits
@@ -132,10 +133,10 @@ class Meeting:
             self._is_published = True
 
     def leave(self) -> bool:
-        """Ends this rank's part in the meeting. It must be called only after all ranks have come.
+        """Ends this rank's part in the meeting. Call it only after all ranks have come to the meeting.
 
-        Returns True if any rank compares its options in this call. All ranks must then do so. The result is
-        the same on all ranks.
+        Returns True if any rank has come because it compares its options. All ranks must then compare their
+        options. The result is the same on all ranks.
         """
         self._record.last_meeting = self._call
         if self._is_published:

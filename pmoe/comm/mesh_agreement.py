@@ -62,7 +62,9 @@ MeshCall = tuple[str, int]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refusal of a call of `pmoe.parallelize`: why all ranks of the call raise an error.
+    """A record that a call of `pmoe.parallelize` is refused: all ranks of the call raise its error.
+
+    The first rank that finds an error, such as a different mesh on another rank, writes it into the store.
 
     error: the text of the error.
     num_calls: number of calls, with any mesh, that the writer of this refusal had made when it wrote it.
@@ -221,7 +223,9 @@ def _wait(
     own_calls: the record of this rank's calls.
     timeout: the timeout of the default group; None waits without a limit.
 
-    Raises ValueError if this rank or another rank refuses the call, RuntimeError after the timeout.
+    Raises ValueError if any rank has refused the call. A rank that finds an error, such as a different mesh
+    on another rank, refuses the call: it writes a `Refusal` into the store, and all ranks of the call raise.
+    Raises RuntimeError if a rank has not come within the timeout.
     """
     begin = time.monotonic()
     pause = 0.001

@@ -96,7 +96,8 @@ def _blocks(columns: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Yields the blocks of rows that are packed or unpacked at a time (`block_rows`).
 
     columns: columns of a row.
-    tensors: tensors with a line for each row. A block is a tuple with the same lines of every tensor.
+    tensors: tensors that have one entry for each row, along their first dimension. A block is a tuple with
+        the entries of the same rows from every tensor.
     """
     size = block_rows(columns, tensors[0].device.type)
     if size is None or tensors[0].shape[0] <= size:
@@ -120,7 +121,10 @@ def pack_rows(wire: WireName, rows_NM: Tensor, message_NC: Tensor, expendable: b
 
 
 def pack_copies(wire: WireName, tokens_TM: Tensor, token_N: Tensor, message_NC: Tensor) -> None:
-    """Writes the messages of rows that are copies of tokens. Copies and packs one block of rows at a time.
+    """Copies each row from its token, and writes the row's message.
+
+    A message is the sequence of bytes in which a row is sent. Rows are copied and packed block by block, so
+    only one block of copies needs memory.
 
     wire: the format.
     tokens_TM: (T, M), T tokens with M columns.

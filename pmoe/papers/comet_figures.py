@@ -58,7 +58,8 @@ def fused_run(
         (`Returning`: second product and combine).
     device: rates of the device.
     n_c: number of thread blocks that communicate.
-    chunk_columns: T_N, the number of columns after which layer 1 sends its sums; not used for layer 0.
+    chunk_columns: T_N, the number of columns of a chunk. Layer 1 sends its sums chunk by chunk. Layer 0 does
+        not use this number.
     """
     if isinstance(layer, Arriving):
         tasks = fused_dispatch_tasks(layer, device, n_c)
@@ -74,8 +75,8 @@ def best_division(
 
     Returns the division, and the kernel's seconds with this division.
 
-    A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns
-    after which sums are sent. COMET measures all divisions (section 3.2.2). This function simulates them, in
+    A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns of
+    a chunk. COMET measures all divisions (section 3.2.2). This function simulates them, in
     the order of their lower bounds (`min_seconds`), until a bound exceeds the best result. Of equally fast
     divisions it takes the one with the smallest n_c, then the one with the largest T_N.
 
@@ -120,7 +121,8 @@ def min_seconds(
         (`Returning`: second product and combine).
     device: rates of the device.
     n_c: number of communicating blocks.
-    chunk_columns: T_N, the number of columns after which layer 1 sends its sums; not used for layer 0.
+    chunk_columns: T_N, the number of columns of a chunk. Layer 1 sends its sums chunk by chunk. Layer 0 does
+        not use this number.
     """
     tile = device.tile_seconds(layer.reduction)
 

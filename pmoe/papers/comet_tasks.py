@@ -309,8 +309,12 @@ class Launch:
 class Tile:
     """A tile of the product in COMET's layer 0: 128 rows x 256 columns, all of one expert.
 
-    level: the highest level of the tile's rows; in the last row of the grid it may be higher (`tile_order`).
-        Rows of this level come from rank + level. The tile can start when they have arrived.
+    The level of a row says how many ranks away its source is: rows from rank + 2 have level 2, and rows of
+    this rank itself have level 0. Rows arrive level by level.
+
+    level: the tile can start when the rows of this level have arrived. It is the highest level of the tile's
+        rows. But a tile with fewer than 128 rows, at the end of an expert's rows, has the largest level of
+        all (`tile_order`).
     expert: number of the expert on this rank.
     row, column: position of the tile in the grid of the expert's tiles.
     """
@@ -333,8 +337,8 @@ def tile_order(layer: Arriving) -> list[Tile]:
     4. the column of the grid
     5. the row of the grid
 
-    There is an exception, as in cuda/comet/order.h: tiles of the last row of a grid that are not full have
-    the level W - 1, the largest of all (W is the number of ranks).
+    There is an exception, as in cuda/comet/order.h: if the tiles in the last row of a grid have fewer than
+    128 rows, their level is W - 1, the largest of all (W is the number of ranks).
     """
     column_tiles = math.ceil(layer.columns / TILE_COLUMNS)
     arrived = [0] * len(layer.rows_E)
@@ -398,7 +402,8 @@ def fused_combine_tasks(
 ) -> list[FusedTask]:
     """Returns the tasks of COMET's layer 1: tiles of the product, and two sums for each token.
 
-    See section 3.1.2 and Fig. 6. There are two sums:
+    See section 3.1.2 and Fig. 6. A chunk is a range of T_N columns of the product. The product is computed
+    chunk by chunk, and each chunk is summed when it is computed. There are two sums:
 
     1. Each rank that has rows of a token adds these rows. The result is a partial sum, which the rank sends
        to the token's owner (the rank that the token came from).
@@ -416,7 +421,7 @@ def fused_combine_tasks(
     layer: numbers and sizes of the rows.
     device: rates of the device.
     n_c: number of communicating blocks.
-    chunk_columns: T_N, the columns of a chunk, after which sums are sent.
+    chunk_columns: T_N, the number of columns of a chunk.
     """
     kernel = Launch(device, n_c)
     computing = device.blocks - n_c

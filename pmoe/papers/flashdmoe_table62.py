@@ -44,8 +44,9 @@ def table62() -> list[dict[str, Any]]:
     Size(L)               the computed memory of the symmetric tensor
     paper                 the memory of the symmetric tensor that the thesis prints
     bookkeeping, paper    the memory for bookkeeping that the thesis prints
-    rest                  the memory for bookkeeping, minus that of a hidden activation, which is probably
-                          most of it
+    rest                  the part of "bookkeeping, paper" that is not explained. By assumption the
+                          bookkeeping holds a hidden activation: 4096 columns in float32 for each row of a
+                          cell. ``rest`` is the memory for bookkeeping minus the memory of this activation
     """
     rows = []
     for thousands, experts, paper, bookkeeping in printed("flashdmoe table 6.2"):

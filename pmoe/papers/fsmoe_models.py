@@ -106,9 +106,11 @@ def on_nodes(testbed: Testbed, nodes: int) -> Testbed:
 
 
 def _of_table2(testbed: Testbed, key: str) -> Testbed:
-    """Returns a testbed with the costs that Table 2 lists for Mixtral-7B, the larger of its two models.
+    """Returns a testbed with the costs that Table 2 lists for the model Mixtral-7B.
 
-    testbed: the testbed.
+    Table 2 has a smaller model, too (GPT2-XL), which is not used here.
+
+    testbed: the testbed from which everything else is taken.
     key: name of the numbers of Table 2 in printed.json.
     """
     layer = LayerConfiguration(**printed("fsmoe models")["Mixtral-7B"])

@@ -1,7 +1,12 @@
 """Simulates Lancet's evaluation (section 7) and its Figs. 2 and 6, from stated costs of operators.
 
-Lancet changes a training graph in two ways. It moves weight gradients beside all-to-alls, and it cuts ranges
-(runs of consecutive operators) into parts of the batch. The results show how much time each way saves.
+Lancet changes a training graph in two ways, so that the GPU computes while all-to-alls send rows:
+
+- It changes the order of operators, so that gradients of weights are computed during all-to-alls.
+- It chooses ranges (runs of consecutive operators), and runs each range once for each part of the batch. One
+  part is computed while the rows of another part are sent.
+
+The results show how much time each way saves.
 
 The models are GPT-2 with a Switch layer in every other block, and two experts on each GPU. A Switch layer is
 an MoE layer with one expert for each token. The models are simulated on two clusters. The seconds of an
@@ -225,10 +230,10 @@ def one_after_the_other(instructions: Sequence[Instruction]) -> SimulatedStep:
 
 
 def in_ranges(works: Sequence[Operator], seconds: Callable[..., float], sequences: int) -> SimulatedStep:
-    """Returns the seconds of a forward pass whose operators Lancet's dynamic programme cuts into parts.
+    """Returns the seconds of a forward pass in which Lancet's dynamic programme has cut ranges into parts.
 
-    The programme chooses ranges (runs of consecutive operators). A range runs once for each part of the
-    batch, so that all-to-alls of one part run beside the computation of another part.
+    The programme is an algorithm that chooses ranges (runs of consecutive operators). A range runs once for
+    each part of the batch. One part is computed while the rows of another part are sent.
 
     works: operators of the forward pass, in order.
     seconds: function from an operator and a number of parts to the seconds of one part.
@@ -290,11 +295,12 @@ def in_layers(
 def lancet_systems(model: GPTModel, cluster: GPUCluster, gpus: int) -> dict[str, SimulatedStep]:
     """Returns {name of a system: its simulated training step}.
 
-    Lancet moves weight gradients beside all-to-alls, and cuts ranges of operators into parts of the batch.
-    The systems are:
+    Lancet does two things, so that the GPU computes while all-to-alls send rows. It moves weight gradients:
+    in backward, gradients of weights are computed during all-to-alls. It cuts ranges: in forward, runs of
+    consecutive operators run once for each part of the batch. The systems are:
 
         "no overlap"         Nothing is computed while all-to-alls run.
-        "Tutel"              The all-to-alls and experts of each layer run in parts of the batch.
+        "Tutel"              The all-to-alls and experts of each layer run once for each part of the batch.
         "weight gradients"   One half of Lancet: weight gradients are moved, and no range is cut.
         "ranges"             The other half of Lancet: ranges are cut, and no weight gradient is moved.
         "Lancet"             Weight gradients are moved, and ranges are cut.

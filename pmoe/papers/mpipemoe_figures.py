@@ -189,7 +189,9 @@ def both_passes_seconds(
 
 
 def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
-    """Returns the tasks of a pass in n chunks. All rows take part in the all-to-alls.
+    """Returns the tasks of a pass in n chunks. All-to-alls move all rows.
+
+    Rows for experts on their own rank take part in the all-to-alls like all other rows.
 
     direction: "forward" or "backward".
     n: number of chunks.

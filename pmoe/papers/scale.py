@@ -79,7 +79,8 @@ class ScaledStep:
     """A training step to simulate.
 
     model: sizes of the model.
-    rates: the cluster, with the rates of the simulated rank. All other ranks wait for this rank.
+    rates: the cluster: its machines, and the rates of their devices and links. Only the busiest rank of the
+        cluster is simulated, because all other ranks wait for it.
     tokens: tokens of a rank in one forward and backward pass.
     n: number of chunks of each pass.
     passes: number of forward and backward passes of a step. The step sums the gradients of all of them.

@@ -77,13 +77,18 @@ def process_heap(
 ) -> Heap:
     """Returns this rank's symmetric heap, and opens the heaps of the other ranks by CUDA IPC. Collective.
 
-    All ranks must be on one node. If one rank fails, all ranks go through the same collectives, raise the
-    same error and free their memory:
+    A symmetric heap is device memory with the same layout on every rank, which kernels of all ranks read and
+    write. If one rank fails, all ranks go through the same collectives, raise the same error and free their
+    memory:
 
-    - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes, kernels or nodes differ.
-    - RuntimeError with the rank, if there is not enough memory or a peer's memory cannot be opened.
+    - ValueError, which names the values of all ranks: the ranks ask for heaps of different shapes, dtypes or
+      sizes in bytes, have loaded different kernels, or are not all on one node.
+    - RuntimeError, which names the rank: there is not enough memory, or the memory of another rank cannot be
+      opened.
 
+    ranks: the ranks of the layer, all on one node.
     shape: the sizes of the heap, the same on all ranks.
+    device: this rank's device.
     memory: where the memory comes from; None means CUDA.
     """
     builder = _HeapBuilder(ranks, shape, device, memory or DeviceMemory())
@@ -94,9 +99,10 @@ def process_heap(
 def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     """Returns this rank's symmetric heap in NVSHMEM's memory, and opens the other ranks' heaps. Collective.
 
-    Kernels read and write the other ranks' heaps by loads and stores. So all ranks must be on one node, or on
-    nodes that NVLink connects. A process can use NVSHMEM with one group of ranks only. So far this function
-    has been run with a single process only.
+    A symmetric heap is device memory with the same layout on every rank. Kernels read and write the other
+    ranks' heaps by loads and stores. So all ranks must be on one node, or on nodes that NVLink connects. A
+    process can use NVSHMEM with one group of ranks only. So far this function has been run with a single
+    process only.
 
     FlashDMoE's kernels may also send by NVSHMEM's puts, if `pmoe._nvshmem` was built
     (`pmoe.kernels.heap.has_puts`). Then ranks may lie beyond loads and stores: such a rank has address 0, and
@@ -109,10 +115,10 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
 
     Raises on every rank:
 
-    - ValueError with the values of all ranks, if shapes, dtypes, sizes in bytes, kernels or versions of
-      NVSHMEM differ.
-    - RuntimeError with the rank, if there is not enough memory, if NVSHMEM is not built in or was started for
-      another group already, or if a rank cannot read and write another rank's memory by loads and stores.
+    - ValueError, which names the values of all ranks: the ranks ask for heaps of different shapes, dtypes or
+      sizes in bytes, or have different kernels or versions of NVSHMEM.
+    - RuntimeError, which names the rank: there is not enough memory, NVSHMEM is not built in or was started
+      for another group already, or the rank cannot read and write another rank's memory by loads and stores.
     """
     memory = NvshmemMemory(ranks)
     builder = _HeapBuilder(ranks, shape, device, memory)

@@ -712,7 +712,8 @@ class CountsExchange:
     def finish(self) -> RankCounts:
         """Waits for the counts of the other ranks, and returns the row counts of the call.
 
-        Raises FaultError on every rank if any rank has a fault, or if the ranks do not make the same call.
+        Raises FaultError on every rank if any rank has reported a fault, or if the ranks do not make the same
+        call.
         """
         if self._work is None:  # a single rank, which waits for no other
             device_FWX, on_host = self._to_host()

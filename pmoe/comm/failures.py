@@ -618,8 +618,8 @@ def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
         the text.
     compares: whether this rank compares its options with the other ranks in this call.
 
-    Returns True if any rank compares its options in this call. All ranks must then do so. The result is
-    the same on all ranks.
+    Returns True if any rank compares its options in this call. All ranks must then compare their options. The
+    result is the same on all ranks.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a
     different pass publishes a failure when it reads in the store that this rank waits.

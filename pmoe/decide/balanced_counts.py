@@ -131,8 +131,8 @@ class BalancedCounts(ExactCounts):
         - Are the copies that an earlier call made of no use to the rank in this call?
         - Does the rank need a gradient of tensor i of its experts? This is one question for each i
           (`trained_marks`).
-        - Do its experts differ from those of other ranks, or can they not be copied? This question is only
-          for experts that are a user's modules (`architecture_marks`).
+        - Do the rank's experts differ from those of other ranks, or can they not be copied? This question is
+          only for experts that are a user's modules (`architecture_marks`).
 
         fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
             as an int64 scalar on the device.

@@ -9,8 +9,8 @@ kinds:
 If the fused kernels cannot compute a call, all ranks run the call in chunks (micro-batches). pmoe then warns
 once for each reason, except with ``fused="auto"``.
 
-Three functions look for such a reason, one after the other. All ranks get the same answers. The table says
-what each function examines:
+Three functions look for reasons against fused kernels, in the order of the table. Each gives the same answer
+on all ranks. The table says what they examine:
 
     fused_refusal   options and modules of the layer (`pmoe.call.modules.LayerModules`)
     may_fuse        dtype and device of the rows
@@ -93,13 +93,14 @@ def may_fuse(modules: LayerModules, device: torch.device, dtype: torch.dtype) ->
 
 
 def _warn_unfused(modules: LayerModules, why: str) -> None:
-    """Warns that fused kernels do not compute a call, once for each reason.
+    """Warns that fused kernels do not compute a call. Warns once for each reason.
 
     With fused="auto" there is no warning.
 
     modules: the modules and options of the layer.
-    why: the reason, which ends the sentence "... falls back to the unfused layer because". Numbers in it come
-        after a colon: reasons that differ only after the colon count as the same reason.
+    why: the reason. It ends a sentence that begins with "... falls back to the unfused layer because". Two
+        texts count as one reason if they are equal up to the first colon. So numbers that differ from call to
+        call must come after a colon.
     """
     if modules.options.fused != "auto":
         warn_once(f"fused ({modules.options.fused!r}) falls back to the unfused layer because {why}")

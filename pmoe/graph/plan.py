@@ -6,10 +6,10 @@ torch.compile may make several graphs of the same layers, for different input sh
 layers in the same direction, forward or backward, form a program. Ranges are chosen on the first graph of
 rank 0. Each other graph of the program is compared with that first graph:
 
-- If it has the same instructions, and its batch has two or more sequences, then the same ranges are cut, along
-  the sequences.
-- If it has other instructions, or a batch of one sequence, or no input with the batch as first dimension, then
-  only the MoE layers of the ranges are cut, one by one, each along its tokens.
+- If it has the same instructions, and its batch has two or more sequences, then the same ranges are cut,
+  along the sequences.
+- If it has other instructions, or a batch of one sequence, or no input with the batch as first dimension,
+  then only the MoE layers of the ranges are cut, one by one, each along its tokens.
 
 In both cases each layer has the same number of parts. So all ranks send the same messages in the same order.
 """

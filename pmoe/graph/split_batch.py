@@ -496,7 +496,8 @@ class _Cutter:
                           added; sorted slots are computed again for the whole batch
 
         node: the call, a node of the old graph.
-        parts: for each part, {node of the old graph: node of the new graph that computes this part of it}.
+        parts: a dict for each part of the batch, {node of the old graph: node of the new graph that computes
+            the part}.
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]

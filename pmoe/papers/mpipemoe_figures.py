@@ -189,9 +189,10 @@ def both_passes_seconds(
 
 
 def _tasks(direction: PassDirection, n: int, overlaps: bool) -> Sequence[Task]:
-    """Returns the tasks of a pass in n chunks. All-to-alls move all rows.
+    """Returns the tasks of a pass in n chunks.
 
-    Rows for experts on their own rank take part in the all-to-alls like all other rows.
+    Rows for an expert on their own rank have no tasks of their own. They wait for the all-to-alls, and are
+    computed together with the rows that come from other ranks.
 
     direction: "forward" or "backward".
     n: number of chunks.

@@ -105,9 +105,10 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     process only.
 
     FlashDMoE's kernels may also send by NVSHMEM's puts, if `pmoe._nvshmem` was built
-    (`pmoe.kernels.heap.has_puts`). Then ranks may lie beyond loads and stores: such a rank has address 0, and
-    all ranks' heaps have room for outgoing rows. Two ranks are mapped to each other, or neither is. NVSHMEM's
-    memory is freed when the heap is closed; NVSHMEM itself ends with the process.
+    (`pmoe.kernels.heap.has_puts`). Then loads and stores need not reach all ranks. A rank that they do not
+    reach has address 0, and all ranks' heaps have room for outgoing rows. If rank a does not reach rank b,
+    then rank b does not use loads and stores for rank a, either. NVSHMEM's memory is freed when the heap is
+    closed; NVSHMEM itself ends with the process.
 
     ranks: the ranks of the layer.
     shape: the sizes of the heap, the same on all ranks.
@@ -405,9 +406,9 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
     each of them asks for.
 
     If the present heap has enough rows for ``shape``, nothing is communicated. Otherwise the call is a
-    collective: it closes the present heap on every rank and makes a larger one. A heap whose launches a CUDA
-    graph may repeat (`Heap.count_on_device`) stays open until `close_heaps`. So all ranks must pass the
-    same ``shape`` in each call. Tensors in a closed heap must not be used any more.
+    collective: it closes the present heap on every rank and makes a larger one. So all ranks must pass the
+    same ``shape`` in each call. Tensors in a closed heap must not be used any more. A heap is not closed if a
+    CUDA graph may repeat launches that use it (`Heap.count_on_device`): it stays open until `close_heaps`.
 
     make: makes the heap: `process_heap` or `nvshmem_heap`.
 

@@ -56,7 +56,7 @@ from pmoe.warn import warn_once
 
 
 class Fault(enum.IntEnum):
-    """A fault of one rank. All ranks raise an error together, because its number is sent to all of them.
+    """A mistake on one rank. Its number is sent to all ranks, so that they raise an error together.
 
     The number is sent with the row counts. Without it, the other ranks would wait for rows that the faulty
     rank never sends.
@@ -127,7 +127,7 @@ class RankCounts:
                          copies
         copied_experts   number of this rank's experts that have copies on other ranks
         messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
-                         else None. With messages, recv_device keeps the counts of bins in `joined`
+                         else None. If there are messages, `joined` leaves recv_device as it is, in bins
         relayed          the results of `Exchange.relay_counts` for dispatch and for combine: for each bin,
                          numbers of rows that this rank passes on for other ranks, (F, X); None if it passes
                          on none
@@ -266,8 +266,9 @@ class Slots:
         no copies.
     total_slack: None if only the rows that arrive are limited. In layers with copies of busy experts it is a
         number, and there are three more limits. The rows of a chunk that this rank sends must fit into a
-        slot; so must the rows of a chunk that stay on this rank. Over all chunks,
-        max(arriving) + max(staying) <= ceil(total_slack * max_tokens * top_k / n).
+        slot; so must the rows of a chunk that stay on this rank. The third limit is
+        A + S <= ceil(total_slack * max_tokens * top_k / n): A rows arrive in the chunk with the most arriving
+        rows, and S rows stay in the chunk with the most staying rows.
     """
 
     slack: float

@@ -43,8 +43,8 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
     call: the call.
     bound: the layer's bound.
 
-    Returns None if no call of the layer can be bounded. A warning says why, once for each reason. All ranks
-    get the same answer if they make calls of the same kinds.
+    Returns None if no call of the layer can be bounded. Then warns once for each reason. All ranks get the
+    same answer if they make calls of the same kinds.
     """
     modules = call.modules
     if modules.ranks.size == 1:
@@ -197,8 +197,9 @@ class BoundedCounts:
     def _gather(self, agreed: AgreedBound) -> BoundedRows:
         """Gathers the numbers of all ranks' rows for each expert. A collective.
 
-        Each rank sends its counts, and one number that is not 0 if this rank's call does not fit anyhow: it
-        has too many tokens, or a check of its routing failed. The repeated step raises the check's error.
+        Each rank sends its counts and one more number. The number is not 0 if the rank already knows that all
+        ranks must drop their rows: it has too many tokens, or a check of its routing failed. The step is then
+        repeated, and the repeated step raises the check's error.
 
         agreed: the numbers on which the ranks agreed.
         """

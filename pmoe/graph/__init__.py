@@ -11,7 +11,7 @@ these files:
     cost              measures the seconds and the bytes of each operator
     ranges            chooses which instructions are cut, and into how many parts (Lancet, section 5)
     plan, split_batch cut the graph at the chosen instructions
-    weight_gradients  moves weight gradients beside all-to-alls (Lancet, section 4)
+    weight_gradients  moves weight gradients, so that they run during all-to-alls (Lancet, section 4)
     reductions        chooses when gradients are handed over to autograd, and so reduced over ranks
     lower             makes the module that runs: it starts all-to-alls early and waits for them late
     hand_over         lets autograd take each gradient as soon as it is computed

@@ -405,9 +405,9 @@ class GraphRunner:
     ) -> tuple[list[Instruction], list[Instruction], int, float]:
         """Finds the order of a module's calls that is predicted to be fastest within the memory limit.
 
-        Orders that move weight gradients beside all-to-alls are compared with the module's own order. In each
-        order, gradients are handed over to autograd at the places on which the ranks have agreed. Before the
-        agreement these are the places that make the pass fastest.
+        Orders in which weight gradients run during all-to-alls are compared with the module's own order. In
+        each order, gradients are handed over to autograd at the places on which the ranks have agreed. Before
+        the agreement these are the places that make the pass fastest.
 
         module: the graph, possibly in parts.
         costs: the cost of each call and input, by label.

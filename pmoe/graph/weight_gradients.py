@@ -1,4 +1,6 @@
-"""Moves weight gradients beside all-to-alls: Lancet's schedule pass (section 4), and a list schedule.
+"""Lets weight gradients run during all-to-alls: by Lancet's schedule pass, or by a list schedule.
+
+Lancet's pass is that of section 4 of the paper.
 
     as traced    compute      | dX2 | dW2 |            | dX1 | dW1 |
                  communicate              | all-to-all |
@@ -35,7 +37,7 @@ Listing = Sequence[Instruction]
 def weight_gradients(instructions: Listing) -> set[str]:
     """Returns the names of the instructions whose results no all-to-all needs, not even indirectly.
 
-    These instructions can run beside an all-to-all. Most of them compute gradients of weights.
+    These instructions can run while rows are sent. Most of them compute gradients of weights.
     """
     needed: set[str] = set()
     for instruction in reversed(instructions):
@@ -211,7 +213,7 @@ class _List:
         now          time until which the compute lane is scheduled, in seconds
         link_free    time at which the communicate lane becomes free, in seconds
         end          time at which each scheduled instruction ends, in seconds
-        order        the scheduled instructions, in the order found
+        order        the instructions that are scheduled so far, in the scheduled order
 
     Ready instructions that compute are in one of three collections:
 
@@ -259,7 +261,7 @@ class _List:
         self.order: list[Instruction] = []  # the result
 
     def run(self) -> list[Instruction]:
-        """Schedules one instruction after the other. Returns all instructions in the order found."""
+        """Schedules all instructions, one after the other. Returns them in the scheduled order."""
         self.sorter.prepare()
         self._release()
         while len(self.order) < len(self.by_name):

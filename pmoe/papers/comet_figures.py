@@ -76,9 +76,9 @@ def best_division(
     Returns the division, and the kernel's seconds with this division.
 
     A division is n_c, the number of communicating blocks, and for layer 1 also T_N, the number of columns of
-    a chunk. COMET measures all divisions (section 3.2.2). This function simulates them, in
-    the order of their lower bounds (`min_seconds`), until a bound exceeds the best result. Of equally fast
-    divisions it takes the one with the smallest n_c, then the one with the largest T_N.
+    a chunk. COMET measures all divisions (section 3.2.2). This function simulates them, in the order of their
+    lower bounds (`min_seconds`), until a bound exceeds the best result. If several divisions are equally
+    fast, it takes the one with the smallest n_c, then the one with the largest T_N.
 
     layer: work of one rank in COMET's layer 0 (`Arriving`: dispatch and first product) or layer 1
         (`Returning`: second product and combine).

@@ -195,8 +195,8 @@ def model_steps(
     model: sizes of the model.
     tokens: number of tokens of a sample. Each node has one sample.
     testbed: the cluster.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     layer = model.layer(tokens)
     costs = moe_costs(layer, testbed)
@@ -277,8 +277,8 @@ def _partitioned(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     testbed: the cluster.
     gradient_bytes: bytes of the gradients of each layer.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run. The partition is always computed for the factor 1, as in Table 5.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run. The partition is always computed for the factor 1, as in Table 5.
     """
     forward, degrees = best_degrees(costs, one_lane)
     generalized = GeneralizedLayer(
@@ -329,8 +329,8 @@ def _seconds(steps: Mapping[str, ModelStep]) -> dict[str, float]:
 def figure6(contention: float = CONTENTION) -> list[dict[str, Any]]:
     """Returns the speed-ups of Fig. 6 over DeepSpeed-MoE: a row for each testbed and model.
 
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     rows = []
     for (name, testbed), model in itertools.product(TESTBEDS.items(), MODELS):
@@ -347,8 +347,8 @@ def figure7(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
     There is a row for each number of tokens of a sample (L), number of GPUs, and model.
 
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     testbed = TESTBEDS["A, Table 2"]
     settings = [(512, 48), (1024, 48), (2048, 48), (1024, 16), (1024, 32)]
@@ -365,8 +365,8 @@ def figure8(contention: float = CONTENTION) -> list[dict[str, Any]]:
 
     There is a row for each model.
 
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     testbed = on_nodes(TESTBEDS["A, Table 2"], 6 // STAGES)
     rows = []
@@ -400,8 +400,8 @@ def means(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[s
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables of Figs. 6 to 8 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     six, seven, eight = figure6(contention), figure7(contention), figure8(contention)
     by_figure = {"6, A and B": [row for row in six if row["testbed"] != "B, Fig. 5"]}

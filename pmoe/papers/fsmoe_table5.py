@@ -348,8 +348,8 @@ def plan_seconds(layer: LayerConfiguration, plan: SystemPlan, contention: float 
 
     layer: sizes of the layer.
     plan: what the system decides: the numbers of chunks, and when gradients are all-reduced.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run; 1 for none.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run; 1 for none.
     """
     costs, dense = moe_costs(layer), attention(layer)
     end = TESTBED_B.all_reduce(plan.end_bytes)
@@ -382,8 +382,8 @@ def forward_seconds(
     dense: seconds of attention's forward pass.
     n: number of chunks of the MoE layer.
     one_lane: whether collectives inside the node and between nodes wait for each other.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     options = papers_schedule("forward", one_lane)
     return dense.compute + dense.all_gather + dense.reduce_scatter + _pass(costs, n, options, 0.0, contention)
@@ -406,8 +406,8 @@ def backward_seconds(
     one_lane: whether collectives inside the node and between nodes wait for each other.
     t_gar: seconds of the all-reduce of gradients that runs during the MoE layer's backward pass.
     t_ar: seconds of the all-reduce of gradients that runs during attention's backward pass.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     seconds = _pass(costs.backward(), n, papers_schedule("backward", one_lane), t_gar, contention)
     return seconds + _dense_backward(dense, t_ar, one_lane, contention)
@@ -444,8 +444,8 @@ def _pass(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: float, con
     n: number of chunks.
     options: the direction of the pass, and options of its schedule.
     t_gar: seconds of an all-reduce of gradients that runs during this pass; 0 for none.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     seconds = stage_seconds(costs, n, options, t_gar)
     return makespan(simulate_slowed(options.schedule(n).tasks, seconds, _contended_speeds(contention)))
@@ -462,8 +462,8 @@ def _dense_backward(dense: Attention, t_ar: float, one_lane: bool, contention: f
     dense: seconds of attention's forward pass.
     t_ar: seconds of the all-reduce of gradients.
     one_lane: whether collectives inside the node and between nodes share one lane.
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run.
     """
     tasks = [
         make_task(Kind.ALL_GATHER, -1, ["dT"], ["gathered"]),
@@ -520,8 +520,8 @@ def speed_ups(contention: float) -> list[dict[str, Any]]:
         mean, smallest, largest  mean, smallest and largest speed-up over Tutel among all layers
         paper                    the mean that the paper prints; None for DeepSpeed-MoE
 
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run; 1 for none.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run; 1 for none.
     """
     seconds = {
         name: [plan_seconds(layer, plan[name], contention) for layer, plan in planned()]
@@ -561,8 +561,8 @@ def differing_degrees() -> dict[str, int]:
 def tables(contention: float = CONTENTION) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables for Tables 2 and 5 that `pmoe simulate fsmoe` prints, by name.
 
-    contention: factor by which a collective inside the node and one between nodes slow each other while both
-        run. The table for Table 5 has the results for 1 (no slow-down) and for this number.
+    contention: a collective inside the node and a collective between nodes slow each other by this factor
+        while both run. The table for Table 5 has the results for 1 (no slow-down) and for this number.
     """
     systems = [*speed_ups(1.0), *speed_ups(contention)]
     return {"systems": systems, "degrees": [differing_degrees()], "table2": table2()}

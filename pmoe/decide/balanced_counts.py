@@ -134,8 +134,8 @@ class BalancedCounts(ExactCounts):
         - Do the rank's experts differ from those of other ranks, or can they not be copied? This question is
           only for experts that are a user's modules (`architecture_marks`).
 
-        fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
-            as an int64 scalar on the device.
+        fault: a `Fault` that says what is wrong with this rank's call, or its number as an int64 scalar on
+            the device. The exchange reports it to the other ranks. `Fault.NONE` if nothing is wrong.
         """
         modules = self.call.modules
         cache = modules.cache

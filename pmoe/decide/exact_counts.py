@@ -107,8 +107,8 @@ class ExactCounts:
         Rows are counted in bins: equal parts of the batch. The number of chunks is chosen later. Each chunk
         is one bin, or several neighbouring bins.
 
-        fault: a fault of this rank, which the exchange reports to the other ranks: a `Fault`, or its number
-            as an int64 scalar on the device.
+        fault: a `Fault` that says what is wrong with this rank's call, or its number as an int64 scalar on
+            the device. The exchange reports it to the other ranks. `Fault.NONE` if nothing is wrong.
         """
         modules = self.call.modules
         routed = self.routed

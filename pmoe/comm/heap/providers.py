@@ -34,7 +34,9 @@ def virtual_heaps(
 ) -> list[Heap]:
     """Returns symmetric heaps for W virtual ranks: this single process acts as all ranks, on one device.
 
-    The heaps are for tests and measurements. The caller must close all heaps, after the last use of any heap.
+    A symmetric heap is device memory with the same layout on every rank, which kernels of all ranks read and
+    write. These heaps are for tests and measurements. The caller must close all of them, after the last use
+    of any of them.
 
     shape: the sizes of each heap; W is ``shape.num_ranks``.
     device: the device.
@@ -400,6 +402,9 @@ def heaps_of(ranks: Ranks) -> HeapsByKey:
 
 def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: MakeHeap = process_heap) -> Heap:
     """Returns a symmetric heap for a layer. Several layers may share one heap.
+
+    A symmetric heap is device memory with the same layout on every rank, which kernels of all ranks read and
+    write.
 
     Layers share a heap if their group, their device and their shape are the same. Only the numbers of rows in
     the shape (``rows``, ``home_rows``) may differ between these layers: the heap has at least as many rows as

@@ -152,9 +152,10 @@ def warn_of_lost_loss(layer: nn.Module, gate: nn.Module) -> None:
     earlier = _remembered.get(layer)
     if earlier is not None and earlier.is_reentrant and any(p.requires_grad for p in gate.parameters()):
         warn_once(
-            "layer.l_aux was read after a checkpoint with use_reentrant=True, and has no gradient: it does "
-            "not train the gate. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or return "
-            "layer.l_aux from the checkpointed function and use what the checkpoint returns"
+            "layer.l_aux was read after a checkpoint with use_reentrant=True. This value has no gradient: a "
+            "loss that adds it does not train the gate by it. Pass use_reentrant=False to "
+            "torch.utils.checkpoint.checkpoint, or return layer.l_aux from the checkpointed function and add "
+            "what the checkpoint returns. To log the value, read it under torch.no_grad()"
         )
 
 

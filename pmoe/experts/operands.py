@@ -53,21 +53,22 @@ class FrozenReturnedRows:
     torch.autograd.grad returns gradients and adds nothing to ``parameter.grad``, so `FrozenRows` does not
     run. Zero-bubble pipeline schedules call it, and add the result themselves.
 
-    module: the module that has the parameter. A weak reference to the parameter itself would keep torch from
-        exchanging its tensor (torch.utils.swap_tensors).
-    name: the parameter's name in the module.
+    module: the module that has the parameter, under any name: pruning, for example, gives it another one. A
+        weak reference to the parameter itself would keep torch from exchanging its tensor
+        (torch.utils.swap_tensors).
     index: the numbers of the frozen experts along dimension 0 of this rank's part of the parameter.
     """
 
-    def __init__(self, module: nn.Module, name: str, index: Tensor) -> None:
+    def __init__(self, module: nn.Module, index: Tensor) -> None:
         self.module = weakref.ref(module)
-        self.name = name
         self.index = index
 
     @torch.no_grad()
     def __call__(self, gradient: Tensor) -> Tensor | None:
         module = self.module()
-        if module is None or not _is_returned(module.get_parameter(self.name)):
+        parameters = () if module is None else module.parameters()
+        leaf = next((each for each in parameters if self in (each._backward_hooks or {}).values()), None)
+        if leaf is None or not _is_returned(leaf):
             return None  # `FrozenRows` changes the sum in place, without a copy
         gradient = gradient.clone()
         local_part(gradient)[self.index] = 0
@@ -105,7 +106,7 @@ def freeze_rows(module: nn.Module, name: str, experts: Tensor) -> None:
     # torch takes hooks of trained parameters only. This one may be trained later.
     is_trained = parameter.requires_grad
     parameter.requires_grad_(True)
-    returned = parameter.register_hook(FrozenReturnedRows(module, name, index))
+    returned = parameter.register_hook(FrozenReturnedRows(module, index))
     parameter.register_post_accumulate_grad_hook(FrozenRows(index, returned))
     parameter.requires_grad_(is_trained)
     # `model.to` may exchange a parameter's tensor. The hooks are then still listed, but torch calls them only

@@ -143,7 +143,8 @@ def initialize(
         _check_trains_experts(model, stage)
         with all_fail_together(ranks, stage="checking an optimizer for DeepSpeed"):
             _check_optimizer(arguments.get("optimizer"))
-        if arguments.get("optimizer") is None and arguments.get("model_parameters") is None:
+        has_optimizer = isinstance(arguments.get("optimizer"), torch.optim.Optimizer)
+        if not has_optimizer and arguments.get("model_parameters") is None:
             arguments["model_parameters"] = trained_groups(model)
     made = deepspeed.initialize(model=model, config=config, **arguments)
     engine = made[0]
@@ -169,7 +170,7 @@ def trained_groups(model: nn.Module) -> list[dict[str, Any]]:
     mark(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     made = split_params_into_different_moe_groups_for_optimizer({"params": trained, "name": "dense-params"})
-    return [group for group in made if group["params"]]
+    return [options for options in made if options["params"]]
 
 
 def mark(model: nn.Module) -> None:
@@ -247,8 +248,8 @@ class Marker(MoE):  # type: ignore[misc]
             for name, tensor in tensors.items()
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         }
-        # DeepSpeed looks for a file of each expert. If nothing of a layer would be in it, it has everything.
-        if self.excludes_frozen and trained:
+        # DeepSpeed looks for a file of each expert. If no parameter of a layer would be in it, it has all.
+        if self.excludes_frozen and any(tensor.requires_grad for tensor in tensors.values()):
             tensors = trained
         return {
             f"{EXPERTS}.{expert}.{name}": tensor.detach()[expert]
@@ -394,10 +395,11 @@ def _stage(entries: Mapping[str, Any]) -> int:
 def _check_optimizer(optimizer: object) -> None:
     """Raises ValueError if ZeRO cannot tell which parameters of a user's optimizer are those of experts.
 
-    optimizer: the user's optimizer. A function that makes one, or None, is not checked.
+    optimizer: the user's optimizer. None, or a function that makes one from parameters, is not checked:
+        DeepSpeed passes `trained_groups` to it.
     """
     if isinstance(optimizer, torch.optim.Optimizer) and not any(
-        group.get("moe") for group in optimizer.param_groups
+        options.get("moe") for options in optimizer.param_groups
     ):
         raise ValueError(
             f"optimizer ({type(optimizer).__name__}) must have the parameters of experts in groups of their "

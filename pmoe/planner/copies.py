@@ -207,8 +207,8 @@ def _give_rows_back(
     for the weights before its first rows for the copy, and for its gradients after its last ones. While it
     waits, it computes rows of its own experts, about half of those that stay on their rank. The rest of the
     price is its wait. So that an owner and the hosts of its G copies end together, the owner gets
-    wait / (G + 1) rows from each host. This is at most the price that the search counted for the owner, so no
-    rank's time becomes longer than the search said.
+    wait / (G + 1) rows from each host. But it gets at most G / (G + 1) of the difference to its slowest host
+    in all, so no rank's time becomes longer than the search said.
 
     rows: for each expert with copies, the rows that each host computes, the owner first. The numbers are
         changed.

@@ -278,7 +278,7 @@ def _weights(layer: UnevenLayer, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
 
 
 def _seconds(num_bytes: _Traffic, cluster: Cluster) -> float:
-    """Returns the seconds of an all-to-all: those of the rank that sends or receives longest over its links.
+    """Returns the seconds of an all-to-all: the largest time of any rank on any of its links.
 
     A rank has two links: to the ranks of its machine, and to other machines. Each link sends and receives at
     the same time. What a rank sends to itself takes no time.

@@ -183,12 +183,12 @@ def all_of(engine: Any) -> dict[str, Tensor]:
     tensors = {name: value for name, value in engine.module.state_dict().items() if isinstance(value, Tensor)}
     zero = engine.optimizer
     masters = getattr(zero, "single_partition_of_fp32_groups", [])
-    tensors |= {f"master weights {at}": value for at, value in enumerate(masters)}
+    tensors |= {f"master weights {number}": value for number, value in enumerate(masters)}
     optimizer = getattr(zero, "optimizer", zero)
-    for at, group_of_it in enumerate(optimizer.param_groups):
-        for number, parameter in enumerate(group_of_it["params"]):
+    for group_number, options in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(options["params"]):
             for name, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name} of parameter {number} of group {at}"] = torch.as_tensor(value)
+                tensors[f"{name} of parameter {number} of group {group_number}"] = torch.as_tensor(value)
     return {name: value.detach().clone() for name, value in tensors.items()}
 
 
@@ -285,6 +285,10 @@ def compare_refusals(ranks: int, folder: Path) -> None:
         lambda: adapter.initialize(model, config, optimizer=optimizer),
         "optimizer (SGD) must have the parameters of experts in groups of their own", "trained_groups(",
     )  # fmt: skip
+    made = adapter.initialize(
+        model_of(group_of_all), config, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1)
+    )
+    assert [bool(options.get("moe")) for options in made[1].param_groups].count(True) > 0
     if ranks == 1:
         return
     mesh = dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))

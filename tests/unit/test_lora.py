@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import pmoe
 from pmoe.call.sizes import memory_shape
@@ -478,6 +479,18 @@ def test_returned_gradients_of_frozen_experts_count_in_no_norm() -> None:
     assert not layers[1].experts.w1.grad[[1, 3]].any()
     wanted, found = (pmoe.clip_grad_norm_(layer, 1.0) for layer in layers)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_experts_stay_frozen_when_their_parameters_get_other_names() -> None:
+    layer = build()
+    pmoe.freeze_experts(layer, [1, 3])
+    prune.custom_from_mask(layer.experts, "w1", torch.ones_like(layer.experts.w1))
+    parameter = layer.experts.w1_orig
+    loss = layer(tokens()).square().sum()
+    (returned,) = torch.autograd.grad(loss, [parameter], retain_graph=True)
+    loss.backward()
+    for gradient in (parameter.grad, returned):
+        assert not gradient[[1, 3]].any() and gradient[[0, 2]].any()
 
 
 def test_experts_that_are_not_trained_yet_may_be_frozen() -> None:

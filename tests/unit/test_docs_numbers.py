@@ -232,3 +232,23 @@ def test_the_table_of_reductions_beside_a_graph_is_the_stored_one() -> None:
     rows = [[name, *(f"{each[key]:,.0f}" for each in columns)] for name, key in names.items()]
     lancet = (ROOT / "docs" / "lancet.md").read_text(encoding="utf-8")
     assert table_below(lancet, "`python bench/bench_lancet_reductions.py --ratio 3 5`") == rows
+
+
+# ---- docs/choosing.md: what copies of busy experts gain on larger machines
+
+COPIES = json.loads((RESULTS / "balance_simulated.json").read_text(encoding="utf-8"))
+
+
+def copies_row(result: dict[str, Any]) -> list[str]:
+    names = ("before", "after", "with_over_balanced", "speedup")
+    return [result["case"], result["load"], *(told(result[name], 2) for name in names)]
+
+
+def test_the_table_of_simulated_copies_is_the_stored_one() -> None:
+    steps = [result for result in COPIES["results"] if result["what"] == "step"]
+    assert len(steps) == 16
+    assert table_below(CHOOSING, "`python bench/bench_balance.py`") == [copies_row(step) for step in steps]
+
+
+def test_the_simulated_copies_make_rows_even() -> None:
+    assert max(result["after"] for result in COPIES["results"]) <= 1.05

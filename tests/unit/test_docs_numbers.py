@@ -251,4 +251,4 @@ def test_the_table_of_simulated_copies_is_the_stored_one() -> None:
 
 
 def test_the_simulated_copies_make_rows_even() -> None:
-    assert max(result["after"] for result in COPIES["results"]) <= 1.05
+    assert max(result["after"] for result in COPIES["results"]) < 1.06

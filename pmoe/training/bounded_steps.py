@@ -135,7 +135,6 @@ class BoundedSteps(Generic[Batch, Result]):
             self._bounds.append(layer.cache.row_bound)
         self._skips = torch.zeros((), dtype=torch.float32, device=self._device)
         self._unread: _Step[Batch] | None = None
-        self._number = 0
         self._hooks = [
             *self._rows.hooks,
             model.register_state_dict_pre_hook(self._refuse_while_skipped),
@@ -153,11 +152,12 @@ class BoundedSteps(Generic[Batch, Result]):
         step, the result is that of the bounded run: for a loss, the loss without these rows.
 
         Raises RuntimeError on every rank if no bounded layer was called while its hook was registered, or if
-        the repeated step drops rows, too. Raises HeapError or RuntimeError, with the rank, if a rank did not
-        take part in a step in time.
+        the repeated step drops rows, too. Raises HeapError, with the rank, if a kernel has waited too long
+        for another rank. Raises RuntimeError if the device has not finished a step within the group's
+        timeout; a single rank has no timeout.
         """
-        self._number += 1
-        step = _Step(self._number, batch, self._settings(), self._buffers(), random_states(self._device))
+        number = self._next_number()
+        step = _Step(number, batch, self._settings(), self._buffers(), random_states(self._device))
         result = self._run_bounded(step)
         if not self._reads_late:
             if self._exceeded_bound(step):
@@ -229,6 +229,13 @@ class BoundedSteps(Generic[Batch, Result]):
         groups = self.optimizer.param_groups
         return type(self.optimizer) in SKIPPING and all(group.get("fused") for group in groups)
 
+    def _next_number(self) -> int:
+        """Returns the number of a new step, counted over all steps of the group; 0 for a single rank."""
+        if self._ranks.group is None:
+            return 0
+        self._ranks.record.steps += 1
+        return self._ranks.record.steps
+
     def _run_bounded(self, step: _Step[Batch]) -> Result:
         """Runs a step with bounded rows, and agrees with all ranks whether rows were dropped.
 
@@ -258,7 +265,7 @@ class BoundedSteps(Generic[Batch, Result]):
         """Returns whether the optimizer skips a step: the same on all ranks. The host waits for the answer.
 
         Raises RuntimeError on every rank if no layer was called whose hook counts rows. Raises HeapError or
-        RuntimeError, with the rank, if a rank did not take part in the step in time.
+        RuntimeError if the step did not end in time (`step`).
         """
         answer = step.answer
         assert answer is not None
@@ -384,7 +391,7 @@ class BoundedSteps(Generic[Batch, Result]):
 class _Step(Generic[Batch]):
     """A step that may have to be repeated, and the state before it.
 
-    number        the number of the step, counted from 1
+    number        the number of the step (`GroupRecord.steps`); 0 for a single rank
     batch         the argument of ``run``
     settings      the options of the optimizer's parameter groups
     buffers       values of the model's buffers before the step

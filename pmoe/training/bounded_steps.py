@@ -318,10 +318,15 @@ class BoundedSteps(Generic[Batch, Result]):
             self._rows.begin()
             with self._without_bound(), publishing_failures(self._ranks, "a repeated training step"):
                 result = self._run_exactly(step.batch)
-            if self._agreed()[0].item():
+            dropped = bool(self._agreed()[0].item())
+            with publishing_failures(self._ranks, "a repeated training step"):
+                for bound in self._bounds:
+                    bound.raise_if_failed()  # also a kernel that waited too long counts as dropped rows
+            if dropped:
                 raise RuntimeError(
-                    "rows were dropped in a repeated step: run_exactly must call the model itself, and must "
-                    "not replay a CUDA graph that holds calls with a bound"
+                    "rows were dropped in a repeated step, or a kernel of another rank waited too long: "
+                    "run_exactly must call the model itself and not replay a CUDA graph that holds bounded "
+                    "calls"
                 )
             self._finish_optimizer_step()
         finally:

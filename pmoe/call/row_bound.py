@@ -74,7 +74,7 @@ class RowBound:
     exceeded: int64 scalar on the device. Each call that exceeds the bound adds 1.
     is_on: whether calls are bounded now. Otherwise the ranks exchange row counts, and no row is lost.
     agreed: the numbers on which the ranks agreed, for each kind of call.
-    heaps: the heaps of bounded calls.
+    heaps: the heaps of bounded calls. Some may have been closed since.
     """
 
     exceeded: Tensor
@@ -96,7 +96,16 @@ class RowBound:
         heaps: the heaps on which ``bound.steps`` launches kernels.
         """
         self.agreed[kind] = bound
-        self.heaps.update(heaps)
+        self.heaps = {*self.open_heaps, *heaps}
+
+    def find_heaps(self) -> None:
+        """Lets the bounds of all kinds of calls use the present heaps, if theirs were closed. Collective.
+
+        A heap is closed if a layer of the same sizes needs a larger one, perhaps in the same step.
+        """
+        for bound in self.agreed.values():
+            if not bound.steps.is_repeatable:
+                self.heaps = {*self.open_heaps, *bound.steps.repeatable()}
 
     @property
     def open_heaps(self) -> list[Heap]:

@@ -198,8 +198,18 @@ class BoundedSteps(Generic[Batch, Result]):
             with steps.bounded_calls(), torch.cuda.graph(graph):
                 run(batch)
 
-        Rows may be dropped in the block, so its results must not be used.
+        Rows may be dropped in the block, so its results must not be used. All ranks must enter the block
+        together, and before the capture begins: heaps that were replaced by larger ones are found there.
         """
+        with publishing_failures(self._ranks, "finding the heaps of bounded calls"):
+            for bound in self._bounds:
+                bound.find_heaps()
+        with self._bounded():
+            yield
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Bounds the rows of the layers' calls in its block."""
         for bound in self._bounds:
             bound.is_on = True
         try:
@@ -242,7 +252,7 @@ class BoundedSteps(Generic[Batch, Result]):
         step: gets the answer.
         """
         self._rows.begin()
-        with self.bounded_calls(), publishing_failures(self._ranks, "a training step"):
+        with self._bounded(), publishing_failures(self._ranks, "a training step"):
             result = self._run(step.batch)
         answer = self._agreed()
         torch.maximum(self._skips, answer[0], out=self._skips)

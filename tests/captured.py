@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from pmoe.decide import begin
 from pmoe.kernels import flashdmoe
+from pmoe.kernels.comet import launcher
 
 READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 """Operators with which the host reads values of the device, so that no graph can hold them."""
@@ -53,6 +54,7 @@ class Graph:
         with pytest.MonkeyPatch.context() as patch, _Operators(self._work):
             patch.setattr(flashdmoe, "launch_pass", captured_launch)
             patch.setattr(begin, "is_for_graph", lambda _: True)
+            patch.setattr(launcher, "is_for_graph", lambda _: True)
             yield
 
     def replay(self) -> None:

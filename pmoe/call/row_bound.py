@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CallKind:
-    """The properties that are known on this rank before a call, and that decide whether it can be bounded.
+    """The properties that all ranks know before a call, and that decide whether it can be bounded.
 
     dtype: dtype of the rows that reach the experts.
-    needs_grad: whether autograd on this rank needs gradients of the call.
+    has_grad: whether autograd is on. Parameters may be frozen on some ranks only, so they do not count.
     """
 
     dtype: torch.dtype
-    needs_grad: bool
+    has_grad: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +60,15 @@ class BoundedRows:
     send_1PE: (1, W, E) int64, this rank's rows for each of W ranks and each of their E experts.
     recv_1PE: (1, W, E) int64, the rows from each of W ranks for each of this rank's E experts.
     bound: the numbers on which the ranks agreed before.
+    lacks_gradients: whether this rank needs gradients, and no rank needed any when the ranks agreed. All
+        ranks then drop all rows, and no kernel takes part in a backward pass.
     """
 
     fits: Tensor
     send_1PE: Tensor
     recv_1PE: Tensor
     bound: AgreedBound
+    lacks_gradients: bool
 
 
 class RowBound:
@@ -74,7 +77,7 @@ class RowBound:
     exceeded: int64 scalar on the device. Each call that exceeds the bound adds 1.
     is_on: whether calls are bounded now. Otherwise the ranks exchange row counts, and no row is lost.
     agreed: the numbers on which the ranks agreed, for each kind of call.
-    heaps: the heaps of bounded calls.
+    heaps: the heaps of bounded calls. Some may have been closed since.
     """
 
     exceeded: Tensor
@@ -96,7 +99,16 @@ class RowBound:
         heaps: the heaps on which ``bound.steps`` launches kernels.
         """
         self.agreed[kind] = bound
-        self.heaps.update(heaps)
+        self.heaps = {*self.open_heaps, *heaps}
+
+    def find_heaps(self) -> None:
+        """Lets the bounds of all kinds of calls use the present heaps, if theirs were closed. Collective.
+
+        A heap is closed if a layer of the same sizes needs a larger one, perhaps in the same step.
+        """
+        for bound in self.agreed.values():
+            if not bound.steps.is_repeatable:
+                self.heaps = {*self.open_heaps, *bound.steps.repeatable()}
 
     @property
     def open_heaps(self) -> list[Heap]:

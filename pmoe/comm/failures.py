@@ -296,14 +296,15 @@ def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> N
 
     A CUDA graph may hold collectives and kernels that wait for other ranks. torch watches no collective that
     a graph has launched. So while this rank waits, it writes into the store which step it waits for, and
-    reads which errors its peers have published.
+    reads which errors its peers have published. A single rank waits without a timeout.
 
     is_done: returns whether the device has finished.
     ranks: the ranks that take part.
-    number: the number of the step, the same on all ranks.
+    number: the number of the step (`GroupRecord.steps`), the same on all ranks.
 
     Raises PeerError if a peer has published a failure. At the timeout it raises RuntimeError with the ranks
-    that have not come to this step.
+    that have not reported that they wait for this step. Perhaps such a rank has not come to the step. But it
+    may also have finished the step: a rank reports only after it has waited for `LOOK_AFTER`.
     """
     start = time.monotonic()
     pause = FIRST_PAUSE_SECONDS
@@ -325,11 +326,15 @@ def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> N
             raise PeerError(min(reports, key=len))
         timeout = timeout_of(group)
         if timeout is not None and time.monotonic() - start > timeout.total_seconds():
-            late = [rank for rank in range(ranks.size) if _last_wait(f"{key}/{rank}") < number]
-            who = f"rank {', '.join(map(str, late))}" if late else "no rank"
+            silent = [str(rank) for rank in range(ranks.size) if _last_wait(f"{key}/{rank}") < number]
+            if not silent:
+                who = "all ranks wait for it"
+            elif len(silent) == 1:
+                who = f"rank {silent[0]} has not reported that it waits for it"
+            else:
+                who = f"ranks {', '.join(silent)} have not reported that they wait for it"
             raise RuntimeError(
-                f"the device has not finished step {number} after {timeout.total_seconds():g} s; {who} has "
-                "not come to this step"
+                f"the device has not finished step {number} after {timeout.total_seconds():g} s; {who}"
             )
 
 

@@ -36,6 +36,8 @@ class GroupRecord:
     message_bytes: the sizes in bytes of the layers' messages of row counts to one rank.
     exchanges: how many exchanges of row counts this rank has begun over the group. The number of a call is
         the number of its exchange.
+    steps: how many steps of all `pmoe.BoundedSteps` this rank has begun over the group. Equal on all of its
+        ranks.
     begun_before: how many collectives the layers of this process had begun before the group's last exchange
         of row counts.
     open_calls: numbers of the calls on the CPU that may still have a backward pass, as the keys of a dict.
@@ -55,6 +57,7 @@ class GroupRecord:
     num_layers: int = 0
     message_bytes: set[int] = field(default_factory=set)
     exchanges: int = 0
+    steps: int = 0
     begun_before: int = 0
     open_calls: dict[int, None] = field(default_factory=dict)
     backward_of: int = 0

@@ -12,6 +12,7 @@ The numbers that ranks gather have a fixed size, so NCCL can gather them in a CU
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,7 +34,7 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.kernels.flashdmoe import RoutingInput
 from pmoe.ordering.sorted import count_rows
 from pmoe.runners import fused_steps
-from pmoe.runners.fused import NoTokensRunner
+from pmoe.runners.fused import NoGradientsRunner, NoTokensRunner
 from pmoe.warn import warn_once
 
 
@@ -78,7 +79,7 @@ def kind_of(call: Call) -> CallKind | None:
         return None
     return CallKind(
         dtype=cast_dtype(call.modules, x) or x.dtype,
-        needs_grad=needs_gradients(call, x, *call.modules.gate.parameters()),
+        has_grad=torch.is_grad_enabled(),
     )
 
 
@@ -88,7 +89,7 @@ def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gr
     modules: the modules and options of the layer.
     bound: the layer's bound.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
-    needs_grad: whether autograd needs gradients of the call.
+    needs_grad: whether autograd on this rank needs gradients of the call.
     """
     why = bound_refusal(modules)
     if why is not None:
@@ -97,14 +98,22 @@ def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gr
         return "its tasks are being timed, and captured kernels do not run during the capture"
     if not bound.is_on:
         return "its rows are not bounded here: capture it within BoundedSteps.bounded_calls()"
-    kind = CallKind(dtype=cast_dtype(modules, x_TM) or x_TM.dtype, needs_grad=needs_grad)
+    kind = CallKind(dtype=cast_dtype(modules, x_TM) or x_TM.dtype, has_grad=torch.is_grad_enabled())
     agreed = bound.agreed.get(kind)
     if agreed is None:
-        return f"no call of its kind ({kind}) was made before"
+        return (
+            f"no call with {kind.dtype} and has_grad={kind.has_grad} was made before: make one, outside of "
+            "the capture"
+        )
+    if needs_grad and not agreed.needs_grad:
+        return "no rank needed gradients in the calls before: make one that does, outside of the capture"
     if not agreed.steps.is_repeatable:
-        return "its heap was closed after the last call of its kind"
+        return "its heap was closed after the last call of its kind: make one more call before the capture"
     if x_TM.shape[0] > agreed.max_tokens:
-        return f"x has {x_TM.shape[0]} tokens, and the heap has room for {agreed.max_tokens}"
+        return (
+            f"x has {x_TM.shape[0]} tokens, and the heap has room for {agreed.max_tokens}: call the layer "
+            "once with as many tokens before the capture"
+        )
     return None
 
 
@@ -128,7 +137,8 @@ class FirstBoundedCounts(FusedCounts):
     def _agree_on_bound(self, kind: CallKind, counts: RankCounts, inputs: Inputs) -> None:
         """Makes a heap with room for calls like this one, and stores the bound. Collective at the first call.
 
-        Nothing is stored if the kernels cannot compute the call, or if the bound is known already.
+        Nothing is stored if the kernels cannot compute the call, or if the known bound suffices. A bound
+        never shrinks: a later call may again need as much room, or gradients.
 
         kind: the kind of the call.
         counts: the row counts, after the ranks have exchanged them.
@@ -137,14 +147,16 @@ class FirstBoundedCounts(FusedCounts):
         modules = self.call.modules
         known = self._bound.agreed.get(kind)
         max_tokens = counts.max_tokens
+        needs_grad = counts.needs_grad or (known is not None and known.needs_grad)
         if known is not None:
-            if max_tokens <= known.max_tokens and counts.needs_grad == known.needs_grad:
+            grows = max_tokens > known.max_tokens or needs_grad > known.needs_grad
+            if not grows and known.steps.is_repeatable:
                 return
             max_tokens = max(max_tokens, known.max_tokens)
-        if counts.max_rows is None or (counts.needs_grad and fused_pair(modules) is None):
+        if counts.max_rows is None or (needs_grad and fused_pair(modules) is None):
             return  # `find_steps` has warned of the reason
         device = inputs.x_TM.device
-        request = make_request(modules, device, inputs.x_TM.dtype, max_tokens, 0, counts.needs_grad)
+        request = make_request(modules, device, inputs.x_TM.dtype, max_tokens, 0, needs_grad)
         steps = fused_steps.steps_for(request)
         if isinstance(steps, str):
             return  # as above
@@ -152,7 +164,7 @@ class FirstBoundedCounts(FusedCounts):
             steps=steps,
             max_tokens=fused_steps.most_tokens(request),
             room=fused_steps.room_for_rows(request),
-            needs_grad=counts.needs_grad,
+            needs_grad=needs_grad,
         )
         self._bound.agree(kind, agreed, steps.repeatable())
 
@@ -198,8 +210,9 @@ class BoundedCounts:
         """Gathers the numbers of all ranks' rows for each expert. A collective.
 
         Each rank sends its counts and one more number. The number is not 0 if the rank already knows that all
-        ranks must drop their rows: it has too many tokens, or a check of its routing failed. The step is then
-        repeated, and the repeated step raises the check's error.
+        ranks must drop their rows: it has too many tokens, it needs gradients and no rank did when they
+        agreed, or a check of its routing failed. The step is then repeated, and the repeated step raises the
+        check's error.
 
         agreed: the numbers on which the ranks agreed.
         """
@@ -207,8 +220,11 @@ class BoundedCounts:
         ranks = modules.ranks
         experts = modules.options.num_experts
         routed = self.routed
+        needs_grad = needs_gradients(self.call, routed.x_TM, *modules.gate.parameters())
+        lacks_gradients = needs_grad and not agreed.needs_grad
         counts_1E = count_rows(routed.routing.expert, None, 1, experts)
         own = F.pad(counts_1E[0], (0, 1), value=int(routed.num_tokens > agreed.max_tokens)).int()
+        own[-1] += lacks_gradients
         own[-1] += routed.gated.fault
         gathered = own.new_empty(ranks.size * own.numel())
         ranks.count_exchange()
@@ -225,6 +241,7 @@ class BoundedCounts:
             send_1PE=counts_1E.view(1, ranks.size, -1),
             recv_1PE=counts_WPE[:, ranks.rank].unsqueeze(0),
             bound=agreed,
+            lacks_gradients=lacks_gradients,
         )
 
     def decision(self, modules: LayerModules, inputs: Inputs, agreed: AgreedChoice) -> Decision:
@@ -248,12 +265,14 @@ class BoundedCounts:
         )
         if is_large:
             runner = NoTokensRunner(runner)
+        if rows.lacks_gradients:
+            runner = NoGradientsRunner(runner)
         counts = RankCounts(
             send=rows.send_1PE,
             recv=rows.recv_1PE,
             recv_device=rows.recv_1PE,
             max_tokens=bound.max_tokens,
-            needs_grad=bound.needs_grad,
+            needs_grad=bound.needs_grad or rows.lacks_gradients,
         )
         return Decision(
             call=self.call,

@@ -336,6 +336,8 @@ class Heap:
         count.
     round: int32 scalar on the device with the number of the last round, also of those that a CUDA graph
         repeats; None before `count_on_device`.
+    is_in_graph: whether a CUDA graph has captured a launch that uses the heap. Replays of the graph use the
+        heap without the host, so it must stay open as long as the graph.
     report: (8,) int32 in host memory that the device can write: a description of the event for which a kernel
         of this rank waited too long (`Report` of cuda/peers/watch.h). All numbers are 0 if no kernel waited
         too long.
@@ -366,6 +368,7 @@ class Heap:
         self._inbox = tensor_at(inbox, (shape.rows, shape.d_model), shape.dtype, device)
         self._weights = tensor_at(weights, (shape.rows,), torch.float32, device)
         self.round: Tensor | None = None
+        self.is_in_graph: bool = False
         self.failures: Tensor = tensor_at(self.counters, (), torch.int32, device)
         self._unusable: str | None = None
         self._process_stays = True

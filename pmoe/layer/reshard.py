@@ -40,6 +40,8 @@ def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
         )
     if modules.gradients is not None:
         raise ValueError("a layer must be spread before a GradientReducer is built for it")
+    if modules.cache.row_bound is not None:
+        raise ValueError("a layer must be spread before BoundedSteps is made: call remove() on it first")
     check_can_be_spread(modules.experts, modules.experts.hidden_dims() or ())
     if not modules.experts.are_modules and modules.experts.hidden_dims() is None:
         raise TypeError(

@@ -331,13 +331,43 @@ class NoTokensRunner:
         if saved is None:
             return y_TM, None
         run_backward = saved.backward
+        # Not the tensor itself, whose memory and whose autograd graph would stay until backward.
+        weight_shape = weight_TK.shape
+        weight_dtype = weight_TK.dtype
 
         def backward(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
             _, _, *of_others = run_backward(tensors, wanted, grad_TM[:0])
             of_x = torch.zeros_like(grad_TM)
-            return [of_x, weight_TK.new_zeros(weight_TK.shape), *of_others]
+            of_weight = torch.zeros(weight_shape, dtype=weight_dtype, device=grad_TM.device)
+            return [of_x, of_weight, *of_others]
 
         return y_TM, Saved(saved.tensors, backward)
+
+
+@dataclass(frozen=True)
+class NoGradientsRunner:
+    """A runner whose backward pass launches no kernels, because no other rank takes part in it.
+
+    All gradients are zeros. The rows of the call are dropped on all ranks, so its step is repeated.
+
+    runner: the runner that computes the forward pass, without keeping anything for backward.
+    """
+
+    runner: Runner
+    name: ClassVar[Path] = "persistent"
+
+    def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
+        y_TM, _ = self.runner.forward(inputs, keep=False)
+        if not keep:
+            return y_TM, None
+
+        def backward(tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
+            return [
+                torch.zeros_like(tensor) if tensor is not None and is_wanted else None
+                for tensor, is_wanted in zip(tensors, wanted, strict=True)
+            ]
+
+        return y_TM, Saved(inputs.all, backward)
 
 
 # ---- Forward by the fused kernels, backward by the engine

@@ -135,7 +135,6 @@ class BoundedSteps(Generic[Batch, Result]):
             self._bounds.append(layer.cache.row_bound)
         self._skips = torch.zeros((), dtype=torch.float32, device=self._device)
         self._unread: _Step[Batch] | None = None
-        self._number = 0
         self._hooks = [
             *self._rows.hooks,
             model.register_state_dict_pre_hook(self._refuse_while_skipped),
@@ -153,11 +152,12 @@ class BoundedSteps(Generic[Batch, Result]):
         step, the result is that of the bounded run: for a loss, the loss without these rows.
 
         Raises RuntimeError on every rank if no bounded layer was called while its hook was registered, or if
-        the repeated step drops rows, too. Raises HeapError or RuntimeError, with the rank, if a rank did not
-        take part in a step in time.
+        the repeated step drops rows, too. Raises HeapError, with the rank, if a kernel has waited too long
+        for another rank. Raises RuntimeError if the device has not finished a step within the group's
+        timeout; a single rank has no timeout.
         """
-        self._number += 1
-        step = _Step(self._number, batch, self._settings(), self._buffers(), random_states(self._device))
+        number = self._next_number()
+        step = _Step(number, batch, self._settings(), self._buffers(), random_states(self._device))
         result = self._run_bounded(step)
         if not self._reads_late:
             if self._exceeded_bound(step):
@@ -198,8 +198,18 @@ class BoundedSteps(Generic[Batch, Result]):
             with steps.bounded_calls(), torch.cuda.graph(graph):
                 run(batch)
 
-        Rows may be dropped in the block, so its results must not be used.
+        Rows may be dropped in the block, so its results must not be used. All ranks must enter the block
+        together, and before the capture begins: heaps that were replaced by larger ones are found there.
         """
+        with publishing_failures(self._ranks, "finding the heaps of bounded calls"):
+            for bound in self._bounds:
+                bound.find_heaps()
+        with self._bounded():
+            yield
+
+    @contextlib.contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Bounds the rows of the layers' calls in its block."""
         for bound in self._bounds:
             bound.is_on = True
         try:
@@ -229,13 +239,20 @@ class BoundedSteps(Generic[Batch, Result]):
         groups = self.optimizer.param_groups
         return type(self.optimizer) in SKIPPING and all(group.get("fused") for group in groups)
 
+    def _next_number(self) -> int:
+        """Returns the number of a new step, counted over all steps of the group; 0 for a single rank."""
+        if self._ranks.group is None:
+            return 0
+        self._ranks.record.steps += 1
+        return self._ranks.record.steps
+
     def _run_bounded(self, step: _Step[Batch]) -> Result:
         """Runs a step with bounded rows, and agrees with all ranks whether rows were dropped.
 
         step: gets the answer.
         """
         self._rows.begin()
-        with self.bounded_calls(), publishing_failures(self._ranks, "a training step"):
+        with self._bounded(), publishing_failures(self._ranks, "a training step"):
             result = self._run(step.batch)
         answer = self._agreed()
         torch.maximum(self._skips, answer[0], out=self._skips)
@@ -258,7 +275,7 @@ class BoundedSteps(Generic[Batch, Result]):
         """Returns whether the optimizer skips a step: the same on all ranks. The host waits for the answer.
 
         Raises RuntimeError on every rank if no layer was called whose hook counts rows. Raises HeapError or
-        RuntimeError, with the rank, if a rank did not take part in the step in time.
+        RuntimeError if the step did not end in time (`step`).
         """
         answer = step.answer
         assert answer is not None
@@ -311,10 +328,15 @@ class BoundedSteps(Generic[Batch, Result]):
             self._rows.begin()
             with self._without_bound(), publishing_failures(self._ranks, "a repeated training step"):
                 result = self._run_exactly(step.batch)
-            if self._agreed()[0].item():
+            dropped = bool(self._agreed()[0].item())
+            with publishing_failures(self._ranks, "a repeated training step"):
+                for bound in self._bounds:
+                    bound.raise_if_failed()  # also a kernel that waited too long counts as dropped rows
+            if dropped:
                 raise RuntimeError(
-                    "rows were dropped in a repeated step: run_exactly must call the model itself, and must "
-                    "not replay a CUDA graph that holds calls with a bound"
+                    "rows were dropped in a repeated step, or a kernel of another rank waited too long: "
+                    "run_exactly must call the model itself and not replay a CUDA graph that holds bounded "
+                    "calls"
                 )
             self._finish_optimizer_step()
         finally:
@@ -384,7 +406,7 @@ class BoundedSteps(Generic[Batch, Result]):
 class _Step(Generic[Batch]):
     """A step that may have to be repeated, and the state before it.
 
-    number        the number of the step, counted from 1
+    number        the number of the step (`GroupRecord.steps`); 0 for a single rank
     batch         the argument of ``run``
     settings      the options of the optimizer's parameter groups
     buffers       values of the model's buffers before the step

@@ -230,7 +230,9 @@ def waiting_job(rank: int, world: int) -> tuple[str, str]:
 def test_a_rank_that_does_not_come_to_a_step_on_the_device_is_named() -> None:
     with Pool(2) as pool:
         (absent, failed), _ = pool.run(waiting_job)
-    assert absent.endswith("the device has not finished step 5 after 1 s; rank 1 has not come to this step")
+    assert absent.endswith(
+        "the device has not finished step 5 after 1 s; rank 1 has not reported that it waits for it"
+    )
     assert failed.startswith("PeerError: global rank 1 raised OSError: no data")
 
 

@@ -9,6 +9,7 @@ import ctypes
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+import pmoe
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.heap.providers import (
     _without_group,
@@ -28,7 +30,8 @@ from pmoe.comm.heap.providers import (
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import extension
 from pmoe.kernels import heap as heap_module
-from pmoe.kernels.comet.launcher import MAX_EXPERTS, MAX_RANKS, MAX_VIRTUAL
+from pmoe.kernels.comet import launcher
+from pmoe.kernels.comet.launcher import MAX_EXPERTS, MAX_RANKS, MAX_VIRTUAL, Launcher
 from pmoe.kernels.heap import (
     MAX_EPOCHS,
     PERSISTENT_WAITS,
@@ -408,9 +411,8 @@ def test_layers_share_a_heap_that_grows() -> None:
     assert memory.mapped == {}
 
 
-def test_a_heap_that_graphs_write_into_stays_when_a_larger_one_takes_its_place(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("is_in_graph", [False, True])
+def test_a_heap_stays_beside_a_larger_one_only_if_a_graph_has_captured_a_launch(is_in_graph: bool) -> None:
     memory = FileMemory()
     ranks = Ranks.single()
 
@@ -423,17 +425,76 @@ def test_a_heap_that_graphs_write_into_stays_when_a_larger_one_takes_its_place(
     first.count_on_device()
     first.count_on_device()
     round_of_first = first.round
+    first.is_in_graph = is_in_graph
     second = wanted(11)
     assert second is wanted(10) is not first
+    assert not second.is_in_graph
+    assert (first.release is not None) == is_in_graph
+    assert len(memory.mapped) == 1 + is_in_graph
     for heap, last in ((first, 1), (second, 0)):
+        if heap.release is None:
+            continue
         assert heap.round is not None and heap.round.item() == last
         heap.round.add_(3)  # as replays do
         heap.next_epoch()
         assert heap.round.item() == last + 4
     assert first.round is round_of_first
-    assert first.failures == 0
     close_heaps(ranks)
     assert memory.mapped == {}
+
+
+def test_a_launch_in_a_capture_marks_its_heap(monkeypatch: pytest.MonkeyPatch) -> None:
+    (heap,) = virtual_heaps(ALONE, CPU, memory=FileMemory())
+    made = object.__new__(Launcher)  # without the checks that need the extension
+    made.heaps = (heap,)
+    made.device = CPU
+    made.blocks = 2
+    monkeypatch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
+    marks = []
+    for is_captured in (False, True, False):
+        monkeypatch.setattr(launcher, "is_for_graph", lambda _, answer=is_captured: answer)
+        made.begin()
+        marks.append(heap.is_in_graph)
+    assert marks == [False, True, True]
+    heap.close()
+
+
+def test_the_failure_counter_is_the_first_counter_of_the_heap() -> None:
+    first, second = virtual_heaps(SHAPE, CPU, memory=FileMemory())
+    assert first.failures == 0
+    ctypes.c_int32.from_address(first.base + SHAPE.places["counters"]).value = 1
+    assert first.failures == 1
+    assert second.failures == 0
+    for heap in (first, second):
+        heap.close()
+
+
+def test_the_optimizer_skips_a_step_in_which_a_kernel_waited_in_vain() -> None:
+    heap, other = virtual_heaps(SHAPE, CPU, memory=FileMemory())
+    layer = pmoe.MoELayer(16, 8, 4, 2, fused="persistent", slack=2.0)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    before = {name: value.clone() for name, value in layer.named_parameters()}
+
+    def run(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        report(heap, 2, 1, 3, 2, 7)  # as a kernel does
+        ctypes.c_int32.from_address(heap.counters).value = 1
+
+    steps = pmoe.BoundedSteps(layer, optimizer, run)
+    bound = layer.cache.row_bound
+    assert bound is not None
+    bound.heaps.add(heap)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps.step(torch.ones(5, 16))
+    for name, value in layer.named_parameters():
+        assert torch.equal(value, before[name]), name
+    with pytest.raises(HeapError, match="rank 0 waited 600 s in vain for rank 1: the arrival"):
+        steps.finish()
+    steps.remove()
+    for each in (heap, other):
+        each.close()
 
 
 # ---- the extension without a device

@@ -395,7 +395,8 @@ _without_group: HeapsByKey = {}
 def heaps_of(ranks: Ranks) -> HeapsByKey:
     """Returns the symmetric heaps that layers of this group share, oldest first.
 
-    The key of a heap is its device and its shape without numbers of rows.
+    The key of a heap is its device and its shape without numbers of rows. A smaller heap that CUDA graphs
+    still use has its whole shape in its key.
     """
     return _without_group if ranks.group is None else _heaps.setdefault(ranks.group, {})
 
@@ -412,8 +413,8 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
 
     If the present heap has enough rows for ``shape``, nothing is communicated. Otherwise the call is a
     collective: it closes the present heap on every rank and makes a larger one. So all ranks must pass the
-    same ``shape`` in each call. Tensors in a closed heap must not be used any more. A heap is not closed if a
-    CUDA graph may repeat launches that use it (`Heap.count_on_device`): it stays open until `close_heaps`.
+    same ``shape`` in each call. Tensors in a closed heap must not be used any more. If a CUDA graph of any
+    rank has captured a launch that uses the heap, it stays open until `close_heaps`.
 
     make: makes the heap: `process_heap` or `nvshmem_heap`.
 
@@ -429,7 +430,7 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
         old = heap.shape
         shape = replace(shape, rows=max(shape.rows, old.rows), home_rows=max(shape.home_rows, old.home_rows))
         kept.pop(key)
-        if heap.round is None:
+        if _may_close(heap, ranks):
             heap.close()
         else:
             kept[device, old] = heap
@@ -438,6 +439,17 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
     if replaced is not None and replaced.round is not None:
         heap.count_on_device()
     return heap
+
+
+def _may_close(heap: Heap, ranks: Ranks) -> bool:
+    """Returns whether no CUDA graph of any rank uses a heap. All ranks get the same answer.
+
+    A collective if graphs can hold launches that use the heap (`Heap.count_on_device`): perhaps only some
+    ranks have captured a graph.
+    """
+    if heap.round is None:
+        return True
+    return not any(CollectiveSteps(ranks, heap.device).gather(heap.is_in_graph))
 
 
 def close_heaps(ranks: Ranks) -> None:

@@ -43,7 +43,7 @@ class Steps:
     def repeatable(self) -> tuple[Heap, ...]:
         """Lets CUDA graphs repeat launches of these kernels from now on. Returns the heaps of the launches.
 
-        Do not call it while a graph is captured.
+        In a capture it may only be called if `is_repeatable` is True; it then changes nothing.
         """
         heaps = self.launcher.heaps
         for heap in heaps:

@@ -251,8 +251,10 @@ class Launcher:
         Raises HeapError for a broken heap.
         """
         stream = _stream_behind(self.heaps, self.device)
+        is_in_graph = is_for_graph(self.device)
         for heap in self.heaps:
             heap.raise_if_failed()
+            heap.is_in_graph |= is_in_graph
             if is_round:
                 heap.next_epoch()
         element = ELEMENTS[self.heaps[0].shape.dtype]
@@ -329,6 +331,11 @@ def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
             stream.wait_stream(last_stream)
         _last_stream[heap] = stream
     return int(stream.cuda_stream)
+
+
+def is_for_graph(device: torch.device) -> bool:
+    """Returns whether a CUDA graph is being captured on the current stream of a device."""
+    return device.type == "cuda" and _is_captured(torch.cuda.current_stream(device))
 
 
 def _may_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:

@@ -263,6 +263,7 @@ def lora_adapters(model: nn.Module, name: str | None = None) -> nn.Module:
 
     Raises ValueError if a layer has no adapter of this name, or if name is None and no adapter is active.
     """
+    check_module(model=model)
     hold_own_parts(model)
     root = nn.Module()
     for layer_name, layer in all_moe_layers(model):

@@ -16,14 +16,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe import warn
 from pmoe.comm import failures
 from pmoe.comm.ranks import Ranks
+from pmoe.decide.bounded_counts import graph_refusal
 from pmoe.experts.marks import is_expert
 from tests.gloo.kit import counted_collectives
-from tests.plain_steps import plain_steps, using
+from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
 from tests.reference import relative_error
 
@@ -172,6 +175,176 @@ def test_values_are_those_of_training_without_a_bound(world: int, name: str) -> 
         assert repeated == case.repeated
         # A step that is neither the first nor repeated: each layer's call gathers counts once.
         assert calls[1].count("all_gather_into_tensor") == 2 * case.num_parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freezes:
+    """frozen: for each step, the ranks on which no parameter needs a gradient. A step without ranks is None:
+    an evaluation without autograd, exact and outside of `pmoe.BoundedSteps`."""
+
+    frozen: tuple[tuple[int, ...] | None, ...]
+
+
+FREEZES = {
+    "one rank, around an evaluation": Freezes(frozen=((1,), (1,), None, (1,), (1,), None, (1,))),
+    "one rank, between two steps": Freezes(frozen=((), (), (1,), (), None, (1,))),
+    "all ranks, and then one": Freezes(frozen=((0, 1), (0, 1), (1,), (1,), None, ())),
+}
+
+
+def frozen_job(rank: int, world: int, case: Freezes) -> tuple[list[str], list[bool]]:
+    """Returns what differs from training without a bound, and whether each step exchanged counts exactly."""
+    found = []
+    exact = []
+    for bounded in (False, True):
+        with using(plain_steps), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(5)
+            fused: Any = "persistent" if bounded else False
+            model = pmoe.MoELayer(M, 8, EXPERTS, TOP_K, dtype=torch.float64, slack=4.0, fused=fused)
+            with torch.no_grad():
+                model.gate.weight.copy_(8 * torch.eye(EXPERTS, M))
+            scale = nn.Parameter(torch.ones(M, dtype=torch.float64))  # every rank has a gradient
+            optimizer = OPTIMIZERS["fused AdamW"]([scale, *model.parameters()])
+
+            def run(
+                x: Tensor, model: pmoe.MoELayer = model, scale: Any = scale, optimizer: Any = optimizer
+            ) -> None:
+                optimizer.zero_grad()
+                ((scale * model(x)).square().sum() + 0.01 * model.l_aux).backward()
+
+            steps = pmoe.BoundedSteps(model, optimizer, run) if bounded else None
+            values: dict[str, Tensor] = {}
+            for index, frozen in enumerate(case.frozen):
+                x = batch(rank, world, index, False, False)
+                with counted_collectives() as calls:
+                    if frozen is None:
+                        with torch.no_grad():
+                            values[f"output {index}"] = model(x)
+                        continue
+                    model.requires_grad_(rank not in frozen)
+                    if steps is not None:
+                        steps.step(x)
+                    else:
+                        run(x)
+                        optimizer.step()
+                exact.append("all_gather_into_tensor" not in calls)
+            if steps is not None:
+                steps.finish()
+            found.append(values | {name: value.clone() for name, value in model.named_parameters()})
+    expected, result = found
+    wrong = [
+        f"{name}: {relative_error(result[name], value)}"
+        for name, value in expected.items()
+        if not relative_error(result[name], value) <= 1e-12
+    ]
+    return wrong, exact[len(exact) // 2 :]
+
+
+@pytest.mark.parametrize("name", FREEZES)
+def test_ranks_may_freeze_parameters_of_their_own(name: str) -> None:
+    for wrong, exact in ranks(2).run(frozen_job, FREEZES[name]):
+        assert not wrong
+        assert exact[0] and not any(exact[1:])
+
+
+def checkpoint_job(rank: int, world: int) -> tuple[list[str], int, list[str]]:
+    """Returns what differs from training without a bound, if a checkpoint is around the layer.
+
+    Also the number of repeated steps, and the collectives of a call after `pmoe.BoundedSteps.remove`.
+    """
+    found = []
+    for bounded in (False, True):
+        with using(plain_steps), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build(fused="persistent" if bounded else False)
+            layer = model.first
+            optimizer = OPTIMIZERS["fused AdamW"](layer.parameters())
+
+            def run(x: Tensor, layer: pmoe.MoELayer = layer, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                y = checkpoint(layer, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts)
+                (y.square().sum() + 0.01 * layer.l_aux).backward()
+
+            steps = pmoe.BoundedSteps(layer, optimizer, run) if bounded else None
+            for index in range(BATCHES):
+                x = batch(rank, world, index, rank == 1 and index == 3, False)
+                if steps is not None:
+                    steps.step(x)
+                else:
+                    run(x)
+                    optimizer.step()
+            if steps is not None:
+                steps.finish()
+                steps.remove()
+            with counted_collectives() as calls:
+                y = layer(batch(rank, world, BATCHES, True, False))
+            y.sum().backward()
+            found.append({"y": y.detach()})
+            found[-1] |= {name: value.clone() for name, value in layer.named_parameters()}
+    expected, result = found
+    wrong = [
+        f"{name}: {relative_error(result[name], value)}"
+        for name, value in expected.items()
+        if not relative_error(result[name], value) <= 1e-12
+    ]
+    return wrong, 0 if steps is None else steps.repeated, calls
+
+
+def test_a_checkpoint_may_be_around_the_layer_and_calls_without_bounds_are_exact() -> None:
+    for wrong, repeated, calls in ranks(2).run(checkpoint_job):
+        assert not wrong
+        assert repeated == 1
+        assert "all_gather_into_tensor" not in calls
+
+
+def refusal_job(rank: int, world: int) -> tuple[list[str | None], str]:
+    """Returns why a graph cannot hold five calls, and why a bounded layer cannot be spread."""
+    with using(plain_steps), warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        layer = build(fused="persistent").first
+        steps = pmoe.BoundedSteps(layer, OPTIMIZERS["fused AdamW"](layer.parameters()), layer)
+        bound = layer.cache.row_bound
+        assert bound is not None
+        x = batch(rank, world, 0, False, False)
+
+        def refusal(x: Tensor) -> str | None:
+            return graph_refusal(layer.layer_modules, bound, x, layer.layer_modules.asks_for_gradients(x))
+
+        layer.requires_grad_(False)
+        with steps.bounded_calls():
+            told = [refusal(x)]
+        layer(x)
+        with steps.bounded_calls():
+            layer.requires_grad_(True)
+            told += [refusal(x)]
+            layer.requires_grad_(False)
+            told += [refusal(x), refusal(x.new_ones(33, M))]
+            patch.setattr(PlainSteps, "is_repeatable", False)
+            told += [refusal(x)]
+        own = pmoe.MoELayer(
+            M, 8, EXPERTS, TOP_K, dtype=torch.float64, fused="persistent", group=Ranks.single()
+        )
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+        steps = pmoe.BoundedSteps(own, OPTIMIZERS["AdamW"](own.parameters()), own)
+        with pytest.raises(ValueError) as raised:
+            own.check_spread(mesh)
+        steps.remove()
+        own.check_spread(mesh)
+    return told, str(raised.value)
+
+
+def test_a_refusal_says_what_to_do() -> None:
+    for told, spread in ranks(2).run(refusal_job):
+        assert told == [
+            "no call with torch.float64 and has_grad=True was made before: make one, outside of the capture",
+            "no rank needed gradients in the calls before: make one that does, outside of the capture",
+            None,
+            "x has 33 tokens, and the heap has room for 16: call the layer once with as many tokens before "
+            "the capture",
+            "its heap was closed after the last call of its kind: make one more call before the capture",
+        ]
+        assert spread == "a layer must be spread before BoundedSteps is made: call remove() on it first"
 
 
 def fault_job(rank: int, world: int) -> list[str]:

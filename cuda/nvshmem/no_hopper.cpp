@@ -1,5 +1,5 @@
-// Takes the place of FlashDMoE's kernels for Hopper in pmoe._nvshmem, which has none. On Hopper it runs the
-// kernels with the instructions of sm_80.
+// Takes the place of FlashDMoE's kernels for Hopper in pmoe._nvshmem, which has none. On Hopper it is to run
+// the kernels with the instructions of sm_80. No kernel of the module has run.
 //
 // The kernels for Hopper divide registers among warps (setmaxnreg) and keep products in flight (wgmma). The
 // compiler gives up both where it cannot see all code that a kernel calls: relocatable device code calls even
@@ -12,20 +12,15 @@
 
 #include "flashdmoe/launch.h"
 
-namespace pmoe::flashdmoe {
+// The definitions have qualified names, so that the compiler refuses one whose parameters differ from the
+// header's.
 
-ForwardKernel hopper_bf16(Activation) { return nullptr; }
-ForwardKernel hopper_fp16(Activation) { return nullptr; }
-BackwardKernel hopper_backward_bf16(Activation) { return nullptr; }
-BackwardKernel hopper_backward_fp16(Activation) { return nullptr; }
-
-}  // namespace pmoe::flashdmoe
-
-namespace pmoe {
+pmoe::flashdmoe::ForwardKernel pmoe::flashdmoe::hopper_bf16(Activation) { return nullptr; }
+pmoe::flashdmoe::ForwardKernel pmoe::flashdmoe::hopper_fp16(Activation) { return nullptr; }
+pmoe::flashdmoe::BackwardKernel pmoe::flashdmoe::hopper_backward_bf16(Activation) { return nullptr; }
+pmoe::flashdmoe::BackwardKernel pmoe::flashdmoe::hopper_backward_fp16(Activation) { return nullptr; }
 
 // Called before a launch of a kernel for Hopper.
-void encode_maps(Element, Form, const Problem&, int64_t, int64_t, CUtensorMap*, CUtensorMap*) {
+void pmoe::encode_maps(Element, Form, const Problem&, int64_t, int64_t, CUtensorMap*, CUtensorMap*, int) {
   throw std::invalid_argument("pmoe._nvshmem has no kernels for sm_90a: hopper must be False");
 }
-
-}  // namespace pmoe

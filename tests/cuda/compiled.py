@@ -49,6 +49,11 @@ def compile_program(
     return _made(HERE / source, *flags, objects=objects)
 
 
+def compile_object(file: str) -> Path:
+    """Compiles one file of cuda/, over runtime/ in place of CUDA, and links it with nothing."""
+    return _made(CUDA / file, *OBJECT)
+
+
 def link_module(*flags: str) -> Path:
     """``pmoe._cuda`` of the product's own files, over runtime/ in place of CUDA: kernels run in the emulator.
 

@@ -25,6 +25,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.counts import Messages, Sent
 from pmoe.kernels.wire import MessageKernels
 from pmoe.schedule.wire import WireName, message_bytes
+from tests.cuda.compiled import compile_object
 from tests.emulated import load_kernels
 
 BF16, INT = torch.bfloat16, torch.int32
@@ -554,6 +555,11 @@ def test_messages_are_those_of_pytorch_on_the_cpu_to_the_bit(
         launches.unpack(expected_TC, index, out)
         unpack_rows(wire, expected_TC, index, wanted)
         assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8)), index
+
+
+def test_what_takes_the_place_of_hopper_s_kernels_has_the_headers_signatures() -> None:
+    """Else pmoe._nvshmem could be linked, but not loaded."""
+    compile_object("nvshmem/no_hopper.cpp")
 
 
 @contextlib.contextmanager

@@ -57,6 +57,7 @@ PLAIN = {
     "wgmma_commit": "compared inside products",
     "wgmma_wait": "compared inside products",
     "mma_m16n8k16": "by element type: mma_bf16, mma_fp16",
+    "wgmma_m64n128k16": "wgmma_m64n256k16 with half of the columns",
     "wgmma_m64n256k16": "by form and element type: wgmma_...",
 }
 """Functions for which there is no kernel of the same name, and why."""

@@ -54,14 +54,13 @@ def product_steps(path: str) -> list[Step]:
     ]  # fmt: skip
     turns = [
         Step(
-            name=f"{path}: two warpgroups take turns, {form}", run=f"{HERE}tiles:check_turns {path} {form}",
-            needs=(f"{path}: two blocks share A, {form}",), hopper=True,
+            name=f"{path}: two warpgroups take turns", run=f"{HERE}tiles:check_turns {path}",
+            needs=tuple(f"{path}: two blocks share A, {form}" for form in ("forward", "input")), hopper=True,
             means="both warpgroups on one tile are right, in turns they are not: stages of the ring, or its "
             "barriers' arrivals",
             look=f"{GEMM}hopper_turns.cuh, multiply(); wgmma_m64n128k16 of cuda/common/hopper_ptx.cuh",
         )
-        for form in ("forward", "input") if hopper
-    ]  # fmt: skip
+    ] if hopper else []  # fmt: skip
     return [
         *pairs,
         *turns,

@@ -7,6 +7,7 @@ Letters: N rows, m and n the result's sizes, k the summed one.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -119,9 +120,9 @@ def find_tile(machine: Machine, form: str, sharing: int = 1, **options: Any) -> 
     }
 
 
-def check_turns(path: str, form: str) -> None:
+def check_turns(path: str) -> None:
     machine = this_machine(path)
-    for sharing in (1, 3):
+    for form, sharing in itertools.product(("forward", "input"), (1, 3)):
         demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), in_turns=True))
 
 

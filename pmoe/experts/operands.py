@@ -60,7 +60,7 @@ class FrozenReturnedRows:
     """
 
     def __init__(self, module: nn.Module, index: Tensor) -> None:
-        self.module = weakref.ref(module)
+        self.module: weakref.ref[nn.Module] = weakref.ref(module)
         self.index = index
 
     @torch.no_grad()

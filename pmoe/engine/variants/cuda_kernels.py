@@ -221,7 +221,7 @@ class CudaForward(_OnCuda, Forward):
     """A forward pass on a GPU. Where possible, experts read rows as they arrived, without a sorted copy."""
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
-        self.direct = launched(plan.modules.experts, inputs.parameters, inputs.x_TM)
+        self.direct: LaunchedExperts | None = launched(plan.modules.experts, inputs.parameters, inputs.x_TM)
         super().__init__(plan, inputs, keep)
         self.take_kernels()
 
@@ -329,7 +329,7 @@ class CudaBackward(_OnCuda, Backward):
     grad_weight_home: Tensor
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
-        self.direct = launched(plan.modules.experts, saved.inputs.parameters, grad_TM)
+        self.direct: LaunchedExperts | None = launched(plan.modules.experts, saved.inputs.parameters, grad_TM)
         super().__init__(plan, grad_TM, saved)
         self.take_kernels()
         self.grad_of_piece = {}

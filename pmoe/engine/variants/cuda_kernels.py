@@ -78,7 +78,8 @@ class _OnCuda(Pass):
             self.moves = RowMoves(self.source_TM) if takes_rows else None
         self.experts = self.direct or modules.experts
         if self.places_results:  # the products read an int32 index, as kernels compute it
-            self.regroup = [None if regroup is None else regroup.int() for regroup in self.regroup]
+            narrow = [None if regroup is None else regroup.int() for regroup in self.regroup]
+            self.regroup: Sequence[Tensor | None] = narrow
 
     @functools.cached_property
     def row_token(self) -> Tensor:

@@ -54,7 +54,7 @@ class Graph:
         with pytest.MonkeyPatch.context() as patch, _Operators(self._work):
             patch.setattr(flashdmoe, "launch_pass", captured_launch)
             patch.setattr(begin, "is_for_graph", lambda _: True)
-            patch.setattr(launcher, "is_for_graph", lambda _: True)
+            patch.setattr(launcher, "records_graph", lambda _: True)
             yield
 
     def replay(self) -> None:

@@ -452,7 +452,7 @@ def test_a_launch_in_a_capture_marks_its_heap(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
     marks = []
     for is_captured in (False, True, False):
-        monkeypatch.setattr(launcher, "is_for_graph", lambda _, answer=is_captured: answer)
+        monkeypatch.setattr(launcher, "records_graph", lambda _, answer=is_captured: answer)
         made.begin()
         marks.append(heap.is_in_graph)
     assert marks == [False, True, True]

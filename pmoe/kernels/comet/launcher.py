@@ -251,7 +251,7 @@ class Launcher:
         Raises HeapError for a broken heap.
         """
         stream = _stream_behind(self.heaps, self.device)
-        is_in_graph = is_for_graph(self.device)
+        is_in_graph = records_graph(self.device)
         for heap in self.heaps:
             heap.raise_if_failed()
             heap.is_in_graph |= is_in_graph
@@ -333,7 +333,7 @@ def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
     return int(stream.cuda_stream)
 
 
-def is_for_graph(device: torch.device) -> bool:
+def records_graph(device: torch.device) -> bool:
     """Returns whether a CUDA graph is being captured on the current stream of a device."""
     return device.type == "cuda" and _is_captured(torch.cuda.current_stream(device))
 

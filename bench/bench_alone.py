@@ -54,6 +54,7 @@ from bench.device import (
     file_name,
     need_gpu,
     part_seconds,
+    products_in_turns,
     show_gpu,
 )
 from bench.plain import GROUPED, PlainMoE
@@ -130,12 +131,8 @@ def with_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def with_kernels_in_turns() -> Iterator[None]:
     """As `with_kernels`, and all products that can are computed in turns (`launch.IN_TURNS`)."""
-    before, grouped_gemm.launch.IN_TURNS = grouped_gemm.launch.IN_TURNS, 2
-    try:
-        with with_kernels():
-            yield
-    finally:
-        grouped_gemm.launch.IN_TURNS = before
+    with products_in_turns(), with_kernels():
+        yield
 
 
 @contextlib.contextmanager

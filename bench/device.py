@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -111,15 +112,23 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
     return shared
 
 
+@contextlib.contextmanager
+def products_in_turns() -> Iterator[None]:
+    """Makes products in the block be computed in turns wherever there are kernels (`launch.IN_TURNS`)."""
+    before = launch.IN_TURNS
+    launch.IN_TURNS = 2
+    try:
+        yield
+    finally:
+        launch.IN_TURNS = before
+
+
 def taking_turns(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns ``run`` with another setting of `launch.IN_TURNS`: in turns wherever there are kernels."""
+    """Returns ``run`` with its products computed in turns wherever there are kernels."""
 
     def in_turns() -> Tensor:
-        before, launch.IN_TURNS = launch.IN_TURNS, 2
-        try:
+        with products_in_turns():
             return run()
-        finally:
-            launch.IN_TURNS = before
 
     return in_turns
 

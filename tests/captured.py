@@ -1,8 +1,8 @@
 """A CUDA graph's stand-in on the CPU: repeats operators, collectives and kernels with the same arguments.
 
-As a graph does, a replay reads and writes the memory of the capture, and runs no Python of the captured
-function: a value that the host has read during the capture, such as a row count, stays what it was. Unlike a
-graph's, the capture itself is a run.
+A replay reads and writes the memory of the capture, and runs no Python of the captured function, as a replay
+of a graph does. So a value that the host has read during the capture, such as a row count, stays what it was.
+The capture itself runs the function, which the capture of a graph does not.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ TENSOR_CYCLES = 1024
 WARPS_A_SCHEDULER = 2
 """Of the eight that multiply."""
 TENSOR_CYCLES_IN_TURNS = 512
-"""Of a step where two warpgroups take turns: 8 of 64 x 128 x 16, 64 cycles each. One warp of a scheduler
-multiplies, the other stores."""
+"""The cycles of a step's products if two warpgroups take turns: 8 products of 64 x 128 x 16 take 64 each.
+
+One warp of a scheduler multiplies, and the other stores.
+"""
 
 BOX_BYTES = {  # that the accelerator loads, by the form of the product and the dimensions of the map
     ("forward", "2D"): 128 * 128,
@@ -185,7 +187,8 @@ def merges(code: Sequence[str]) -> list[list[str]]:
 
     Code of threads that have parted (`Code.apart`) meets again at a WARPSYNC, and is left out.
     """
-    found, past = [], 0
+    found = []
+    past = 0
     for index, each in enumerate(code):
         target = _target(each)
         if target is not None and opcode(each) != "BRA.DIV" and target > index + 16:

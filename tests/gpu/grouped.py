@@ -57,7 +57,7 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
     params=["sm_90a", "sm_90a, sharing B", "sm_90a, sharing A", "sm_90a, in turns", "sm_80"], autouse=True
 )
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whose kernels run; sharing: of pairs of blocks, also where products are computed in turns.
+    """Selects the kernels that run, and which operand pairs of blocks share. A pair also shares in turns.
 
     A fall to PyTorch operations fails.
     """

@@ -220,10 +220,10 @@ def num_row_dots(kernels: str, width: int, model: int, activation: int) -> int:
     activation: number of the nonlinearity (`pmoe.kernels.gemm.ACTIVATIONS`).
     """
     module = extension.module()
-    in_turns = IN_TURNS and module.grouped_gemm_takes_turns(
+    in_turns: bool = IN_TURNS > 0 and module.grouped_gemm_takes_turns(
         form=INPUT, epilogue=HIDDEN_GRADIENT, activation=activation, k=model, in_turns=IN_TURNS
     )
-    parts: int = module.row_dot_parts(kernels == "sm_90a", width, bool(in_turns))
+    parts: int = module.row_dot_parts(kernels == "sm_90a", width, in_turns)
     return parts
 
 

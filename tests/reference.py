@@ -125,3 +125,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
         return 0.0
     scale = max(expected.abs().max().item(), 1e-30)
     return (actual - expected).abs().max().item() / scale
+
+
+def differing(result: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of values whose relative error is above 1e-12, each with its error."""
+    return [
+        f"{name}: {relative_error(result[name], value)}"
+        for name, value in expected.items()
+        if not relative_error(result[name], value) <= 1e-12
+    ]

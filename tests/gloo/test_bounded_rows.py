@@ -28,7 +28,7 @@ from pmoe.experts.marks import is_expert
 from tests.gloo.kit import counted_collectives
 from tests.plain_steps import PlainSteps, plain_steps, using
 from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
-from tests.reference import relative_error
+from tests.reference import differing
 
 M, EXPERTS, TOP_K, TOKENS, BATCHES = 6, 4, 2, 16, 8
 OPTIMIZERS: dict[str, Any] = {
@@ -146,11 +146,7 @@ def job(rank: int, world: int, case: Case) -> tuple[list[str], int, list[list[st
         warnings.filterwarnings("ignore", message=".*falls back.*")
         result, repeated, calls = train(rank, world, case, True)
     assert set(result) == set(expected)
-    wrong = [
-        f"{name}: {relative_error(result[name], value)}"
-        for name, value in expected.items()
-        if not relative_error(result[name], value) <= 1e-12
-    ]
+    wrong = differing(result, expected)
     return wrong, repeated, calls
 
 
@@ -233,11 +229,7 @@ def frozen_job(rank: int, world: int, case: Freezes) -> tuple[list[str], list[bo
                 steps.finish()
             found.append(values | {name: value.clone() for name, value in model.named_parameters()})
     expected, result = found
-    wrong = [
-        f"{name}: {relative_error(result[name], value)}"
-        for name, value in expected.items()
-        if not relative_error(result[name], value) <= 1e-12
-    ]
+    wrong = differing(result, expected)
     return wrong, exact[len(exact) // 2 :]
 
 
@@ -283,11 +275,7 @@ def checkpoint_job(rank: int, world: int) -> tuple[list[str], int, list[str]]:
             found.append({"y": y.detach()})
             found[-1] |= {name: value.clone() for name, value in layer.named_parameters()}
     expected, result = found
-    wrong = [
-        f"{name}: {relative_error(result[name], value)}"
-        for name, value in expected.items()
-        if not relative_error(result[name], value) <= 1e-12
-    ]
+    wrong = differing(result, expected)
     return wrong, 0 if steps is None else steps.repeated, calls
 
 

@@ -19,7 +19,7 @@ import pmoe
 from pmoe.experts.marks import is_expert
 from pmoe.training import bounded_steps
 from tests.pool import ranks
-from tests.reference import relative_error
+from tests.reference import differing, relative_error
 
 M, EXPERTS, TOP_K, TOKENS, FACTOR = 6, 4, 2, 16, 1.3
 CAPACITY = math.ceil(TOKENS * TOP_K / EXPERTS * FACTOR)
@@ -125,11 +125,7 @@ def both(rank: int, world: int, kind: str) -> tuple[list[str], int, int]:
     expected, exceeded = plain(rank, world, kind)
     result, repeated = bounded(rank, world, kind)
     assert set(result) == set(expected)
-    wrong = [
-        f"{name}: {relative_error(result[name], value)}"
-        for name, value in expected.items()
-        if not relative_error(result[name], value) <= 1e-12
-    ]
+    wrong = differing(result, expected)
     return wrong, exceeded, repeated
 
 

@@ -16,9 +16,9 @@ from tests.switched import NAMES
 
 
 @pytest.mark.timeout(600)
-def test_fifty_random_layers_called_in_random_ways_equal_the_definition() -> None:
-    counted = fuzz(50, worlds=(1, 2), ranks=ranks)  # four ranks in the long run
-    assert counted["played"] >= 50
+def test_thirty_random_layers_called_in_random_ways_equal_the_definition() -> None:
+    counted = fuzz(30, worlds=(1, 2), ranks=ranks)  # four ranks in the long run
+    assert counted["played"] >= 30
 
 
 def test_every_argument_is_drawn() -> None:

@@ -76,6 +76,7 @@ def sharded_job(rank: int, world: int, cases: list[tuple[Any, ...]], options: di
     return list(compared(rank, world, cases, mesh=mesh_of(world), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"send_once": True, "expert": "swiglu"}], ids=["plain", "once"])
 @pytest.mark.parametrize("cases", EVERY)

@@ -135,6 +135,7 @@ def test_stages_get_the_gradients_of_no_pipeline(world: int, schedule: Any, over
     ranks(world).run(job, schedule, over, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
 def test_stages_with_checkpoints_do_so_too(schedule: Any) -> None:
     ranks(2).run(job, schedule, "window", True)

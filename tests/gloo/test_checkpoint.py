@@ -464,7 +464,7 @@ def test_experts_of_several_ranks_under_one_name_are_not_saved(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_goes_on_with_other_ranks_and_another_wrapper(tmp_path: Path) -> None:
     def run(count: int, *options: str) -> list[float]:
         launch = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node"

@@ -404,12 +404,13 @@ def chosen_job(rank: int, world: int, folder: str, options: dict[str, Any]) -> f
     return float((found[0] - found[1]).abs().max() / found[0].abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
         {"pipeline": True},
-        pytest.param({"pipeline": True, "memory_reuse": True}, marks=pytest.mark.slow),
+        {"pipeline": True, "memory_reuse": True},
         {"pipeline": 2, "memory_reuse": True, "memory_budget": "64MiB"},
     ],
     ids=str,

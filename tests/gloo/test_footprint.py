@@ -217,6 +217,7 @@ def _named(degrees: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("forward", "backward"), degrees, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "pair, degrees, world, skewed",
@@ -576,8 +577,7 @@ def compiled_job(rank: int, world: int, folder: str, top_k: int, is_cut: bool) -
     return peaks
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_the_step_that_measures_the_operators_of_a_graph_takes_no_more_memory_than_later_ones(

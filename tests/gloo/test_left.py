@@ -94,14 +94,15 @@ def skipping_job(rank: int, world: int, options: dict[str, Any], folder: str) ->
     return {"steps": steps, "others": others, "again": again}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options",
     [
         (2, {"pipeline": 2}),
         (2, {"dispatch": "hierarchical_2d", "nodes": 1, "memory_reuse": "S4"}),
-        pytest.param(4, {"pipeline": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"dispatch": "hierarchical_1d", "nodes": 2}, marks=pytest.mark.slow),
+        (4, {"pipeline": 2}),
+        (4, {"dispatch": "hierarchical_1d", "nodes": 2}),
     ],
 )
 def test_after_an_error_in_the_middle_of_a_pass_every_rank_raises_until_the_group_is_made_again(

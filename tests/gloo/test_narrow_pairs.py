@@ -328,6 +328,7 @@ def held_job(rank: int, world: int, dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype, share", [(torch.bfloat16, 0.516), (torch.float32, 0.258)])
 def test_s4_with_t_di_in_e4m3_holds_this_share_of_the_bytes_of_rows(dtype: torch.dtype, share: float) -> None:

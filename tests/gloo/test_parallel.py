@@ -323,8 +323,9 @@ def test_the_layers_options_change_nothing() -> None:
     check(Case(4, 1, 1, 2, options={**shared, "pipeline": 2, "bias": False}))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("norm_type", [1.0, pytest.param(3.0, marks=pytest.mark.slow), math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf])
 def test_norms_of_any_order(norm_type: float) -> None:
     check(Case(4, 1, 1, 2, norm_type=norm_type))
     check(Case(4, 2, 2, 2, dense="sequence", norm_type=norm_type))
@@ -353,7 +354,7 @@ def test_figure_2_trains_like_one_process(dense: str, optimizer: str) -> None:
     check(Case(4, 2, 2, 2, 2, dense, optimizer))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dense", DENSE)
 def test_eight_ranks(dense: str) -> None:
     check(Case(8, 2, 2, 2, dense=dense))

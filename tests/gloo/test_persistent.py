@@ -38,6 +38,7 @@ def test_equal_batches_padded_to_capacity_travel_without_an_exchange_of_counts(k
     check(kernels, Case(tokens=(23, 23), skewed=True, options=options), "persistent")
 
 
+@pytest.mark.nightly
 def test_a_pool_holds_whatever_routing_its_slack_allows(kernels: Path) -> None:
     options: dict[str, Any] = {"slack": 2.0, "memory_reuse": "S4"}
     check(kernels, Case(tokens=(150, 140), steps=1, skewed=True, options=options), "persistent")

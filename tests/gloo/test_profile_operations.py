@@ -42,6 +42,7 @@ def measured(rank: int, world: int, size: int | None) -> Operations:
     return found
 
 
+@pytest.mark.slow
 def test_both_ranks_have_the_same_lines_of_all_operations() -> None:
     first, second = ranks(2).run(measured, None)
     assert first == second

@@ -512,12 +512,13 @@ def evaluated(
     return [norm, same, after, loss.item(), pmoe.clip_grad_norm_(wrapped, 0.5).item()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "shard_experts"),
     [
         ("fsdp", True),
-        pytest.param("ddp", {"reshard_after_forward": False}, marks=pytest.mark.slow),
-        pytest.param("fsdp", False, marks=pytest.mark.slow),
+        ("ddp", {"reshard_after_forward": False}),
+        ("fsdp", False),
     ],
 )
 def test_an_evaluation_before_clipping_and_saving_changes_nothing(
@@ -587,6 +588,7 @@ def after_other_calls(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_factors_steps_and_schedules_of_torch_leave_no_wrong_gradients() -> None:
     for found in ranks(4).run(after_other_calls, timeout=SLOW_IMPORT):
         assert found["factor 1"] and found["factor 8"]
@@ -770,7 +772,7 @@ def _losses(model: nn.Module, rank: int, world: int) -> list[float]:
         return [*losses, loss_of(model, batch(3, world).chunk(world)[rank]).item()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sharded_experts_work_beside_other_features() -> None:
     for found in ranks(4).run(beside, timeout=SLOW_IMPORT):
         for name, values in found.items():

@@ -187,7 +187,7 @@ def test_compiled_models_are_one_graph_where_the_library_does_not_break_it(
     assert_same_step(saved(name), name, SHARED, compiled | QUICK)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_models_are_equal_where_hooks_of_fsdp2_break_the_graph(
     saved: Callable[[str], Path],
 ) -> None:

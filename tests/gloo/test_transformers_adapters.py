@@ -130,6 +130,7 @@ def assert_trains_as_one_rank(
         assert relative(read(batches[0]).logits, logits[0]) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "spread", "checkpointing"),

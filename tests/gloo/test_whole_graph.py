@@ -109,6 +109,7 @@ def cases(first: list[Any], others: list[Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "options"), cases([2], [4]), ids=named)
 def test_losses_and_gradients_are_those_of_the_layer(world: int, options: dict[str, Any]) -> None:
@@ -163,8 +164,7 @@ def test_parts_change_no_number(world: int, k: int, lag: int, options: dict[str,
         assert max(errors) < 1e-12, errors
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lag", [1, 3])
 def test_a_rank_of_one_sequence_sends_its_parts_in_the_order_of_the_others(lag: int) -> None:
     for errors in ranks(2).run(in_parts, 3, lag, [SEQUENCES[2], *UNEVEN[2]], LAYERS[2]):

@@ -156,11 +156,8 @@ def uneven(rank: int, world: int, parts: bool, accumulate: bool) -> tuple[list[f
     return errors, sorted(program.places.items())
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("parts", "accumulate"),
-    [pytest.param(*each, marks=pytest.mark.slow) for each in ((True, False), (False, False), (True, True))],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("parts", "accumulate"), [(True, False), (False, False), (True, True)])
 def test_ranks_with_other_graphs_reduce_between_the_same_all_to_alls(parts: bool, accumulate: bool) -> None:
     (errors, places), (others, other_places) = ranks(2).run(uneven, parts, accumulate)
     assert max(*errors, *others) < 1e-12

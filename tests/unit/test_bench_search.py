@@ -108,7 +108,7 @@ def test_a_live_run_is_summed_up_by_its_searches() -> None:
     assert live_summary([*rows, *[row(9, 13.0, 0)] * 2], 1.0)["10 searches, 12 steps"] == "MISSED"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_live_run_counts_its_trials(tmp_path: Path) -> None:
     sizes = ["--live-batches", "4", "--d-model", "32", "--d-hidden", "64", "--ends", "2048", "3000"]
     command = [sys.executable, bench_search.__file__, "--only-live", *sizes, "--out", str(tmp_path)]

@@ -22,7 +22,7 @@ def test_both_kernels_both_ways_give_what_a_plain_loop_gives(program: Path) -> N
     assert run_program(program, timeout=250) == "ok\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_collective_that_fits_beside_them_holds_up_no_kernel() -> None:
     """A collective that fits beside the kernels never blocks them, even if it never ends.
 

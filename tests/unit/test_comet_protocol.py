@@ -60,6 +60,7 @@ def test_no_region_of_a_heap_is_written_by_two_ranks() -> None:
     compile_and_run("comet_layout_test.cpp", flags=tuple(THREADS))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_no_region_of_a_heap_is_written_by_two_ranks_for_every_small_table() -> None:
     compile_and_run("comet_layout_test.cpp", "thorough", flags=tuple(THREADS), timeout=350)

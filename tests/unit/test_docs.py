@@ -450,7 +450,7 @@ def test_simulated_numbers_of_the_papers_page_are_those_of_the_simulators() -> N
     assert all(each["computed_bytes"] == each["paper_bytes"] for each in comet_figures.table3())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_simulated_figures_of_the_papers_page_are_those_of_the_simulators() -> None:
     text = " ".join(page("papers.md").split())
     mpipemoe, fsmoe = mpipemoe_figures.tables(), fsmoe_models.tables()

@@ -126,7 +126,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize(
-    "cases", [pytest.param(SINGLE, id="each"), pytest.param(PAIRS, id="pairs", marks=pytest.mark.slow)]
+    "cases", [pytest.param(SINGLE, id="each"), pytest.param(PAIRS, id="pairs", marks=pytest.mark.nightly)]
 )
 def test_memory_is_predicted_or_refused_by_name(cases: list[Features]) -> None:
     assert not wrong_of(wrong_prediction, cases)

@@ -90,7 +90,7 @@ def test_a_planted_mistake_is_caught(sanitized: Path, mistake: str) -> None:
     assert ran.returncode == RACE_FOUND and "data race" in ran.stderr, f"not caught: {told}"
 
 
-@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.nightly)])
 def test_puts_between_nodes_give_right_rounds_free_of_races(sanitized: Path, ranks: int) -> None:
     ran = run_sanitized(sanitized, "apart", str(ranks))
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -125,7 +125,7 @@ def test_what_is_right_is_accepted_and_what_is_wrong_is_found(checker: str, tmp_
     assert not wrong - found.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_examples_with_transformers_are_accepted(checker: str, tmp_path: Path) -> None:
     assert LARGE and not CHECKERS[checker](LARGE, tmp_path)

@@ -118,8 +118,8 @@ def job(rank: int, world: int, path: Path) -> tuple[list[str], int, int]:
     return wrong, crowded, training.steps.repeated
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_graph_trains_as_a_loop_without_it(kernels: Path, world: int) -> None:
     for wrong, crowded, repeated in ranks(world).run(job, kernels):
         assert not wrong

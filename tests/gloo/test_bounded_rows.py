@@ -161,10 +161,9 @@ CASES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_are_those_of_training_without_a_bound(world: int, name: str) -> None:
     case = CASES[name]
     for wrong, repeated, calls in ranks(world).run(job, case):

@@ -130,8 +130,7 @@ def told_job(rank: int, world: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_one_ranks_code_raises_is_told_to_the_others_before_they_wait_for_long(world: int) -> None:
     with Pool(world, TIMEOUT_SECONDS) as pool:
         told = pool.run(told_job, timeout=100)

@@ -561,7 +561,6 @@ def test_the_first_step_finds_the_number_of_micro_batches_once_for_all_layers(tm
     assert num_searches == 1
 
 
-@pytest.mark.slow
 def test_small_experts_end_below_the_small_dense_model_after_the_same_bytes(tmp_path):
     sizes = """
         --d-model 32 --d-hidden 64 --layers 2 --heads 2 --context 16 --batch 32 --num-experts 16

@@ -145,6 +145,7 @@ def test_backward_gives_the_plain_loop_s_gradients_and_repeats_to_the_bit(kernel
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_ranks_of_several_nodes_get_by_puts_what_ranks_of_one_node_get(
     kernel_with_puts: Path, arch: str
@@ -162,21 +163,24 @@ def test_kernels_get_wrong_results_if_puts_break_a_promise(kernel_with_puts: Pat
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_four_ranks_of_several_nodes_get_the_same(kernel_with_puts: Path, arch: str) -> None:
-    assert run_program(kernel_with_puts, arch, "apart thoroughly") == "0 failures\n"
+    assert run_program(kernel_with_puts, arch, "apart thoroughly", timeout=900) == "0 failures\n"
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_four_ranks_and_every_activation_give_it_too(kernel: Path, arch: str) -> None:
-    assert run_program(kernel, arch, "thorough") == "0 failures\n"
+    assert run_program(kernel, arch, "thorough", timeout=900) == "0 failures\n"
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_backward_of_four_ranks_and_every_activation(kernel: Path, arch: str) -> None:
-    assert run_program(kernel, arch, "backward thoroughly") == "0 failures\n"
+    assert run_program(kernel, arch, "backward thoroughly", timeout=900) == "0 failures\n"
 
 
 @pytest.mark.nightly

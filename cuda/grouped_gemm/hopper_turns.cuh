@@ -9,9 +9,17 @@
 //   first warpgroup      multiplies  stores      multiplies  stores
 //   second warpgroup                 multiplies  stores      multiplies
 //
-// Nothing but the ring orders the two warpgroups. Each goes past the stages of the other's tiles. It may
-// begin a tile while the other still multiplies the tile before: the ring holds no more than kStages steps,
-// so only these may overlap, and the tensor cores are busy meanwhile.
+// Each warpgroup goes past the stages of the other's tiles. It begins tile t when all operands of tile t - 1
+// have arrived, which the other warpgroup signals (Shared::loaded). Then those of all earlier tiles have
+// arrived, too, so a stage's full barrier is in the phase that tile t awaits, or in the next one. It could be
+// in an earlier phase otherwise. A wait names only the parity of a phase, so tile t would multiply operands
+// that have not arrived:
+//
+//   tiles of 6 steps, kStages = 6    stage 0 is still loaded for tile 0: its full barrier is in phase 0
+//                                    tile 1 awaits the end of phase 1. The phase before phase 0 has the same
+//                                    parity and counts as ended, so tile 1 does not wait
+//
+// The tensor cores stay busy: the other warpgroup may still multiply tile t - 1.
 //
 // A step of a smaller tile reads more operands for each product: 32 KiB for half of the products of 48 KiB.
 // So a pair of blocks should share operand A, with tiles side by side. Then each block loads 24 KiB a step.
@@ -36,6 +44,9 @@ struct Kept {
 
 struct Shared : BlockMemory<kColumns, kStages, kTilesAhead> {
   Kept kept[kMultiplierWarps];
+  // Phase t / 2 of loaded[t % 2] ends when the operands of tile t have arrived. Each warp that multiplies the
+  // tile arrives once.
+  uint64_t loaded[2];
 };
 constexpr int kSharedBytes = sizeof(Shared);
 
@@ -56,6 +67,8 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
   // The second warpgroup goes past the first tile.
   if (threadIdx.x >= kLoaders + kMultipliers / 2 && !walk.next(tile)) return;
   while (walk.next(tile)) {
+    if (const uint32_t t = walk.num_read() - 1)  // the tile's number
+      mbarrier_wait(&shared.loaded[(t - 1) % 2], (t - 1) / 2 % 2);
     // All tiles have equally many steps. The position in the ring is computed once more for each tile,
     // because the store leaves no register for it.
     const int end = steps<kForm>(p, tile);
@@ -92,6 +105,8 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       }
       previous = ring.stage;
     }
+    // The warp's lanes have come here together, because wgmma is an instruction of the whole warp.
+    if (thread_again() % 32 == 0) mbarrier_arrive(&shared.loaded[(walk.num_read() - 1) % 2]);
     wgmma_wait<0>();
     pin_accumulators(d[0]);
     pin_accumulators(d[1]);
@@ -131,6 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     tma_prefetch(&a_map);
     tma_prefetch(&b_map);
+    for (uint64_t& loaded : shared.loaded) mbarrier_init(&loaded, turns::kWarps);
     init_barriers(shared, 1, p.blocks_across, 1, turns::kWarps);
   }
   sync_before(p.blocks_across);

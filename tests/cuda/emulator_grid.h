@@ -164,7 +164,8 @@ struct Block {
 
 struct Pending {
   Deferred load;
-  uint64_t since;  // which pass
+  uint64_t since;         // the pass in which it began
+  uint64_t earliest = 0;  // the first pass in which it may arrive
 };
 
 struct Grid {
@@ -174,6 +175,7 @@ struct Grid {
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Pending> pending;  // TMA loads on their way
+  uint64_t num_boxes = 0;        // number of boxes whose loads have begun
   Fiber* current = nullptr;
   Context scheduler;
   uint64_t passes = 0;  // of the scheduler: the clock
@@ -268,6 +270,9 @@ inline void entry() {
 // test's have ended.
 inline uint64_t most_passes = 200000;
 inline uint64_t last_passes = 0;  // of the last launch that ended well
+// The first `late_boxes` boxes of a launch arrive kLate passes or more after their loads have begun.
+inline uint64_t late_boxes = 0;
+constexpr uint64_t kLate = 1000;
 // What the OS thread does between two of them.
 inline std::function<void()> between_passes;
 // How many blocks there is room for; where it is empty, for all. Blocks come in their order, whole clusters
@@ -358,6 +363,11 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
     // Loads arrive in any order, and always when nothing else can move; those who only look at memory again
     // and again do move, so also after a while.
     for (size_t i = 0; i < g.pending.size();) {
+      if (g.passes < g.pending[i].earliest) {
+        moved = true;
+        ++i;
+        continue;
+      }
       if (moved && g.passes - g.pending[i].since < kLatest && !chance()) {
         ++i;
         continue;

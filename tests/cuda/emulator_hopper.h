@@ -171,6 +171,7 @@ inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, i
     // What it reads may be what is there now, and arrive late.
     const auto early = std::make_shared<std::vector<uint8_t>>(emu::chance() ? bytes : 0);
     if (!early->empty()) fill_box(m, early->data(), x, y, z);
+    const bool is_late = emu::grid->num_boxes++ < emu::late_boxes;
     const auto load = [=, &block] {
       if (block.left) throw emu::Error("a load arrives in a block that has left");
       if (early->empty())
@@ -179,7 +180,8 @@ inline void tma_load_to(void* dst, const TensorMap* map, uint64_t* bar, int x, i
         std::memcpy(out, early->data(), early->size());
       mbarrier_complete(remote, bytes);
     };
-    emu::grid->pending.push_back({load, emu::grid->passes});
+    const uint64_t now = emu::grid->passes;
+    emu::grid->pending.push_back({load, now, is_late ? now + emu::kLate : 0});
   }
 }
 

@@ -183,6 +183,14 @@ KERNELS = (
         tests=TURNS,
     ),
     Plant(
+        name="a-tile-begun-before-the-last-has-come",
+        breaks="a warpgroup waits for a parity that an earlier phase of the stage has, too",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="      mbarrier_wait(&shared.loaded[(t - 1) % 2], (t - 1) / 2 % 2);",
+        new="      static_cast<void>(t);",
+        tests=TURNS,
+    ),
+    Plant(
         name="one-block-of-a-fused-pair",
         breaks="the barriers of a pair of fused blocks count the arrivals of one",
         file="cuda/comet/hopper.cuh",

@@ -208,13 +208,14 @@ def load(
     program: PassProgram,
     schedule: Schedule,
     *,
+    device: int = 0,
     kernels: str = "sm_80",
     spare: int = 0,
     activation: str = "swiglu",
     communicator: Any = None,
 ) -> LoadedProgram:
     return LoadedProgram(
-        program, schedule, device=0, kernels=kernels, dtype=torch.bfloat16, activation=activation,
+        program, schedule, device=device, kernels=kernels, dtype=torch.bfloat16, activation=activation,
         spare=spare, communicator=communicator,
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ void bind_program(py::module_& m) {
       m, "Communicator", py::module_local(), "A communicator of NCCL for the exchanges of pass programs.")
       .def(py::init(&make_communicator), arg("id"), arg("ranks"), arg("rank"), arg("device"), arg("seconds"),
            no_gil(), "Waits until all ranks have come.")
-      .def("look", &program::Communicator::look, no_gil(),
+      .def("abort_if_late", &program::Communicator::abort_if_late, no_gil(),
            "Aborts it if a pass has not ended in time. Returns why it was aborted, \"\" if it was not.");
   py::class_<program::Cut>(m, "PassCut", py::module_local(),
                            "The numbers of one call, computed from its row counts.")

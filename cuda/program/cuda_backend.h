@@ -23,31 +23,12 @@
 
 #include "common/on_device.h"
 #include "permute/launch.h"
+#include "program/events.h"
 #include "program/launch.h"
 #include "program/nccl.h"
 #include "program/products.h"
 
 namespace pmoe::program {
-
-// CUDA events without times, on the current device.
-class Events {
- public:
-  explicit Events(int64_t count) : events_(static_cast<size_t>(count)) {
-    for (cudaEvent_t& event : events_)
-      check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-  }
-  ~Events() {
-    for (const cudaEvent_t event : events_)
-      if (event) cudaEventDestroy(event);
-  }
-  Events(const Events&) = delete;
-  Events& operator=(const Events&) = delete;
-
-  cudaEvent_t operator[](int64_t i) const { return events_[static_cast<size_t>(i)]; }
-
- private:
-  std::vector<cudaEvent_t> events_;
-};
 
 // Issues the calls of one program. Its functions throw; CudaProgram turns what they throw into the record's
 // error.
@@ -63,7 +44,7 @@ class CudaBackend {
       : words_(words),
         facts_(facts),
         communicator_(communicator),
-        events_(words.header().events + 1),
+        events_(words.header().events + 1, facts.device),
         products_(static_cast<size_t>(words.header().records)) {
     const Header& header = words.header();
     if (header.sends && (!communicator || communicator->ranks() != header.ranks))
@@ -394,11 +375,17 @@ class CudaProgram {
     backend_->begin(streams.data(), workspace);
     const Backend backend = {this, launch, copy, exchange, wait, signal};
     const Ending ending = program::run(words_, cut, {bases.data(), streams.data()}, backend);
+    const auto stream = reinterpret_cast<cudaStream_t>(streams[0]);
     if (!ending.error) {
-      if (communicator_) communicator_->watch(reinterpret_cast<cudaStream_t>(streams[0]));
+      if (communicator_) communicator_->watch(stream);
       return;
     }
     backend_->join(streams.data());
+    // The exchanges before the error may wait for ranks that never come, as those of a whole pass.
+    try {
+      if (communicator_) communicator_->watch(stream);
+    } catch (const std::exception&) {  // the record's error is thrown, which came first
+    }
     throw std::runtime_error("pass program: record " + std::to_string(ending.record) + " (" +
                              labels_[static_cast<size_t>(ending.record)] + "): " + error_);
   }

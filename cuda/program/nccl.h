@@ -27,6 +27,7 @@
 #include <vector>
 
 #include "common/on_device.h"
+#include "program/events.h"
 #include "program/interpreter.h"
 
 #ifndef PMOE_NCCL_LIBRARY  // tests name a stand-in
@@ -125,8 +126,8 @@ class NcclGroup {
 // it, NCCL would have to wait for the other ranks.
 //
 // A peer may never come. NCCL then waits, on the device or on the host, and torch's watchdog does not know
-// this communicator. So another thread calls look() again and again. It aborts the communicator when NCCL has
-// not ended in time, and all later calls throw.
+// this communicator. So another thread calls abort_if_late() again and again. It aborts the communicator when
+// NCCL has not ended in time, and all later calls throw.
 //
 // NCCL has communicators whose calls never wait on the host. They start a thread for each group of calls,
 // which takes longer than the rest of an exchange.
@@ -142,7 +143,7 @@ class Communicator {
   // Throws std::invalid_argument for a rank that cannot be, and std::runtime_error for an error of NCCL, or
   // if a rank has not come. In the last case NCCL leaves a thread that waits.
   Communicator(const std::string& id, int ranks, int rank, int device, double seconds)
-      : nccl_(Nccl::loaded()), ranks_(ranks), rank_(rank), limit_(seconds) {
+      : nccl_(Nccl::loaded()), ranks_(ranks), rank_(rank), device_(device), limit_(seconds) {
     if (rank < 0 || rank >= ranks)
       throw std::invalid_argument("rank (" + std::to_string(rank) + ") must be below ranks (" +
                                   std::to_string(ranks) + ")");
@@ -165,8 +166,8 @@ class Communicator {
     communicator_ = connected.get();
   }
   ~Communicator() {
-    for (const Pass& pass : passes_) cudaEventDestroy(pass.ends);
-    for (const cudaEvent_t event : unused_) cudaEventDestroy(event);
+    for (const Pass& pass : passes_) unused_.push_back(pass.ends);
+    destroy_events(device_, unused_);
   }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -196,34 +197,29 @@ class Communicator {
   // Begins to watch a pass, all calls of which have been issued. It ends when the stream gets here.
   void watch(cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (unused_.empty()) {
-      cudaEvent_t event = nullptr;
-      pmoe::check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
-      unused_.push_back(event);
-    }
+    if (unused_.empty()) unused_.push_back(make_event());
     pmoe::check(cudaEventRecord(unused_.back(), stream), "cudaEventRecord of a pass's end");
     passes_.push_back({unused_.back(), Clock::now()});
     unused_.pop_back();
   }
 
-  // Aborts the communicator if an exchange has failed, or if a pass has not ended in time: within the time
-  // limit after its calls were issued, and after the pass before it ended. A call of NCCL that waits on the
-  // host has the same limit. Returns why the communicator was aborted, now or earlier; "" if it was not. A
-  // thread other than that of the passes calls this.
-  std::string look() {
+  // Aborts the communicator if the device or an exchange has failed, or if a pass has not ended in time:
+  // within the time limit after its calls were issued, and after the pass before it ended. A call of NCCL
+  // that waits on the host has the same limit. Returns why the communicator was aborted, now or earlier; ""
+  // if it was not. A thread other than that of the passes calls this.
+  std::string abort_if_late() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!communicator_) return reason_;
     const Clock::time_point now = Clock::now();
-    take_ended(now);
+    // First what needs no call of CUDA, because NCCL's call that waits may hold a lock of CUDA.
     if (const int error = async_error())
       abort(std::string("an exchange of a pass program failed: ") + nccl_.GetErrorString(error) + " (" +
             std::to_string(error) + ")");
     else if (is_inside_ && now - entered_ > limit_)
       abort("an exchange of a pass program has waited for " + in_seconds(limit_) +
             ": another rank never came");
-    else if (!passes_.empty() && now - larger(passes_.front().issued, last_end_) > limit_)
-      abort("a pass program has not ended within " + in_seconds(limit_) +
-            ": another rank never came, or the device is busy");
+    else
+      abort_if_device_is_late(now);
     return reason_;
   }
 
@@ -260,18 +256,35 @@ class Communicator {
     return failed ? failed : error;
   }
 
-  // Removes the passes that have ended.
+  // Aborts the communicator if the device has failed, or has not ended a pass in time.
+  void abort_if_device_is_late(Clock::time_point now) {
+    try {
+      take_ended(now);
+    } catch (const std::runtime_error& failure) {
+      return abort(std::string("the device of a pass program failed: ") + failure.what());
+    }
+    if (!passes_.empty() && now - larger(passes_.front().issued, last_end_) > limit_)
+      abort("a pass program has not ended within " + in_seconds(limit_) +
+            ": another rank never came, or the device is busy");
+  }
+
+  // Removes the passes that have ended. Throws std::runtime_error for an error of the device.
   void take_ended(Clock::time_point now) {
+    const OnDevice on_device(device_);  // a thread begins with device 0
     // Asking for an event would end the capture of a CUDA graph by another thread.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
-    while (!passes_.empty() && cudaEventQuery(passes_.front().ends) == cudaSuccess) {
+    cudaError_t state = cudaSuccess;
+    while (!passes_.empty()) {
+      state = cudaEventQuery(passes_.front().ends);
+      if (state != cudaSuccess) break;
       unused_.push_back(passes_.front().ends);
       passes_.pop_front();
       last_end_ = now;
     }
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaGetLastError();  // "not ready" would stay this thread's last error
+    if (state != cudaErrorNotReady) pmoe::check(state, "cudaEventQuery of a pass's end");
   }
 
   // Ends NCCL's kernels on the device, and its calls that wait on the host. NCCL may wait for the device or
@@ -281,7 +294,10 @@ class Communicator {
               ". The communicator of pass programs was aborted: results of this pass, and of " +
               "passes after it, are not valid";
     void* const aborted = std::exchange(communicator_, nullptr);
-    std::thread([nccl = nccl_, aborted] { nccl.CommAbort(aborted); }).detach();
+    std::thread([nccl = nccl_, aborted, device = device_] {
+      cudaSetDevice(device);  // even if this fails, NCCL's calls that wait on the host must end
+      nccl.CommAbort(aborted);
+    }).detach();
   }
 
   // Begins calls of NCCL that may wait on the host. Returns the communicator.
@@ -347,7 +363,7 @@ class Communicator {
   }
 
   const Nccl nccl_;
-  const int ranks_, rank_;
+  const int ranks_, rank_, device_;
   const Seconds limit_;
   std::mutex mutex_;              // for all members below
   void* communicator_ = nullptr;  // null if it was aborted, for this reason

@@ -98,9 +98,10 @@ def make_communicator(ranks: Ranks, device: torch.device) -> Any:
     The communicator is not torch's: it belongs to pass programs alone. NCCL is the library that torch has
     loaded. Rank 0 makes the communicator's id, and the others get it through the process group.
 
-    NCCL and torch's watchdog know nothing of the time limit of this communicator. So a thread looks whether
+    NCCL and torch's watchdog know nothing of the time limit of this communicator. So a thread watches whether
     passes end within the timeout of the ranks' group. If a pass does not, because a peer never came, the
-    thread aborts the communicator, and warns. Later passes raise RuntimeError with the reason.
+    thread aborts the communicator, and warns. It also does so after an error of NCCL or of the device. Later
+    passes raise RuntimeError with the reason.
 
     ranks: the ranks, more than one.
     device: this rank's device.
@@ -119,7 +120,7 @@ def make_communicator(ranks: Ranks, device: torch.device) -> Any:
         communicator = module.Communicator(
             identity, ranks.size, ranks.rank, device.index, limit.total_seconds()
         )
-    threading.Thread(target=_look, args=(weakref.ref(communicator),), daemon=True).start()
+    threading.Thread(target=_watch, args=(weakref.ref(communicator),), daemon=True).start()
     return communicator
 
 
@@ -127,8 +128,8 @@ LOOK_SECONDS = 1.0
 """Time between two looks at the passes that have not ended."""
 
 
-def _look(communicator: weakref.ref[Any]) -> None:
-    """Looks again and again whether the passes of a communicator end in time, until it is gone or aborted.
+def _watch(communicator: weakref.ref[Any]) -> None:
+    """Aborts a communicator if a pass does not end in time. Returns when it is gone or aborted.
 
     communicator: a reference to the communicator.
     """
@@ -136,7 +137,7 @@ def _look(communicator: weakref.ref[Any]) -> None:
     while reason == "":
         time.sleep(LOOK_SECONDS)
         existing = communicator()
-        reason = None if existing is None else existing.look()
+        reason = None if existing is None else existing.abort_if_late()
         del existing  # the thread must not keep the communicator
     if reason:
         warn_once(reason, for_each_reason=True)

@@ -8,6 +8,7 @@ from tests.plants.plant import Plant
 LEVEL = MAKE_TEST_ALL
 
 COMET = "tests/unit/test_comet_protocol.py"
+DEVICE = "tests/unit/test_program_cuda.py"
 HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
 TURNS = "tests/unit/test_kernels_grouped_gemm.py -k in_turns_in_the_emulator_equal"
@@ -30,6 +31,30 @@ KERNELS = (
         old="before != device && has_context(before);",
         new="before != device;",
         tests=f"{HOST} -k without_a_context",
+    ),
+    Plant(
+        name="a-failed-pass-that-nobody-watches",
+        breaks="exchanges before an error wait for ever for ranks that never come",
+        file="cuda/program/cuda_backend.h",
+        old="    try {\n      if (communicator_) communicator_->watch(stream);\n",
+        new="    try {\n",
+        tests=f"{DEVICE} -k failed_is_watched",
+    ),
+    Plant(
+        name="an-error-of-the-device-that-means-not-yet",
+        breaks="a pass on a device that failed is awaited until its time is over",
+        file="cuda/program/nccl.h",
+        old='    if (state != cudaErrorNotReady) pmoe::check(state, "cudaEventQuery of a pass\'s end");\n',
+        new="",
+        tests=f"{DEVICE} -k error_of_the_device",
+    ),
+    Plant(
+        name="a-watching-thread-on-device-0",
+        breaks="the thread that watches passes makes a context on device 0",
+        file="cuda/program/nccl.h",
+        old="    const OnDevice on_device(device_);  // a thread begins with device 0\n",
+        new="",
+        tests=f"{DEVICE} -k its_device_only",
     ),
     Plant(
         name="maps-of-elements",

@@ -585,7 +585,7 @@ class Looked:
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
 
-    def look(self) -> str:
+    def abort_if_late(self) -> str:
         return self.answers.pop(0)
 
 
@@ -594,10 +594,10 @@ def test_the_thread_that_looks_at_passes_warns_once_and_ends(monkeypatch: pytest
     warn.GIVEN.clear()
     communicator = Looked("", "", "rank 0 of 2: a pass program has not ended within 600 s")
     with pytest.warns(UserWarning, match="rank 0 of 2: a pass program has not ended within 600 s"):
-        on_cuda._look(weakref.ref(communicator))
+        on_cuda._watch(weakref.ref(communicator))
     assert communicator.answers == []
     gone = weakref.ref(Looked())
-    on_cuda._look(gone)  # ends without asking
+    on_cuda._watch(gone)  # ends without asking
 
 
 # ---- frozen parameters ----------------------------------------------------------------------------

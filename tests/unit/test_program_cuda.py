@@ -85,6 +85,7 @@ class DevicePass:
     counts: rows by source rank, chunk, destination rank and expert.
     calls: the calls of CUDA and NCCL, on the lanes of their streams.
     seconds: the time limit of the communicator.
+    device: the number of the device.
     """
 
     module: ModuleType
@@ -95,6 +96,7 @@ class DevicePass:
     stages: Stages
     spare: int = 0
     seconds: float = 60.0
+    device: int = 0
     streams: dict[Lane, int] = field(default_factory=lambda: dict(STREAMS))
 
     def __post_init__(self) -> None:
@@ -111,14 +113,27 @@ class DevicePass:
         self.communicator = None
         if self.stages.remote:
             identity = self.module.nccl_id()
-            self.communicator = self.module.Communicator(identity, ranks, self.rank, 0, self.seconds)
-        self.loaded = load(self.program, self.schedule, spare=self.spare, communicator=self.communicator)
+            self.communicator = self.module.Communicator(
+                identity, ranks, self.rank, self.device, self.seconds
+            )
+        self.loaded = load(
+            self.program,
+            self.schedule,
+            device=self.device,
+            spare=self.spare,
+            communicator=self.communicator,
+        )
 
     def run(self) -> None:
         self.module.stub_reset(runs=False)
         cut = self.loaded.cut(self.tokens, self.rank, self.send, self.recv)
         assert cut.arena_bytes == self.arena_bytes
         self.loaded.run(cut, ADDRESSES, self.streams, 1 << 50)
+
+    def free(self) -> None:
+        """Destroys the program and the communicator."""
+        del self.loaded, self.communicator
+        gc.collect()
 
     def calls(self) -> Calls:
         """Runs the pass. Returns its calls on the lanes on whose streams they were made."""
@@ -155,14 +170,19 @@ def passes(
 
 
 def s4(
-    module: ModuleType, direction: str = "forward", ranks: int = 2, n: int = 4, seconds: float = 60.0
+    module: ModuleType,
+    direction: str = "forward",
+    ranks: int = 2,
+    n: int = 4,
+    seconds: float = 60.0,
+    device: int = 0,
 ) -> DevicePass:
     """Returns a pass in which every rank sends rows to every other in every chunk."""
     stages = Stages(local=True, remote=ranks > 1)
     counts = torch.ones(ranks, n, ranks, EXPERTS, dtype=torch.int64)
     restore = STRATEGIES["S4"]
     schedule = rotating(direction, n, stages, restore=restore)
-    return DevicePass(module, counts, 0, schedule, restore, stages, seconds=seconds)
+    return DevicePass(module, counts, 0, schedule, restore, stages, seconds=seconds, device=device)
 
 
 # ---- the order of calls
@@ -192,7 +212,7 @@ def test_a_pass_has_an_event_for_each_signal_and_two_more(cuda: ModuleType) -> N
     assert cuda.stub_num_events() - before == one.program.num_events + 1
     one.calls()
     one.calls()
-    assert one.communicator.look() == ""
+    assert one.communicator.abort_if_late() == ""
     del one.loaded
     assert cuda.stub_num_events() - before == 2, "the second pass began before anybody looked at the first"
     one.communicator = None
@@ -312,24 +332,24 @@ def test_an_error_of_an_earlier_exchange_ends_the_pass_before_its_first_call(cud
 
 
 def test_a_pass_that_does_not_end_in_time_aborts_the_communicator(cuda: ModuleType) -> None:
-    """The device never reaches the end: the thread that looks aborts NCCL, and later passes say why."""
+    """The device never reaches the end: another thread aborts NCCL, and later passes say why."""
     one = s4(cuda, seconds=0.02)
     one.run()
-    assert one.communicator.look() == "", "the pass has ended"
+    assert one.communicator.abort_if_late() == "", "the pass has ended"
     one.run()
     cuda.stub_reach_events(False)
-    assert one.communicator.look() == "", "the pass has time left"
+    assert one.communicator.abort_if_late() == "", "the pass has time left"
     time.sleep(0.05)
     reason = (
         "rank 0 of 2: a pass program has not ended within 0.02 s: another rank never came, or the device is "
         "busy. The communicator of pass programs was aborted"
     )
-    assert one.communicator.look().startswith(reason)
+    assert one.communicator.abort_if_late().startswith(reason)
     assert aborted() == 1
     with pytest.raises(RuntimeError, match=reason):
         one.run()
     assert journal(cuda) == [], "nothing is issued on an aborted communicator"
-    assert one.communicator.look().startswith(reason) and aborted() == 1
+    assert one.communicator.abort_if_late().startswith(reason) and aborted() == 1
 
 
 def test_a_long_pass_before_it_does_not_count_against_a_pass(cuda: ModuleType) -> None:
@@ -338,9 +358,9 @@ def test_a_long_pass_before_it_does_not_count_against_a_pass(cuda: ModuleType) -
     one.run()
     one.run()
     time.sleep(0.25)
-    assert one.communicator.look() == ""
+    assert one.communicator.abort_if_late() == ""
     one.run()
-    assert one.communicator.look() == "" and aborted() == 0
+    assert one.communicator.abort_if_late() == "" and aborted() == 0
 
 
 def test_an_exchange_that_waits_on_the_host_is_ended(cuda: ModuleType) -> None:
@@ -350,7 +370,7 @@ def test_an_exchange_that_waits_on_the_host_is_ended(cuda: ModuleType) -> None:
     nccl().stub_nccl_fail(b"ncclGroupEnd", 0)
 
     def look() -> None:
-        while not one.communicator.look():
+        while not one.communicator.abort_if_late():
             time.sleep(0.005)
 
     looker = threading.Thread(target=look)
@@ -367,9 +387,61 @@ def test_an_exchange_that_fails_later_aborts_the_communicator(cuda: ModuleType) 
     one.run()
     nccl().stub_nccl_async_error(6)
     reason = "rank 0 of 2: an exchange of a pass program failed: an error of the stand-in (6)"
-    assert one.communicator.look().startswith(reason)
+    assert one.communicator.abort_if_late().startswith(reason)
     assert aborted() == 1
     nccl().stub_nccl_async_error(0)
+
+
+def test_a_pass_that_failed_is_watched(cuda: ModuleType) -> None:
+    """Its first exchange was issued, and the device may wait for rows in it for ever."""
+    one = s4(cuda, seconds=0.02)
+    nccl().stub_nccl_fail(b"ncclGroupEnd", 1)  # in the second exchange
+    with pytest.raises(RuntimeError, match=r"record \d+ \(P: exchange\): ncclGroupEnd"):
+        one.run()
+    cuda.stub_reach_events(False)
+    time.sleep(0.05)
+    assert one.communicator.abort_if_late().startswith(
+        "rank 0 of 2: a pass program has not ended within 0.02 s"
+    )
+    assert aborted() == 1
+
+
+def test_an_error_of_the_device_aborts_the_communicator(cuda: ModuleType) -> None:
+    """An event that can't be asked for is not one that the device has yet to reach."""
+    one = s4(cuda)
+    one.run()
+    cuda.stub_break_device()
+    reason = (
+        "rank 0 of 2: the device of a pass program failed: pmoe._cuda: cudaEventQuery of a pass's end: "
+        "cudaErrorIllegalAddress (700)"
+    )
+    assert one.communicator.abort_if_late().startswith(reason)
+    assert aborted() == 1
+    with pytest.raises(RuntimeError, match="the device of a pass program failed"):
+        one.run()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_threads_of_the_communicator_use_its_device_only(cuda: ModuleType, is_late: bool) -> None:
+    """A thread begins with device 0. A context there would take memory from the rank whose device it is."""
+    gc.collect()
+    before = cuda.stub_num_events()
+    one = s4(cuda, seconds=0.02 if is_late else 60.0, device=1)
+    one.run()
+    cuda.stub_reach_events(not is_late)
+    time.sleep(0.05 * is_late)
+    in_a_thread(one.communicator.abort_if_late)
+    assert aborted() == is_late
+    in_a_thread(one.free)
+    assert cuda.stub_num_events() == before
+    assert cuda.stub_contexts() == [1]
+
+
+def in_a_thread(call: Callable[[], object]) -> None:
+    """Calls a function in a thread that has chosen no device."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
 
 
 def test_a_rank_that_never_comes_to_the_communicator_is_an_error_in_time(cuda: ModuleType) -> None:

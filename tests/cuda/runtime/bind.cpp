@@ -31,7 +31,10 @@ py::list noted() {
 }
 
 // For another library that stands in for one of CUDA's, such as NCCL's: a function that writes a call down.
+// NCCL ends its kernels on the calling thread's device. A thread of its own does so, which leaves the journal
+// to others.
 void note(const char* what, void* stream, int64_t first, int64_t second, int64_t third) {
+  if (std::string(what) == "ncclCommAbort") return stub::need_context();
   stub::note(what, reinterpret_cast<uintptr_t>(stream), {first, second, third});
 }
 
@@ -46,7 +49,7 @@ py::list listed(const All& all) {
 void reset(bool runs, int processors) {
   stub::launched.clear(), stub::encoded.clear(), stub::refused.clear();
   stub::contexts.clear(), stub::asked.clear(), stub::allowed.clear();
-  stub::noted.clear(), stub::fails_after = -1, stub::are_reached = true;
+  stub::noted.clear(), stub::fails_after = -1, stub::are_reached = true, stub::is_broken = false;
   stub::captures = false, stub::captured.clear();
   stub::device = 0, stub::current = -1, stub::runs = runs, stub::processors = processors;
 }
@@ -65,6 +68,7 @@ void bind_stub(py::module_& m) {
   m.def("stub_note_address", [] { return reinterpret_cast<std::uintptr_t>(&note); });
   m.def("stub_fail_after", [](int64_t calls) { stub::fails_after = calls; });
   m.def("stub_reach_events", [](bool are_reached) { stub::are_reached = are_reached; });
+  m.def("stub_break_device", [] { stub::is_broken = true; });
   m.def("stub_capture", [](bool captures) { stub::captures = captures; });
   m.def("stub_num_captured", [] { return stub::captured.size(); });
   m.def("stub_replay", [](size_t number) { stub::replay(number); });

@@ -25,6 +25,7 @@ inline cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 inline std::set<cudaEvent_t> events;  // that exist
 inline int64_t num_events = 0;
 inline bool are_reached = true;   // whether the device has reached the events that were recorded
+inline bool is_broken = false;    // whether a kernel has read memory that does not exist
 inline int64_t fails_after = -1;  // so many calls on streams succeed, and then one fails
 
 inline void note(const char* what, uintptr_t stream, std::vector<int64_t> numbers) {
@@ -55,6 +56,7 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   return cudaSuccess;
 }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  stub::need_context();
   return stub::events.erase(event) ? cudaSuccess
                                    : stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
 }
@@ -67,10 +69,13 @@ inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
   return stub::call("wait", stream, {stub::number(event)});
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  stub::need_context();
   if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
+  if (stub::is_broken) return stub::refuse(cudaErrorIllegalAddress, "a read of memory that does not exist");
   return stub::are_reached ? cudaSuccess : cudaErrorNotReady;
 }
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  stub::need_context();
   std::swap(*mode, stub::capture_mode);
   return cudaSuccess;
 }

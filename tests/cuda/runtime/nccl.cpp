@@ -108,7 +108,11 @@ int ncclCommInitRank(void** comm, int ranks, Id id, int rank) {
   *comm = new Comm{id.bytes, ranks, rank, {}};
   return called("ncclCommInitRank", nullptr, ranks, rank);
 }
-int ncclCommAbort(void*) { return ++aborts, 0; }
+int ncclCommAbort(void*) {
+  if (note) note("ncclCommAbort", nullptr, 0, 0, 0);
+  ++aborts;
+  return 0;
+}
 int ncclCommGetAsyncError(void*, int* error) {
   *error = async_error;
   return called("ncclCommGetAsyncError");

@@ -7,7 +7,7 @@ runs in four ways, with the same values of parameters:
 
     pmoe       pmoe.MoELayer by the kernels of one rank (`pmoe.runners.one_rank`)
     in turns   the same, with all products that can in turns: one half of a thread block stores while the
-               other multiplies (`pmoe.kernels.grouped_gemm.launch.IN_TURNS`)
+               other multiplies (`pmoe.kernels.grouped_gemm.launch.TURNS`)
     without    pmoe.MoELayer by the pipeline with F.grouped_mm for the products, as where the extension is
                missing
     plain      what one would write with autograd and F.grouped_mm (`bench.plain`): no loss of the gate, no
@@ -61,7 +61,7 @@ from bench.plain import GROUPED, PlainMoE
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 from pmoe.runners import one_rank
 
 DEVICE = torch.device("cuda", 0)
@@ -130,7 +130,7 @@ def with_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_kernels_in_turns() -> Iterator[None]:
-    """As `with_kernels`, and all products that can are computed in turns (`launch.IN_TURNS`)."""
+    """As `with_kernels`, and all products that can are computed in turns (`launch.TURNS`)."""
     with products_in_turns(), with_kernels():
         yield
 
@@ -250,7 +250,7 @@ def time_in_turn(step: Step, rounds: int) -> dict[str, tuple[Timing, Timing]]:
             return part_seconds(step.parts(name), lead_cycles=LEAD_CYCLES)
 
     runs = [functools.partial(timed, name) for name in WAYS]
-    samples = in_turns(runs, rounds, warm_up=WARMUP, rotate=True)
+    samples = in_rounds(runs, rounds, warm_up=WARMUP, rotate=True)
     return {
         name: (Timing(tuple(a for a, _ in taken)), Timing(tuple(b for _, b in taken)))
         for name, taken in zip(WAYS, samples, strict=True)

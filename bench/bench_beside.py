@@ -38,7 +38,7 @@ from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.gemm import SPARE
 from pmoe.kernels.grouped_gemm.launch import beside_communication
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 
 LEAD_CYCLES = 600_000
 """Cycles for which the device sleeps before timed work: 0.3 ms at 2 GHz.
@@ -138,12 +138,12 @@ def measure(rounds: int) -> dict[str, Any]:
         ways["F.grouped_mm"] = rival
     alone = time_in_turn(ways | {"short": short}, rounds, LEAD_CYCLES)
     beside, holder = Beside(), on_few(run, multiprocessors)
-    beside_holder = in_turns(
+    beside_holder = in_rounds(
         [functools.partial(beside.during_holder, run_way, holder) for run_way in ways.values()],
         rounds,
         warm_up=1,
     )
-    late = in_turns(
+    late = in_rounds(
         [functools.partial(beside.late, run_way, short) for run_way in ways.values()], rounds, warm_up=1
     )
     rows = []

@@ -59,7 +59,7 @@ from bench.virtual_ranks import FusedParameters, VirtualRanks, routes_of
 from pmoe.kernels import extension, grouped_gemm
 from pmoe.kernels.comet import operators as comet_operators
 from pmoe.kernels.comet.launcher import Division
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 
 DEVICE = torch.device("cuda", 0)
 LEAD_CYCLES = 3_000_000
@@ -218,7 +218,7 @@ def in_turn(
     def timed(parts: Callable[[], Sequence[Callable[[], object]]]) -> Times:
         return [1e3 * part for part in part_seconds(parts(), flush, LEAD_CYCLES)]
 
-    samples = in_turns(
+    samples = in_rounds(
         [functools.partial(timed, parts) for parts in runs.values()], rounds, warm_up=WARMUP, rotate=True
     )
     return dict(zip(runs, samples, strict=True))

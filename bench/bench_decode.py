@@ -26,7 +26,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import pmoe.integrations.transformers  # noqa: F401 (registers "pmoe")
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager", "pmoe")
 PROMPT = 16
@@ -82,7 +82,7 @@ def measured(batch: int, names: tuple[str, ...], rounds: int, steps: int) -> dic
     model = made()
     ids = torch.randint(512, (batch, PROMPT))
     runs = [functools.partial(step_seconds, model, name, ids, steps) for name in names]
-    samples = in_turns(runs, rounds, rotate=True)
+    samples = in_rounds(runs, rounds, rotate=True)
     return {
         name: Timing(tuple(seconds for (seconds,) in own)) for name, own in zip(names, samples, strict=True)
     }

@@ -27,7 +27,7 @@ cache.
                 milliseconds of each way on Hopper, where two blocks may share an operand. "ms" is the way
                 that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
     in turns    milliseconds of the way in which one half of a block stores while the other multiplies, for
-                products that have it (`pmoe.kernels.grouped_gemm.launch.IN_TURNS`).
+                products that have it (`pmoe.kernels.grouped_gemm.launch.TURNS`).
 
 Goals for plain forward and both gradients: x rival 1.0. Mixtral and Phi-3.5-MoE: 0.75 of dense. Qwen2-MoE:
 0.75 "of bound", the lower of dense rate * fill and FLOP * copy rate / fewest bytes.

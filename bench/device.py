@@ -17,7 +17,7 @@ from torch import Tensor
 import pmoe
 from bench.timing import Timing
 from pmoe.kernels.grouped_gemm import launch
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 
 Name = TypeVar("Name")
 
@@ -89,7 +89,7 @@ def time_in_turn(
         functools.partial(part_seconds, [run], flush, lead_cycles, before.get(name))
         for name, run in runs.items()
     ]
-    samples = in_turns(timed, rounds, warm_up=WARMUP, rotate=True)
+    samples = in_rounds(timed, rounds, warm_up=WARMUP, rotate=True)
     return {
         name: Timing(tuple(seconds for (seconds,) in taken))
         for name, taken in zip(runs, samples, strict=True)
@@ -114,13 +114,13 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
 
 @contextlib.contextmanager
 def products_in_turns() -> Iterator[None]:
-    """Makes products in the block be computed in turns wherever there are kernels (`launch.IN_TURNS`)."""
-    before = launch.IN_TURNS
-    launch.IN_TURNS = 2
+    """Makes products in the block be computed in turns wherever there are kernels (`launch.TURNS`)."""
+    before = launch.TURNS
+    launch.TURNS = 2
     try:
         yield
     finally:
-        launch.IN_TURNS = before
+        launch.TURNS = before
 
 
 def taking_turns(run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -19,7 +19,7 @@ import pmoe
 from bench.links import measure_rate
 from bench.timing import Timing
 from pmoe.engine.lanes.recorder import Journal, Span
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 from pmoe.planner.costs import LineCost
 from pmoe.schedule.tasks import Kind
 
@@ -145,7 +145,7 @@ def measure(runs: dict[str, Run], rounds: int, warmup: int = 1) -> dict[str, dic
         times = run()
         return [times[part] for part in PARTS]
 
-    taken = in_turns([functools.partial(timed, run) for run in runs.values()], rounds, warm_up=warmup)
+    taken = in_rounds([functools.partial(timed, run) for run in runs.values()], rounds, warm_up=warmup)
     samples = torch.tensor(taken, dtype=torch.float64)
     dist.all_reduce(samples, op=dist.ReduceOp.MAX)
     return {

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from pmoe import text
-from pmoe.measure.timing import in_turns
+from pmoe.measure.timing import in_rounds
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def interleaved(
     if barrier is None and grouped:
         barrier = dist.barrier
     timed = [partial(_seconds_of, run) for run in runs.values()]
-    samples = in_turns(timed, rounds, warm_up=warmup, begin=barrier, rotate=True)
+    samples = in_rounds(timed, rounds, warm_up=warmup, begin=barrier, rotate=True)
     seconds = torch.tensor(samples, dtype=torch.float64)
     if grouped:
         seconds = seconds.cuda() if dist.get_backend() == "nccl" else seconds

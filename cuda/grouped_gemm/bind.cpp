@@ -58,7 +58,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
                   int n, int k, Address slot, int top_k, bool a_gathered, Address bias, Address weight,
                   Address active, int64_t active_stride, Address hidden, int64_t hidden_stride,
                   Address row_dots, bool weighs_active, Address place, bool wide, bool accumulates,
-                  int sharing, int in_turns, int spare, Address next_tile) {
+                  int sharing, int turns, int spare, Address next_tile) {
   GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
   if (which.form != Form::kForward && (slot != 0 || a_gathered))
@@ -82,7 +82,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
   if (hopper) {
-    which.in_turns = pmoe::takes_turns(which, k, a_gathered, static_cast<Turns>(in_turns));
+    which.in_turns = pmoe::takes_turns(which, k, a_gathered, static_cast<Turns>(turns));
     pmoe::share(which, p, static_cast<Sharing>(sharing));
   }
   const pmoe::OnDevice on_device(device);
@@ -102,7 +102,7 @@ void bind_grouped_gemm(py::module_& m) {
         arg("top_k") = 1, arg("a_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
         arg("weighs_active") = false, arg("place") = 0, arg("wide") = false, arg("accumulates") = false,
-        arg("sharing") = 0, arg("in_turns") = 0, arg("spare") = 0, arg("next_tile") = 0,
+        arg("sharing") = 0, arg("turns") = 0, arg("spare") = 0, arg("next_tile") = 0,
         py::call_guard<py::gil_scoped_release>(),
         "Launches a grouped product; for the arguments see cuda/grouped_gemm/problem.h.");
   m.def(
@@ -114,15 +114,14 @@ void bind_grouped_gemm(py::module_& m) {
       "Returns which operand a product shares if `sharing` is 0: 1 none, 2 B, 3 A.");
   m.def(
       "grouped_gemm_takes_turns",
-      [](int form, int epilogue, int activation, int k, bool a_gathered, int in_turns) {
+      [](int form, int epilogue, int activation, int k, bool a_gathered, int turns) {
         const GroupedGemm which = {Element::kBf16, static_cast<Form>(form), static_cast<Epilogue>(epilogue),
                                    static_cast<pmoe::Activation>(activation)};
-        return pmoe::takes_turns(which, k, a_gathered, static_cast<Turns>(in_turns));
+        return pmoe::takes_turns(which, k, a_gathered, static_cast<Turns>(turns));
       },
       py::kw_only(), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("k"),
-      arg("a_gathered") = false, arg("in_turns"),
-      "Returns whether a product is computed in turns on Hopper; for in_turns see "
-      "cuda/grouped_gemm/turns.h.");
+      arg("a_gathered") = false, arg("turns"),
+      "Returns whether a product is computed in turns on Hopper; for `turns` see cuda/grouped_gemm/turns.h.");
   m.def(
       "row_dot_parts",
       [](bool hopper, int columns, bool in_turns) {

@@ -30,7 +30,7 @@ from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.engine.plan.plan import Plan
 from pmoe.engine.variants.trial import TrialBackward, TrialForward, is_out_of_memory
 from pmoe.measure.profile import profile_of, stored_profile_of
-from pmoe.measure.timing import begin_together, clock_of, in_turns
+from pmoe.measure.timing import begin_together, clock_of, in_rounds
 from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.degree import DEGREES, MAX_DEGREE, TRIED, Choice, all_choices
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
@@ -345,7 +345,7 @@ def measure_trials(
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
         """Runs one step with each choice. Returns (forward, backward) seconds of each on the slowest rank."""
         runs = [trials[choice].run for choice in round_choices]
-        turns = in_turns(runs, 1, warm_up=0, begin=begin_together(ranks, device))
+        turns = in_rounds(runs, 1, warm_up=0, begin=begin_together(ranks, device))
         own_seconds = [seconds for [passes] in turns for seconds in passes]
         agreed = largest(ranks, device, own_seconds, stage="agreeing on the seconds of trials")
         return list(zip(agreed[::2], agreed[1::2], strict=True))

@@ -230,10 +230,10 @@ def _wait(
     begin = time.monotonic()
     pause = 0.001
     refused_since = dict[MeshCall, float]()
-    turns = _in_turns([rank for rank in members if rank != dist.get_rank()])
+    groups = _groups_to_read([rank for rank in members if rank != dist.get_rank()])
     # The refusal comes first: the last rank of a mesh may come after the others have left.
     while (refusal := board.refusal(own)) is None and board.num_come(own) < len(members):
-        refusal = _contradiction(board, own, len(members), next(turns), own_calls, refused_since)
+        refusal = _contradiction(board, own, len(members), next(groups), own_calls, refused_since)
         if refusal is not None:
             board.refuse(own, refusal)
             break
@@ -245,7 +245,7 @@ def _wait(
         raise ValueError(refusal.error)
 
 
-def _in_turns(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
+def _groups_to_read(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
     """Yields the ranks in groups of at most `READ_AT_ONCE`, again and again without an end."""
     while True:
         for start in range(0, max(len(ranks), 1), READ_AT_ONCE):

@@ -32,7 +32,7 @@ def timestamp() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def in_turns(
+def in_rounds(
     runs: Sequence[Callable[[], Sequence[Part]]],
     rounds: int,
     *,
@@ -100,7 +100,7 @@ def median_seconds(
     """
     medians = [
         [statistics.median(map(seconds, part)) for part in zip(*samples, strict=True)]
-        for samples in in_turns(runs, rounds, warm_up=warm_up, begin=begin)
+        for samples in in_rounds(runs, rounds, warm_up=warm_up, begin=begin)
     ]
     if agree is None:
         return medians
@@ -111,8 +111,8 @@ def median_seconds(
 def begin_together(ranks: Ranks, device: torch.device) -> Callable[[], object] | None:
     """Returns a function that is a barrier of these ranks; None for a single rank.
 
-    `in_turns` and `median_seconds` take it as the argument ``begin``, so that all ranks start a run together.
-    Unlike torch's own barrier, it raises an error that names its stage if a rank dies.
+    `in_rounds` and `median_seconds` take it as the argument ``begin``, so that all ranks start a run
+    together. Unlike torch's own barrier, it raises an error that names its stage if a rank dies.
 
     device: the device whose work is timed.
     """

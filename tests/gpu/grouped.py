@@ -72,7 +72,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
     sharing = {"sharing B": 2, "sharing A": 3, "in turns": 0}
     monkeypatch.setattr(launch, "SHARING", sharing[way[0]] if way else 1)
-    monkeypatch.setattr(launch, "IN_TURNS", 2 if way == ["in turns"] else 0)
+    monkeypatch.setattr(launch, "TURNS", 2 if way == ["in turns"] else 0)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield

@@ -61,7 +61,7 @@ def test_no_benchmark_replaces_a_stored_result_unless_it_is_told_to() -> None:
 
 
 LINES_OF_PROGRESS = re.compile(
-    r"\b(counted|interleaved|in_turns|measure_quietly|progress\.at|in_turn|timed_in_turns)\(|flush=True"
+    r"\b(counted|interleaved|in_rounds|measure_quietly|progress\.at|in_turn)\(|flush=True"
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
 COMPUTED = {"flashdmoe.py"}

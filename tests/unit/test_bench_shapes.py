@@ -54,7 +54,7 @@ def test_products_are_computed_in_turns_by_the_kernels_own_rule(kernels: Path) -
             (gated, width, 2 * hidden, bench_shapes.GATED),
             (gradient, width, hidden, bench_shapes.GATED_GRADIENT),
         ):
-            rule = module.grouped_gemm_takes_turns(**fields, k=k, in_turns=1)
+            rule = module.grouped_gemm_takes_turns(**fields, k=k, turns=1)
             for card in (bench_shapes.H100, bench_shapes.H200):
                 before = bench_shapes.product_of_rows(tiles, k, n, store, card)
                 assert rule == (bench_shapes.product_in_turns(tiles, k, n, store, card) < before)

@@ -224,13 +224,13 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
     The gradient of the gated hidden has a partial inner product for each tile.
     """
     cuda.stub_reset(runs=False, processors=7)
-    product(cuda, in_turns=2, n=256)
-    product(cuda, in_turns=2, n=128)
-    product(cuda, in_turns=2, n=256, sharing=1)
-    product(cuda, in_turns=2, n=256, form=1, epilogue=2, activation=4)
-    product(cuda, in_turns=2, n=256, epilogue=1, activation=4)
+    product(cuda, turns=2, n=256)
+    product(cuda, turns=2, n=128)
+    product(cuda, turns=2, n=256, sharing=1)
+    product(cuda, turns=2, n=256, form=1, epilogue=2, activation=4)
+    product(cuda, turns=2, n=256, epilogue=1, activation=4)
     in_turns = cuda.stub_launched()
-    product(cuda, in_turns=0, n=256, form=1, epilogue=2, activation=4)
+    product(cuda, turns=0, n=256, form=1, epilogue=2, activation=4)
     assert [(each["blocks"], each["cluster"]) for each in in_turns] == [
         (6, 2), (7, 1), (7, 1), (6, 2), (6, 2),
     ]  # fmt: skip
@@ -245,7 +245,7 @@ def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleTyp
     """A plain product may have 24 steps of 64, one of SwiGLU's hidden columns 41, their gradient 104."""
 
     def taken(k: int, **fields: int) -> bool:
-        found: bool = cuda.grouped_gemm_takes_turns(k=k, in_turns=1, **fields)
+        found: bool = cuda.grouped_gemm_takes_turns(k=k, turns=1, **fields)
         return found
 
     assert [taken(k, form=0) for k in (64 * 24, 64 * 24 + 8)] == [True, False]
@@ -253,8 +253,8 @@ def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleTyp
     assert [taken(k, **hidden) for k in (64 * 41, 64 * 41 + 8)] == [True, False]
     gradient = {"form": 1, "epilogue": 2, "activation": 4}
     assert [taken(k, **gradient) for k in (64 * 104, 64 * 104 + 8)] == [True, False]
-    assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, in_turns=2)
-    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, in_turns=0)
+    assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, turns=2)
+    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, turns=0)
 
 
 @pytest.mark.parametrize(
@@ -273,14 +273,14 @@ def test_products_without_such_a_kernel_are_computed_as_before(
 ) -> None:
     cuda.stub_reset(runs=False)
     product(cuda, **given)
-    product(cuda, in_turns=2, **given)
+    product(cuda, turns=2, **given)
     one, other = cuda.stub_launched()
     assert one == other
 
 
 def test_a_product_in_turns_does_not_share_b(cuda: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"sharing \(2\) must be 0, 1 or 3 for a product in turns"):
-        product(cuda, in_turns=2, sharing=2)
+        product(cuda, turns=2, sharing=2)
     assert cuda.stub_launched() == []
 
 

@@ -85,7 +85,7 @@ COMMON = {
     "slot": "slot",
     "top_k": 2,
     "sharing": 0,
-    "in_turns": 0,
+    "turns": 0,
 }
 IN_PLACE = {"slot": 0, "top_k": 1}
 

@@ -14,7 +14,7 @@ import pmoe
 from pmoe.measure import timing as rounds
 {after}
 rounds.PROGRESS_SECONDS = 0
-rounds.in_turns([lambda: [1.0], lambda: [2.0]], 1, warm_up=0)
+rounds.in_rounds([lambda: [1.0], lambda: [2.0]], 1, warm_up=0)
 """
 LINES = [f"measuring: round 1 of 1, run {at} of 2" for at in (1, 2)]
 

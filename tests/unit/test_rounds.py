@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from pmoe.measure.timing import clock_of, in_turns, median_seconds
+from pmoe.measure.timing import clock_of, in_rounds, median_seconds
 
 
 class Journal:
@@ -31,14 +31,14 @@ class Journal:
 
 def test_runs_take_turns_after_a_warm_up_that_does_not_count() -> None:
     journal = Journal(a=[90, 1, 2], b=[80, 3, 4])
-    found = in_turns(journal.runs, 2, begin=journal.begin)
+    found = in_rounds(journal.runs, 2, begin=journal.begin)
     assert "".join(journal.told) == "|a|b" * 3
     assert found == [[(1, 10), (2, 20)], [(3, 30), (4, 40)]]
 
 
 def test_each_round_may_begin_with_another_run() -> None:
     journal = Journal(a=[1.0] * 4, b=[2.0] * 4, c=[3.0] * 4)
-    found = in_turns(journal.runs, 3, warm_up=1, rotate=True)
+    found = in_rounds(journal.runs, 3, warm_up=1, rotate=True)
     assert "".join(journal.told) == "cab" + "abc" + "bca" + "cab"
     assert found == [[(n, 10 * n)] * 3 for n in (1.0, 2.0, 3.0)]
 
@@ -76,9 +76,9 @@ def test_parts_are_read_when_all_rounds_are_over() -> None:
 
 def test_rounds_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rounds \(0\) must be at least 1 and warm_up \(1\) at least 0"):
-        in_turns([], 0)
+        in_rounds([], 0)
     with pytest.raises(ValueError, match=r"warm_up \(-1\) at least 0"):
-        in_turns([], 1, warm_up=-1)
+        in_rounds([], 1, warm_up=-1)
 
 
 def test_a_clock_of_the_cpu_goes_on() -> None:

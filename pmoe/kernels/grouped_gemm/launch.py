@@ -24,7 +24,7 @@ choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3 
 cuda/grouped_gemm/launch.h.
 """
 
-IN_TURNS = 0
+TURNS = 0
 """Setting for benchmarks: which products two warpgroups of a thread block on Hopper compute in turns.
 
 In turns, one warpgroup stores its tile while the other multiplies the next tile. Otherwise both multiply the
@@ -204,7 +204,7 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
         "slot": 0,
         "top_k": 1,
         "sharing": SHARING,
-        "in_turns": IN_TURNS,
+        "turns": TURNS,
     }
 
 
@@ -220,8 +220,8 @@ def num_row_dots(kernels: str, width: int, model: int, activation: int) -> int:
     activation: number of the nonlinearity (`pmoe.kernels.gemm.ACTIVATIONS`).
     """
     module = extension.module()
-    in_turns: bool = IN_TURNS > 0 and module.grouped_gemm_takes_turns(
-        form=INPUT, epilogue=HIDDEN_GRADIENT, activation=activation, k=model, in_turns=IN_TURNS
+    in_turns: bool = TURNS > 0 and module.grouped_gemm_takes_turns(
+        form=INPUT, epilogue=HIDDEN_GRADIENT, activation=activation, k=model, turns=TURNS
     )
     parts: int = module.row_dot_parts(kernels == "sm_90a", width, in_turns)
     return parts

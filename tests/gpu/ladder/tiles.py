@@ -84,7 +84,7 @@ def tile(
     unit = machine.put(torch.eye(side), BF16)
     ends = machine.put(torch.tensor([side], dtype=torch.int32))
     row, column = places(form, operand, side)
-    options: dict[str, Any] = {"sharing": sharing, "in_turns": 2 * in_turns}
+    options: dict[str, Any] = {"sharing": sharing, "turns": 2 * in_turns}
     slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
     if gathered:
         slots = machine.put(slot, torch.int32)

@@ -118,8 +118,8 @@ $(CONVERT): tests/convert/requirements.txt tests/convert/environment.sh $(STAMP)
 .PHONY: .venv-convert
 .venv-convert: $(CONVERT)
 
-# NVSHMEM, for the nightly tests that compile and link kernels with it: 180 MB, and nothing else uses it. The last file
-# is written last.
+# NVSHMEM's package (180 MB). Only nightly tests use it: they compile kernels and link them with it. The list of
+# packages is copied last, so that an interrupted installation starts again.
 NVSHMEM := .venv-nvshmem/requirements.txt
 $(NVSHMEM): tests/cuda/nvshmem/requirements.txt $(STAMP)
 	@rm -rf .venv-nvshmem

@@ -55,7 +55,7 @@ ENTRY_MICROSECONDS = 10.0
 of NCCL's calls, and of all else in a pass (Python's call, row counts and addresses).
 """
 PLACES_OF_LAUNCH = 4
-"""The most PLACE calls in one launch (``kMostPlaced`` in ``cuda/program/cuda_backend.h``)."""
+"""The most PLACE calls in one launch (``kMostCopies`` in ``cuda/permute/launch.h``)."""
 SUMS_OF_LAUNCH = 2
 """The most HIDDEN_GRADIENT calls whose partial sums are added up in one launch (``kMostUnsummed``)."""
 GOAL_MICROSECONDS = 20

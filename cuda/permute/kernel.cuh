@@ -12,6 +12,7 @@
 
 #include "common/device.cuh"
 #include "common/scalar.h"
+#include "permute/launch.h"
 #include "permute/layout.h"
 
 namespace pmoe::permute {
@@ -213,7 +214,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // The arguments of permute_several_kernel: up to kMostCopies permutes. The blocks of a permute begin at
 // first_block. A permute that is not there begins behind the grid.
-constexpr int kMostCopies = 4;
 struct Copies {
   Cut cut;  // of all permutes, but for the number of tokens
   int64_t tokens[kMostCopies];

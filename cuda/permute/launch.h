@@ -55,8 +55,11 @@ struct Copying {
   RowsAt x, rows;
 };
 
-// Launches one to four permutes at once, without weights. All have the first one's device, stream, row bytes
-// and parts.
+// The most permutes of one permute_several().
+constexpr int kMostCopies = 4;
+
+// Launches 1 to kMostCopies permutes at once, without weights. All have the first one's device, stream, row
+// bytes and parts.
 void permute_several(const std::vector<Copying>& copies);
 
 // Launches y = sum over k of weight * rows[position]: sums the sorted rows of each token.

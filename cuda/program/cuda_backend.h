@@ -1,15 +1,19 @@
 // A backend of the interpreter that issues a pass on a CUDA device.
 //
-//   wait, signal   an event of CUDA for each event of the program
-//   copies         cudaMemcpyAsync
-//   exchanges      NCCL's sends and receives (nccl.h)
-//   products       pmoe's grouped products (products.h)
-//   PLACE, SUM     pmoe's permutes; TAKE and PUT of rows, too, as permutes with one choice. PLACE calls that
-//                  follow one another are one launch
-//   TAKE, PUT      of single numbers: kernel.cuh. It also adds up HIDDEN_GRADIENT's partial sums; those of
-//   two
-//                  calls are one launch
-//   BIAS_DOTS, SCALE, BIAS_GRADIENT of experts with biases: kernel.cuh
+//   call of the program                what the backend issues
+//   wait                               cudaStreamWaitEvent, for the CUDA event of this event
+//   signal                             cudaEventRecord of that CUDA event
+//   COPY                               cudaMemcpyAsync
+//   EXCHANGE                           a group of NCCL's sends and receives (nccl.h)
+//   HIDDEN, OUTPUT and other products  a grouped product (products.h)
+//   PLACE                              a permute; up to four calls that follow one another share a launch
+//   SUM                                an unpermute
+//   TAKE, PUT of rows                  an unpermute, and a permute, with one choice for each token
+//   TAKE, PUT of single numbers        a kernel of kernel.cuh
+//   BIAS_DOTS, SCALE, BIAS_GRADIENT    a kernel of kernel.cuh; only experts with biases have these calls
+//
+// HIDDEN_GRADIENT stores partial sums of the routing weights' gradients. A kernel of kernel.cuh adds them up,
+// those of two calls in one launch.
 //
 // The host never waits for the device. Nothing in this folder has run on a GPU.
 #pragma once
@@ -264,8 +268,8 @@ class CudaBackend {
   // Puts off a PLACE call: those that follow one another on a stream are one launch.
   void put_off(const Call& call) {
     const permute::Copying copying = {moving_of(call), tokens_of(call), sorted_of(call)};
-    const bool joins =
-        placed_.size() < kMostPlaced && !placed_.empty() && placed_[0].moving.stream == copying.moving.stream;
+    const bool joins = placed_.size() < permute::kMostCopies && !placed_.empty() &&
+                       placed_[0].moving.stream == copying.moving.stream;
     if (!joins) launch_placed();
     if (placed_.empty()) first_placed_ = call.record;
     placed_.push_back(copying);
@@ -312,8 +316,7 @@ class CudaBackend {
     return {reinterpret_cast<void*>(tokens.address), tokens.row_bytes};
   }
 
-  static constexpr size_t kMostPlaced = 4;    // of permute_several
-  static constexpr size_t kMostUnsummed = 2;  // of sum_parts
+  static constexpr size_t kMostUnsummed = 2;  // sum_parts() takes two lists
 
   const Words& words_;
   const Facts facts_;

@@ -1,6 +1,7 @@
 // Launches of the kernels in kernel.cuh on the current device. This header is plain C++: no CUDA header, no
 // torch. Launches return without waiting, and throw std::runtime_error for an error of CUDA. All addresses
-// are of device memory. `count` is at least 1, and so are rows and words, but for the rows of sum_rows.
+// are of device memory. The numbers `count`, `rows` and `words` are at least 1. Only sum_rows also takes 0
+// rows.
 #pragma once
 
 #include <cstdint>

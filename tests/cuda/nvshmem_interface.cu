@@ -1,6 +1,6 @@
 // The functions and constants of NVSHMEM that cuda/peers/nvshmem_puts.cuh uses, with their exact types. This
-// file compiles with NVSHMEM's own headers and with the declarations in tests/cuda/nvshmem, by nvcc and by
-// g++. So what the emulator's tests prove of the calls holds for NVSHMEM's interface.
+// file compiles with NVSHMEM's own headers, and with the declarations in tests/cuda/nvshmem. So both declare
+// the same functions, and the emulator's tests, which use the declarations, call them as NVSHMEM has them.
 #define PMOE_NVSHMEM_PUTS
 #if !defined(__CUDACC__)
 #define PMOE_THREADS

@@ -10,7 +10,8 @@ read:
     PMOE_CUDA        0: no kernels; 1: a missing nvcc is an error; unset: kernels where there is nvcc
     PMOE_CUDA_ARCHS  what to compile for, as in "sm_90a": a quicker build while working on one kernel
     PMOE_NVSHMEM     unset: heaps in NVSHMEM's memory where its headers are; 0: none; 1: also pmoe/_nvshmem.*,
-                     FlashDMoE's kernels that send by NVSHMEM's puts; a missing part of NVSHMEM is an error
+                     FlashDMoE's kernels that send by NVSHMEM's puts; a missing nvcc or part of NVSHMEM is an
+                     error
     NVSHMEM_HOME     where NVSHMEM is, in include/ and lib/; else in the package nvidia-nvshmem-cu12 or -cu13
 """
 
@@ -301,11 +302,20 @@ def puts_sources() -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """pmoe/_cuda.* where kernels are built; pmoe/_nvshmem.* only if asked for, as it takes minutes."""
-    if why_no_kernels():
+    """pmoe/_cuda.* where kernels are built; pmoe/_nvshmem.* only if asked for, as it takes minutes.
+
+    Kernels with puts that were asked for and cannot be built end the build.
+    """
+    has_puts = asked_nvshmem() == "1"
+    if reason := why_no_kernels():
+        if has_puts:
+            raise refuse(
+                f"PMOE_NVSHMEM=1 needs nvcc for the kernels with puts, and no kernels are built: {reason}. "
+                "Give the build an nvcc, or leave PMOE_NVSHMEM unset to build without these kernels"
+            )
         return []
     built = [Extension("pmoe._cuda", cuda_sources())]
-    if asked_nvshmem() == "1":
+    if has_puts:
         built.append(Extension(PUTS_NAME, puts_sources()))
     return built
 

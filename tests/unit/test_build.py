@@ -299,6 +299,20 @@ def test_kernels_with_puts_are_built_only_if_asked_for_and_name_what_is_missing(
     assert build.link_flags()[-3:] == [str(found.device_library), "-Xlinker", str(found.host_library)]
 
 
+@pytest.mark.parametrize(
+    ("cuda", "reason"), [("", "no nvcc on PATH, in CUDA_HOME or PMOE_NVCC"), ("0", "PMOE_CUDA=0")]
+)
+def test_kernels_with_puts_that_cannot_be_built_end_the_build(
+    nvshmem: Path, monkeypatch: pytest.MonkeyPatch, cuda: str, reason: str
+) -> None:
+    monkeypatch.setattr(SETUP, "find_nvcc", lambda: None)
+    monkeypatch.setenv("PMOE_CUDA", cuda)
+    assert SETUP.extensions() == []
+    monkeypatch.setenv("PMOE_NVSHMEM", "1")
+    with pytest.raises(SystemExit, match=f"PMOE_NVSHMEM=1 needs nvcc .* no kernels are built: {reason}"):
+        SETUP.extensions()
+
+
 def test_the_sources_with_puts_are_flashdmoe_s_and_none_for_hopper() -> None:
     sources = SETUP.puts_sources()
     assert all((ROOT / source).is_file() for source in sources)

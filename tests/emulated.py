@@ -65,7 +65,6 @@ def emulated(
             patch.setattr(module_with_path, "path", lambda device: ("sm_90a" if hopper else "sm_80", None))
         patch.setattr(launcher, "processors", lambda device: BLOCKS * virtual_ranks)
         patch.setattr(launcher, "SPARE", 0)
-        patch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
         patch.setattr(fused_steps, "_agreed", {})  # without the emulator the kernels were refused
         patch.setattr(fused_steps, "process_heap", of_processes)
         patch.setattr(fused_steps, "_division", lambda request, kernel, direction: division)

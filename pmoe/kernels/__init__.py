@@ -14,6 +14,7 @@
     comet             COMET's fused kernels: dispatch + product, product + combine
     flashdmoe         FlashDMoE's kernels, which compute a whole forward or backward pass in one launch
     heap              device memory that other ranks write into while kernels of comet or flashdmoe run
+    launch_order      lets launches that use the same heap wait for each other, also in CUDA graphs
 
 `status` returns which kernels were built, which of them each device can run, and why it cannot run others.
 """

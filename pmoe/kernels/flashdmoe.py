@@ -289,28 +289,35 @@ def launch_pass(
 
     Raises HeapError for a broken heap.
     """
-    launch_fields = launcher.begin()
-    fields = []
-    for heap, tensors in zip(launcher.heaps, ranks, strict=True):
-        tokens, top_k = tensors["expert"].shape
-        shape = heap.shape
-        sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
-        sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool, "is_staged": shape.is_staged}
-        sizes |= {"workspace": heap.base + shape.places["workspace"]}
-        numbers = {
-            name: value if isinstance(value, int | float) else address(value)
-            for name, value in tensors.items()
-        }
-        fields.append(launcher.rank_fields(heap) | sizes | numbers)
-    is_staged = launcher.heaps[0].shape.is_staged
-    module = extension.puts_module() if is_staged else extension.module()
-    module.flashdmoe(
-        **launch_fields,
-        hopper=launcher.hopper,
-        is_backward=direction == "backward",
-        activation=ACTIVATIONS[activation],
-        ranks=fields,
-    )
+    module = extension.puts_module() if launcher.heaps[0].shape.is_staged else extension.module()
+    with launcher.launching() as launch_fields:
+        module.flashdmoe(
+            **launch_fields,
+            hopper=launcher.hopper,
+            is_backward=direction == "backward",
+            activation=ACTIVATIONS[activation],
+            ranks=[
+                launcher.rank_fields(heap) | _pass_fields(heap, tensors)
+                for heap, tensors in zip(launcher.heaps, ranks, strict=True)
+            ],
+        )
+
+
+def _pass_fields(heap: Heap, tensors: RankTensors) -> dict[str, int | float]:
+    """Returns the arguments of one rank for a launch: numbers, and addresses of tensors, by name.
+
+    heap: the rank's symmetric heap.
+    tensors: the rank's arguments, from `forward_tensors` or `backward_tensors`.
+    """
+    tokens, top_k = tensors["expert"].shape
+    shape = heap.shape
+    sizes = {"tokens": tokens, "top_k": top_k, "d_hidden": shape.d_hidden}
+    sizes |= {"sends_again": shape.sends_again, "is_pool": shape.is_pool, "is_staged": shape.is_staged}
+    sizes |= {"workspace": heap.base + shape.places["workspace"]}
+    numbers = {
+        name: value if isinstance(value, int | float) else address(value) for name, value in tensors.items()
+    }
+    return sizes | numbers
 
 
 def _by_cell(arguments: RankTensors, columns: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
+from pmoe.kernels.launch_order import LaunchOrder
 
 
 class DeviceMemory:
@@ -338,6 +339,7 @@ class Heap:
         repeats; None before `count_on_device`.
     is_in_graph: whether a CUDA graph has captured a launch that uses the heap. Replays of the graph use the
         heap without the host, so it must stay open as long as the graph.
+    order: lets each launch that uses the heap wait for the launches before it.
     report: (8,) int32 in host memory that the device can write: a description of the event for which a kernel
         of this rank waited too long (`Report` of cuda/peers/watch.h). All numbers are 0 if no kernel waited
         too long.
@@ -369,6 +371,7 @@ class Heap:
         self._weights = tensor_at(weights, (shape.rows,), torch.float32, device)
         self.round: Tensor | None = None
         self.is_in_graph: bool = False
+        self.order: LaunchOrder = LaunchOrder(device)
         self.failures: Tensor = tensor_at(self.counters, (), torch.int32, device)
         self._unusable: str | None = None
         self._process_stays = True
@@ -410,8 +413,11 @@ class Heap:
         their round as an argument. The number on the device goes on from the last round, so the ranks need
         not begin this at the same round. Further calls do nothing.
         """
-        if self.round is None:
+        if self.round is not None:
+            return
+        with self.order.launch():  # the number is set after the last launch, and before the next one
             self.round = torch.full((), self.epoch, dtype=torch.int32, device=self.device)
+        self.order.let_graphs_wait()
 
     def give_up(self, why: str) -> None:
         """Makes the heap unusable, because this rank left a round before its end.

@@ -449,12 +449,11 @@ def test_a_launch_in_a_capture_marks_its_heap(monkeypatch: pytest.MonkeyPatch) -
     made.heaps = (heap,)
     made.device = CPU
     made.blocks = 2
-    monkeypatch.setattr(launcher, "_stream_behind", lambda heaps, device: 0)
     marks = []
     for is_captured in (False, True, False):
         monkeypatch.setattr(launcher, "records_graph", lambda _, answer=is_captured: answer)
-        made.begin()
-        marks.append(heap.is_in_graph)
+        with made.launching():
+            marks.append(heap.is_in_graph)
     assert marks == [False, True, True]
     heap.close()
 

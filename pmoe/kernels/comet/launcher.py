@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, FORWARD, INPUT, PLAIN, SPARE
 from pmoe.kernels.heap import Heap
+from pmoe.kernels.launch_order import records_graph
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
@@ -224,41 +225,48 @@ class Launcher:
         activation: number of the nonlinearity in `pmoe.kernels.gemm.ACTIVATIONS`; 0 for PLAIN.
         """
         division = self.divide(kernel, direction)
-        extension.module().comet(
-            **self.begin(is_round=kernel == "dispatch"),
-            hopper=self.hopper,
-            kernel=KERNELS[kernel],
-            form=FORWARD if direction == "forward" else INPUT,
-            epilogue=epilogue,
-            activation=activation,
-            ranks=[
-                {**self.rank_fields(heap), **self._divided(division, fields), **fields}
-                for heap, fields in zip(self.heaps, ranks, strict=True)
-            ],
-        )
+        with self.launching(is_round=kernel == "dispatch") as launch_fields:
+            extension.module().comet(
+                **launch_fields,
+                hopper=self.hopper,
+                kernel=KERNELS[kernel],
+                form=FORWARD if direction == "forward" else INPUT,
+                epilogue=epilogue,
+                activation=activation,
+                ranks=[
+                    {**self.rank_fields(heap), **self._divided(division, fields), **fields}
+                    for heap, fields in zip(self.heaps, ranks, strict=True)
+                ],
+            )
 
-    def begin(self, *, is_round: bool = True) -> dict[str, int]:
-        """Prepares a launch: makes the current stream wait for earlier launches, and begins a round.
+    @contextlib.contextmanager
+    def launching(self, *, is_round: bool = True) -> Iterator[dict[str, int]]:
+        """Context for one launch: the launch waits for earlier launches, and later launches wait for it.
 
         A round is one launch that dispatches rows, and the later launches that use these rows.
 
         is_round: whether the launch begins a new round, as dispatch does. A combining launch belongs to the
             round of the dispatch before it.
 
-        Returns the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
+        Gives the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
         blocks.
 
         Raises HeapError for a broken heap.
         """
-        stream = _stream_behind(self.heaps, self.device)
         is_in_graph = records_graph(self.device)
-        for heap in self.heaps:
-            heap.raise_if_failed()
-            heap.is_in_graph |= is_in_graph
-            if is_round:
-                heap.next_epoch()
-        element = ELEMENTS[self.heaps[0].shape.dtype]
-        return {"device": self.device.index or 0, "stream": stream, "element": element, "blocks": self.blocks}
+        with contextlib.ExitStack() as launches:
+            streams = [launches.enter_context(heap.order.launch()) for heap in self.heaps]
+            for heap in self.heaps:
+                heap.raise_if_failed()
+                heap.is_in_graph |= is_in_graph
+                if is_round:
+                    heap.next_epoch()
+            yield {
+                "device": self.device.index or 0,
+                "stream": streams[0],
+                "element": ELEMENTS[self.heaps[0].shape.dtype],
+                "blocks": self.blocks,
+            }
 
     def _divided(self, division: Division, own: dict[str, int]) -> dict[str, int]:
         """Returns the arguments of a launch that say how a rank's work is split, by name.
@@ -314,40 +322,3 @@ def chunk_columns(division: Division, columns: int, tile_columns: int) -> int:
     all_columns = -(-columns // tile_columns) * tile_columns
     min_columns = max(division.chunk_columns, -(-all_columns // MAX_CHUNKS))
     return min(-(-min_columns // tile_columns) * tile_columns, all_columns)
-
-
-_last_stream: weakref.WeakKeyDictionary[Heap, torch.cuda.Stream] = weakref.WeakKeyDictionary()
-
-
-def _stream_behind(heaps: Sequence[Heap], device: torch.device) -> int:
-    """Makes the current stream wait for earlier launches with these heaps. Returns the stream's address.
-
-    Launches that use the same heap must not overlap, and earlier launches may have been on other streams.
-    """
-    stream = torch.cuda.current_stream(device)
-    for heap in heaps:
-        last_stream = _last_stream.get(heap)
-        if last_stream is not None and last_stream != stream and _may_wait(stream, last_stream):
-            stream.wait_stream(last_stream)
-        _last_stream[heap] = stream
-    return int(stream.cuda_stream)
-
-
-def records_graph(device: torch.device) -> bool:
-    """Returns whether a CUDA graph is being captured on the current stream of a device."""
-    return device.type == "cuda" and _is_captured(torch.cuda.current_stream(device))
-
-
-def _may_wait(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> bool:
-    """Returns whether a stream may wait for another: graphs are captured on both, or on none.
-
-    A stream that is captured need not wait for earlier work outside of the capture. The graph is replayed on
-    a stream that has waited for this work.
-    """
-    return _is_captured(stream) == _is_captured(other)
-
-
-def _is_captured(stream: torch.cuda.Stream) -> bool:
-    """Returns whether a CUDA graph is being captured on a stream."""
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pmoe.decide import begin
-from pmoe.kernels import flashdmoe
+from pmoe.kernels import flashdmoe, heap
 from pmoe.kernels.comet import launcher
 
 READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
@@ -54,7 +54,8 @@ class Graph:
         with pytest.MonkeyPatch.context() as patch, _Operators(self._work):
             patch.setattr(flashdmoe, "launch_pass", captured_launch)
             patch.setattr(begin, "is_for_graph", lambda _: True)
-            patch.setattr(launcher, "records_graph", lambda _: True)
+            for module in (launcher, heap):
+                patch.setattr(module, "records_graph", lambda _: True)
             yield
 
     def replay(self) -> None:

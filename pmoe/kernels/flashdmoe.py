@@ -287,7 +287,8 @@ def launch_pass(
     One thread block of each rank schedules tasks, and waits for the thread blocks that compute. So if fewer
     than two thread blocks of a rank ran at the same time, the kernel would never end.
 
-    Raises HeapError for a broken heap.
+    Raises HeapError for a broken heap, and RuntimeError if a CUDA graph cannot repeat the launch
+    (`Launcher.launching`).
     """
     module = extension.puts_module() if launcher.heaps[0].shape.is_staged else extension.module()
     with launcher.launching() as launch_fields:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.launch_order import LaunchOrder
+from pmoe.kernels.launch_order import LaunchOrder, records_graph
 
 
 class DeviceMemory:
@@ -313,6 +313,8 @@ Flags hold the number of the round in which they were raised, and are compared a
 
 REPORT_WORDS = 8
 
+COUNT_BEFORE = "call Heap.count_on_device() on every rank before the capture"
+
 MAKE_ANEW = "make a new heap on every rank (pmoe.comm.heap.close_heaps drops the old ones)"
 
 
@@ -412,12 +414,32 @@ class Heap:
         A CUDA graph repeats the arguments of its launches. So launches in a graph must not have the number of
         their round as an argument. The number on the device goes on from the last round, so the ranks need
         not begin this at the same round. Further calls do nothing.
+
+        Raises RuntimeError for the first call if a CUDA graph is being captured. Each replay of the graph
+        would set the number back, so flags of the replay before would count as raised.
         """
         if self.round is not None:
             return
+        if records_graph(self.device):
+            raise RuntimeError(
+                f"pmoe: the rounds of rank {self.rank}'s heap are counted on the host (round {self.epoch}), "
+                "and a capture cannot change that, because each replay would set the number back: "
+                f"{COUNT_BEFORE}"
+            )
         with self.order.launch():  # the number is set after the last launch, and before the next one
             self.round = torch.full((), self.epoch, dtype=torch.int32, device=self.device)
         self.order.let_graphs_wait()
+
+    def check_repeatable(self) -> None:
+        """Raises RuntimeError if a CUDA graph would repeat a launch with the number of a past round.
+
+        Call it for a launch that is captured.
+        """
+        if self.round is None:
+            raise RuntimeError(
+                f"pmoe: a CUDA graph cannot hold a launch on rank {self.rank}'s heap: the rounds are counted "
+                f"on the host, and each replay would use round {self.epoch + 1} again: {COUNT_BEFORE}"
+            )
 
     def give_up(self, why: str) -> None:
         """Makes the heap unusable, because this rank left a round before its end.

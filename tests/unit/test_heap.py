@@ -449,12 +449,38 @@ def test_a_launch_in_a_capture_marks_its_heap(monkeypatch: pytest.MonkeyPatch) -
     made.heaps = (heap,)
     made.device = CPU
     made.blocks = 2
+    heap.count_on_device()
     marks = []
     for is_captured in (False, True, False):
         monkeypatch.setattr(launcher, "records_graph", lambda _, answer=is_captured: answer)
         with made.launching():
             marks.append(heap.is_in_graph)
     assert marks == [False, True, True]
+    heap.close()
+
+
+def test_a_capture_cannot_hold_rounds_that_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    (heap,) = virtual_heaps(ALONE, CPU, memory=FileMemory())
+    made = object.__new__(Launcher)
+    made.heaps = (heap,)
+    made.device = CPU
+    made.blocks = 2
+    for _ in range(3):
+        heap.next_epoch()
+    with monkeypatch.context() as patch:
+        for module in (launcher, heap_module):
+            patch.setattr(module, "records_graph", lambda _: True)
+        told = r"a launch on rank 0's heap: .* would use round 4 again: call Heap.count_on_device"
+        with pytest.raises(RuntimeError, match=told), made.launching():
+            pytest.fail("launched")
+        with pytest.raises(RuntimeError, match=r"rank 0's heap are counted on the host \(round 3\)"):
+            heap.count_on_device()
+    assert heap.round is None and heap.epoch == 3 and not heap.is_in_graph
+    heap.count_on_device()
+    with monkeypatch.context() as patch:
+        patch.setattr(heap_module, "records_graph", lambda _: True)
+        heap.count_on_device()  # in a capture, as bounded calls do
+    assert heap.round is not None and heap.round.item() == 3
     heap.close()
 
 

@@ -251,14 +251,17 @@ class Launcher:
         Gives the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
         blocks.
 
-        Raises HeapError for a broken heap.
+        Raises HeapError for a broken heap. Raises RuntimeError if a CUDA graph is being captured and a heap
+        counts its rounds on the host.
         """
         is_in_graph = records_graph(self.device)
         with contextlib.ExitStack() as launches:
             streams = [launches.enter_context(heap.order.launch()) for heap in self.heaps]
             for heap in self.heaps:
                 heap.raise_if_failed()
-                heap.is_in_graph |= is_in_graph
+                if is_in_graph:
+                    heap.check_repeatable()
+                    heap.is_in_graph = True
                 if is_round:
                     heap.next_epoch()
             yield {

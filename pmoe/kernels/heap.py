@@ -292,9 +292,17 @@ def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
     rows that are sent together. A round is one launch that dispatches rows, and the later launches that use
     these rows.
     """
-    wait, peer, expert, part, epoch, rank = report[:6]
+    wait, peer, expert, part, _, rank = report[:6]
     what = waits[wait].format(peer=peer, expert=expert, part=part, rank=rank)
-    return f"{what}, in round {epoch % 2**32}"
+    return f"{what}, in round {_round_of(report)}"
+
+
+def _round_of(report: Sequence[int]) -> int:
+    """Returns the number of the round in which a kernel waited too long. Rounds of replays count.
+
+    report: the numbers of the kernel's report, in the order of `Report` in cuda/peers/watch.h.
+    """
+    return report[4] % 2**32
 
 
 class HeapError(RuntimeError):
@@ -494,8 +502,9 @@ class Heap:
         self.check_usable()
         if self._words[0] == 0:  # the kernel writes this word last, so a report is complete or absent
             return
-        self._unusable = f"this heap of rank {self.rank} is broken since round {self.epoch}"
-        what = awaited(list(self._words), PERSISTENT_WAITS if self.shape.d_hidden else WAITS)
+        report = list(self._words)
+        self._unusable = f"this heap of rank {self.rank} is broken since round {_round_of(report)}"
+        what = awaited(report, PERSISTENT_WAITS if self.shape.d_hidden else WAITS)
         raise HeapError(
             f"pmoe: rank {self.rank} waited {self.bound_seconds:g} s in vain for {what}. That rank has "
             f"ended, has failed before, or needs more time ({WAIT_SECONDS} sets the limit). The results of "
@@ -519,6 +528,19 @@ class Heap:
                 f"process cannot use it any more: it must end ({error})"
             ) from error
         self.raise_if_failed()
+
+    def new_failure(self) -> str:
+        """Returns the error's text if a kernel has waited too long and no method has raised it yet; else "".
+
+        Waits until the device is idle. The heap is unusable if the result is not "".
+        """
+        if self._unusable is not None:
+            return ""
+        try:
+            self.check()
+        except HeapError as error:
+            return str(error)
+        return ""
 
     def close(self) -> None:
         """Waits until the device is idle, and frees the heap's memory. Further calls of `close` do nothing.

@@ -293,7 +293,7 @@ def test_a_shared_heap_grows_on_all_ranks_and_is_made_anew_after_a_failure_of_on
         assert found == {
             "first": 3,
             "again": 0,
-            "larger": 4,
+            "larger": 5,
             "log": ["close", "free", "place", "allocate", "handle", "open"],
             "another": True,
             "broken": rank == 0,
@@ -302,6 +302,42 @@ def test_a_shared_heap_grows_on_all_ranks_and_is_made_anew_after_a_failure_of_on
             "round": 1,
             "kept": {},
         }
+
+
+def grown_after_a_timeout(rank: int, world: int, is_in_graph: bool) -> tuple[str, bool, int]:
+    """Returns the error of a larger heap, whether the next call makes it, and pieces of memory at the end.
+
+    is_in_graph: whether a CUDA graph of rank 0 uses the smaller heap, which then stays open.
+    """
+    memory, group, told = FileMemory(), Ranks(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        use_layout(patch)
+
+        def wanted(rows: int) -> Heap:
+            shape = HeapShape(world, 2, rows, 4, 16, torch.bfloat16)
+            return heap_for(group, CPU, shape, make=lambda *given: process_heap(*given, memory=memory))
+
+        first = wanted(8)
+        first.count_on_device()
+        first.is_in_graph = is_in_graph and rank == 0
+        if rank == 1:  # it alone waited in vain, and has not launched anything since
+            first.report[:6] = torch.tensor([1, 0, 0, 0, 3, 1], dtype=torch.int32)
+        try:
+            wanted(20)
+        except HeapError as error:
+            told = str(error)
+        is_made = wanted(20).shape.rows == 20
+        assert (first.release is None) != is_in_graph
+        close_heaps(group)
+    return told, is_made, len(memory.mapped)
+
+
+@pytest.mark.parametrize("is_in_graph", [False, True])
+def test_a_timeout_is_raised_on_all_ranks_before_a_larger_heap_takes_the_place(is_in_graph: bool) -> None:
+    for told, is_made, left in ranks(2).run(grown_after_a_timeout, is_in_graph):
+        assert told.startswith("rank 1: pmoe: rank 1 waited ")
+        assert "in vain for rank 0: the grant of room for rank 1's rows" in told and "in round 3." in told
+        assert is_made and left == 0
 
 
 def closed_by_one(rank: int, world: int) -> tuple[str, int]:

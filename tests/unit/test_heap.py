@@ -255,13 +255,13 @@ def test_a_wait_in_vain_is_told_before_the_next_launch_and_breaks_that_heap_alon
     first, second = virtual_heaps(SHAPE, CPU, memory=memory)
     assert [first.next_epoch() for _ in range(7)] == list(range(1, 8))
     first.check()
-    report(first, 2, 1, 3, 2, 7)
+    report(first, 2, 1, 3, 2, 9)  # a graph has repeated two rounds
     with pytest.raises(HeapError) as raised:
         first.next_epoch()
     told = str(raised.value)
     assert told.startswith(
         "pmoe: rank 0 waited 2.5 s in vain for rank 1: the arrival of piece 2 of its rows for expert 3 of "
-        "rank 0, in round 7."
+        "rank 0, in round 9."
     )
     assert "process stays usable" in told and "make a new heap on every rank" in told
     first.report.zero_()
@@ -272,7 +272,7 @@ def test_a_wait_in_vain_is_told_before_the_next_launch_and_breaks_that_heap_alon
         lambda: first.rows(1),
         lambda: first.row_weight(1),
     ):
-        with pytest.raises(HeapError, match=r"heap of rank 0 is broken since round 7; make a new heap"):
+        with pytest.raises(HeapError, match=r"heap of rank 0 is broken since round 9; make a new heap"):
             use()
     assert second.next_epoch() == 1  # another heap of the process
     second.check()
@@ -406,7 +406,9 @@ def test_layers_share_a_heap_that_grows() -> None:
     third = wanted(rows=5)
     assert third.shape.rows == 5
     report(third, 1, 0, 0, 0, 1)
-    assert wanted(rows=6).next_epoch() == 1  # one that must grow is new, whatever became of the old one
+    with pytest.raises(HeapError, match="rank 0: pmoe: rank 0 waited 600 s in vain for rank 0: the grant"):
+        wanted(rows=6)
+    assert wanted(rows=6).next_epoch() == 1  # the larger one is new
     close_heaps(ranks)
     assert memory.mapped == {}
 
@@ -520,6 +522,41 @@ def test_the_optimizer_skips_a_step_in_which_a_kernel_waited_in_vain() -> None:
     steps.remove()
     for each in (heap, other):
         each.close()
+
+
+def test_a_wait_in_vain_ends_a_step_that_also_replaces_the_heap() -> None:
+    memory = FileMemory()
+
+    def wanted(rows: int) -> Heap:
+        shape = HeapShape(**{**SIZES, "num_ranks": 1, "rows": rows})
+        return heap_for(Ranks.single(), CPU, shape, make=lambda *given: process_heap(*given, memory=memory))
+
+    layer = pmoe.MoELayer(16, 8, 4, 2, fused="persistent", slack=2.0)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    before = {name: value.clone() for name, value in layer.named_parameters()}
+    heap = wanted(10)
+    heap.count_on_device()
+
+    def run(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        layer(x).sum().backward()
+        report(heap, 2, 1, 3, 2, 7)  # as a kernel does
+        ctypes.c_int32.from_address(heap.counters).value = 1
+        wanted(20)  # as another layer of the same sizes does, which has more tokens
+
+    steps = pmoe.BoundedSteps(layer, optimizer, run)
+    bound = layer.cache.row_bound
+    assert bound is not None
+    bound.heaps.add(heap)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(HeapError, match=r"rank 0 waited 600 s in vain for rank 1: .* in round 7\."):
+            steps.step(torch.ones(5, 16))
+    for name, value in layer.named_parameters():
+        assert torch.equal(value, before[name]), name
+    steps.remove()
+    close_heaps(Ranks.single())
+    assert memory.mapped == {}
 
 
 # ---- the extension without a device

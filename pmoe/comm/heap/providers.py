@@ -25,7 +25,7 @@ from pmoe.comm.heap.nvshmem import NvshmemMemory
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels import heap as heap_module
 from pmoe.kernels.comet.launcher import spare_blocks
-from pmoe.kernels.heap import WAIT_SECONDS, DeviceMemory, Heap, HeapShape, open_heaps
+from pmoe.kernels.heap import WAIT_SECONDS, DeviceMemory, Heap, HeapError, HeapShape, open_heaps
 from pmoe.warn import warn_once
 
 
@@ -418,7 +418,9 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
 
     make: makes the heap: `process_heap` or `nvshmem_heap`.
 
-    Raises the errors of ``make``, and HeapError if the present heap is broken.
+    Raises the errors of ``make``, and HeapError if the present heap is broken. If the present heap is too
+    small, and a kernel of any rank has waited too long on it, every rank raises HeapError with the reports of
+    these ranks. A report is raised once, so the next call makes the larger heap.
     """
     kept = heaps_of(ranks)
     key = (device, replace(shape, rows=0, home_rows=0))
@@ -429,8 +431,9 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
             return heap
         old = heap.shape
         shape = replace(shape, rows=max(shape.rows, old.rows), home_rows=max(shape.home_rows, old.home_rows))
+        may_close = _may_close(heap, ranks)
         kept.pop(key)
-        if _may_close(heap, ranks):
+        if may_close:
             heap.close()
         else:
             kept[device, old] = heap
@@ -442,14 +445,18 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
 
 
 def _may_close(heap: Heap, ranks: Ranks) -> bool:
-    """Returns whether no CUDA graph of any rank uses a heap. All ranks get the same answer.
+    """Returns whether no CUDA graph of any rank uses a heap. A collective: all ranks get the same answer.
 
-    A collective if graphs can hold launches that use the heap (`Heap.count_on_device`): perhaps only some
-    ranks have captured a graph.
+    Perhaps only some ranks have captured a graph.
+
+    Raises HeapError on every rank if a kernel of any rank has waited too long, and no call has raised it yet.
+    Nothing reads the heap's reports any more once a larger heap has taken its place.
     """
-    if heap.round is None:
-        return True
-    return not any(CollectiveSteps(ranks, heap.device).gather(heap.is_in_graph))
+    answers = CollectiveSteps(ranks, heap.device).gather((heap.is_in_graph, heap.new_failure()))
+    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure]
+    if failures:
+        raise HeapError("; ".join(failures))
+    return not any(is_in_graph for is_in_graph, _ in answers)
 
 
 def close_heaps(ranks: Ranks) -> None:

@@ -326,15 +326,9 @@ def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> N
             raise PeerError(min(reports, key=len))
         timeout = timeout_of(group)
         if timeout is not None and time.monotonic() - start > timeout.total_seconds():
-            silent = [str(rank) for rank in range(ranks.size) if _last_wait(f"{key}/{rank}") < number]
-            if not silent:
-                who = "all ranks wait for it"
-            elif len(silent) == 1:
-                who = f"rank {silent[0]} has not reported that it waits for it"
-            else:
-                who = f"ranks {', '.join(silent)} have not reported that they wait for it"
             raise RuntimeError(
-                f"the device has not finished step {number} after {timeout.total_seconds():g} s; {who}"
+                f"the device has not finished step {number} after {timeout.total_seconds():g} s; "
+                f"{_absent_ranks(key, ranks.size, number)}"
             )
 
 
@@ -345,10 +339,35 @@ The whole key is pmoe/waits/LIFE/GROUP/RANK, with the words of `FAILED`.
 """
 
 
-def _last_wait(key: str) -> int:
-    """Returns the number that a rank has written under a key of the store; 0 if it has written none."""
-    store = dist.distributed_c10d._get_default_store()
-    return int(store.get(key).decode()) if store.check([key]) else 0
+def _absent_ranks(key: str, size: int, number: int) -> str:
+    """Returns a text with the ranks that have not reported that they wait for a step.
+
+    Returns after 2 seconds at the latest, because the store may be on a rank that has ended.
+
+    key: the beginning of the ranks' keys (`WAITING`), without the rank.
+    size: number of ranks.
+    number: the number of the step.
+    """
+    last_steps = list[int]()
+
+    def read() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        with contextlib.suppress(RuntimeError):
+            for rank in range(size):
+                of_rank = f"{key}/{rank}"
+                last_steps.append(int(store.get(of_rank).decode()) if store.check([of_rank]) else 0)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(2)
+    if len(last_steps) < size:
+        return "the group's store does not answer: the process that holds it, often rank 0, may have ended"
+    silent = [str(rank) for rank, last_step in enumerate(last_steps) if last_step < number]
+    if not silent:
+        return "all ranks wait for it"
+    if len(silent) == 1:
+        return f"rank {silent[0]} has not reported that it waits for it"
+    return f"ranks {', '.join(silent)} have not reported that they wait for it"
 
 
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:

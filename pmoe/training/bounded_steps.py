@@ -21,6 +21,7 @@ skipped, too, until the host has read it. All ranks share one answer, so all ski
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -152,9 +153,9 @@ class BoundedSteps(Generic[Batch, Result]):
         step, the result is that of the bounded run: for a loss, the loss without these rows.
 
         Raises RuntimeError on every rank if no bounded layer was called while its hook was registered, or if
-        the repeated step drops rows, too. Raises HeapError, with the rank, if a kernel has waited too long
-        for another rank. Raises RuntimeError if the device has not finished a step within the group's
-        timeout; a single rank has no timeout.
+        the repeated step drops rows, too. Raises HeapError, with the rank, if a kernel of this step or of the
+        step before has waited too long for another rank. Raises RuntimeError if the device has not finished a
+        step within the group's timeout; a single rank has no timeout.
         """
         number = self._next_number()
         step = _Step(number, batch, self._settings(), self._buffers(), random_states(self._device))
@@ -281,9 +282,9 @@ class BoundedSteps(Generic[Batch, Result]):
         assert answer is not None
         with publishing_failures(self._ranks, "waiting for a training step on the device"):
             if step.was_copied is not None:
-                wait_for_device(step.was_copied.query, self._ranks, step.number)
-            for bound in self._bounds:
-                bound.raise_if_failed()
+                has_answer = functools.partial(self._has_answer, step.was_copied)
+                wait_for_device(has_answer, self._ranks, step.number)
+            self._raise_if_failed()
         skipped, is_unseen = answer.tolist()
         if is_unseen:
             raise RuntimeError(
@@ -292,6 +293,22 @@ class BoundedSteps(Generic[Batch, Result]):
                 "model"
             )
         return bool(skipped)
+
+    def _has_answer(self, was_copied: torch.cuda.Event) -> bool:
+        """Returns whether the device has copied the answer of a step to the host.
+
+        was_copied: the event after the copy.
+
+        Raises HeapError if a kernel has waited too long for a rank. If that rank has ended, the collectives
+        after the kernel never end, and so no answer comes.
+        """
+        self._raise_if_failed()
+        return bool(was_copied.query())
+
+    def _raise_if_failed(self) -> None:
+        """Raises HeapError, with the awaited rank, if a kernel of a bounded call has waited too long."""
+        for bound in self._bounds:
+            bound.raise_if_failed()
 
     def _step_unless_skipped(self) -> None:
         """Makes the optimizer's step, which changes nothing if ``_skips`` is 1 on the device."""
@@ -330,8 +347,7 @@ class BoundedSteps(Generic[Batch, Result]):
                 result = self._run_exactly(step.batch)
             dropped = bool(self._agreed()[0].item())
             with publishing_failures(self._ranks, "a repeated training step"):
-                for bound in self._bounds:
-                    bound.raise_if_failed()  # also a kernel that waited too long counts as dropped rows
+                self._raise_if_failed()  # also a kernel that waited too long counts as dropped rows
             if dropped:
                 raise RuntimeError(
                     "rows were dropped in a repeated step, or a kernel of another rank waited too long: "

@@ -7,6 +7,7 @@ persistent kernels, so values are compared in float64.
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -368,33 +369,51 @@ def test_a_wrong_input_of_one_rank_is_named_on_all() -> None:
     assert "must end in d_model (6)" in narrow and "must end in d_model (6)" in narrow_there
 
 
-def waiting_job(rank: int, world: int) -> tuple[str, str]:
-    """Returns the errors of a rank whose peer does not come to a step, and whose peer has failed."""
+class SilentStore:
+    """A store on a rank that has stopped: it never answers."""
+
+    def check(self, *_: object) -> None:
+        threading.Event().wait()
+
+    set = get = check
+
+
+def waiting_job(rank: int, world: int) -> list[str]:
+    """Returns the errors of rank 0, which waits for its device: three times, with other causes.
+
+    Its peer does not come to the step; has failed; or has stopped, and the store with it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(failures, "timeout_of", lambda _: timedelta(seconds=1))
         told = []
         Ranks().record.place()  # a group is known once its record is asked for
-        for turn in range(2):
+        for turn in range(3):
             dist.barrier()
+            if turn == 2:
+                patch.setattr(dist.distributed_c10d, "_get_default_store", SilentStore)
             if rank == 1 and turn == 1:
                 failures.leave(OSError("no data"), Ranks(), "a training step")
             elif rank == 0:
                 with pytest.raises(RuntimeError) as raised:
                     failures.wait_for_device(lambda: False, Ranks(), 5)
                 told.append(f"{type(raised.value).__name__}: {raised.value}")
-            if turn == 0:
+            if turn != 1:
                 dist.barrier()
-    return (told[0], told[1]) if told else ("", "")
+    return told
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_come_to_a_step_on_the_device_is_named() -> None:
     with Pool(2) as pool:
-        (absent, failed), _ = pool.run(waiting_job)
+        (absent, failed, stopped), _ = pool.run(waiting_job)
     assert absent.endswith(
         "the device has not finished step 5 after 1 s; rank 1 has not reported that it waits for it"
     )
     assert failed.startswith("PeerError: global rank 1 raised OSError: no data")
+    assert stopped.endswith(
+        "the device has not finished step 5 after 1 s; the group's store does not answer: the process that "
+        "holds it, often rank 0, may have ended"
+    )
 
 
 def dying_job(rank: int, world: int) -> str:

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from pmoe.kernels.heap import (
     open_heaps,
     tensor_at,
 )
+from pmoe.training import bounded_steps
 from tests.faults import WAITS
 from tests.heaps import CPU, FileMemory, use_layout
 
@@ -519,6 +521,42 @@ def test_the_optimizer_skips_a_step_in_which_a_kernel_waited_in_vain() -> None:
         assert torch.equal(value, before[name]), name
     with pytest.raises(HeapError, match="rank 0 waited 600 s in vain for rank 1: the arrival"):
         steps.finish()
+    steps.remove()
+    for each in (heap, other):
+        each.close()
+
+
+def test_a_wait_in_vain_is_raised_although_the_device_never_ends_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank has ended, so the collectives after the kernel that waited for it never end."""
+    heap, other = virtual_heaps(SHAPE, CPU, memory=FileMemory())
+    layer = pmoe.MoELayer(16, 8, 4, 2, fused="persistent", slack=2.0)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    queries: list[bool] = []
+
+    def is_done() -> bool:
+        queries.append(False)
+        if len(queries) == 3:
+            report(heap, 2, 1, 3, 2, 7)  # as a kernel does
+        assert len(queries) < 20, "the host waits on"
+        return False
+
+    def note(step: Any, skips: torch.Tensor, unseen: torch.Tensor) -> None:
+        step.answer = torch.stack([skips, unseen])
+        step.was_copied = SimpleNamespace(query=is_done)
+
+    monkeypatch.setattr(bounded_steps._Step, "note", note)
+    steps = pmoe.BoundedSteps(layer, optimizer, lambda x: layer(x).sum().backward())
+    bound = layer.cache.row_bound
+    assert bound is not None
+    bound.heaps.add(heap)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps.step(torch.ones(5, 16))
+    with pytest.raises(HeapError, match="rank 0 waited 600 s in vain for rank 1: the arrival"):
+        steps.finish()
+    assert len(queries) == 3
     steps.remove()
     for each in (heap, other):
         each.close()

@@ -58,11 +58,21 @@ class Graph:
                 patch.setattr(module, "records_graph", lambda _: True)
             yield
 
-    def replay(self) -> None:
-        """Does everything again, in the same order."""
+    def replay(self, *, leaves_out: Callable[[object], bool] = lambda _: False) -> None:
+        """Does everything again, in the same order.
+
+        leaves_out: is asked about each piece of work, and returns whether it is left out: for tests in which
+            a rank fails.
+        """
         with torch.no_grad():
             for work in self._work:
-                work()
+                if not leaves_out(work):
+                    work()
+
+
+def is_launch(work: object) -> bool:
+    """Returns whether a piece of a graph's work launches a kernel."""
+    return isinstance(work, partial) and work.func is not _again
 
 
 class _Operators(TorchDispatchMode):

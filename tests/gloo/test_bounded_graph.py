@@ -7,6 +7,7 @@ reads row counts before each call. Bits are compared.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import pmoe
 from pmoe.comm.heap import close_heaps
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
+from pmoe.kernels.heap import Heap
 from tests.captured import Graph
 from tests.emulated import emulated, load_kernels
 from tests.gloo.test_comet_emulated import BF16, D_HIDDEN, D_MODEL
@@ -52,9 +54,13 @@ def batch(rank: int, world: int, index: int, skewed: dict[int, tuple[int, ...]] 
     return x.to(BF16)
 
 
-def compute(layer: pmoe.MoELayer, x: Tensor) -> None:
-    """Computes gradients, and reduces those that do not belong to experts."""
-    layer.zero_grad()
+def compute(layer: pmoe.MoELayer, x: Tensor, *, frees: bool = True) -> None:
+    """Computes gradients, and reduces those that do not belong to experts.
+
+    frees: whether the memory of the gradients before is freed. Several graphs write into the same gradients,
+        so they do not free it.
+    """
+    layer.zero_grad(set_to_none=frees)
     (layer(x).float().square().sum() + 0.01 * layer.l_aux).backward()
     for parameter in layer.parameters():
         if not is_expert(parameter):
@@ -68,12 +74,12 @@ def values(layer: pmoe.MoELayer, optimizer: torch.optim.Optimizer) -> dict[str, 
     return found
 
 
-def trained_plainly(rank: int, world: int) -> tuple[dict[str, Tensor], int]:
+def trained_plainly(batch_of: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], int]:
     """Returns the values after training without a graph, and how often the rows did not fit."""
     layer, optimizer = build()
     crowded = 0
     for index in range(BATCHES):
-        compute(layer, batch(rank, world, index))
+        compute(layer, batch_of(index))
         assert layer.ran is not None
         crowded += layer.ran.path == "pipeline"
         optimizer.step()
@@ -81,46 +87,101 @@ def trained_plainly(rank: int, world: int) -> tuple[dict[str, Tensor], int]:
 
 
 class InGraph:
-    """Training steps that a graph repeats."""
+    """Training steps that graphs repeat.
 
-    def __init__(self, rank: int, world: int, path: Path, skewed: dict[int, tuple[int, ...]]) -> None:
+    repeats: for each graph, how often a batch is repeated in its input. Batches go to the graphs in turn.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        path: Path,
+        skewed: dict[int, tuple[int, ...]],
+        repeats: tuple[int, ...] = (1,),
+    ) -> None:
         self.layer, self.optimizer = build()
-        self.graph = Graph(load_kernels(path))
-        self.batch = lambda index: batch(rank, world, index, skewed)
-        self.static_x = self.batch(0)
+        self.batch = lambda index: batch(rank, world, index, skewed).repeat(repeats[index % len(repeats)], 1)
+        self.inputs = [self.batch(index) for index in range(len(repeats))]
+        self.graphs = [Graph(load_kernels(path)) for _ in repeats]
         self.steps = pmoe.BoundedSteps(
-            self.layer, self.optimizer, self.replay, lambda index: compute(self.layer, self.batch(index))
+            self.layer, self.optimizer, self.replay, lambda index: self.compute(self.batch(index))
         )
 
-    def capture(self) -> None:
-        compute(self.layer, self.static_x)  # ranks agree on the heap
-        self.layer.zero_grad()
-        with self.steps.bounded_calls(), self.graph.capture():
-            compute(self.layer, self.static_x)
+    def compute(self, x: Tensor) -> None:
+        compute(self.layer, x, frees=len(self.graphs) == 1)
+
+    @property
+    def heaps(self) -> list[Heap]:
+        """The open heaps of the layer's bounded calls, that for the fewest tokens first."""
+        bound = self.layer.cache.row_bound
+        assert bound is not None
+        return sorted(bound.open_heaps, key=lambda heap: heap.shape.home_rows)
+
+    def capture(self, wait_seconds: float | None = None) -> None:
+        """Captures all graphs.
+
+        wait_seconds: how long their kernels wait, in the emulator's time; None for the usual time.
+        """
+        for graph, x in zip(self.graphs, self.inputs, strict=True):
+            self.compute(x)  # ranks agree on the heap
+            for heap in self.heaps if wait_seconds else ():
+                heap.bound_seconds = wait_seconds
+            if len(self.graphs) == 1:
+                self.layer.zero_grad()
+            with self.steps.bounded_calls(), graph.capture():
+                self.compute(x)
+
+    def take(self, index: int) -> Graph:
+        """Copies a batch into the input of its graph, and returns the graph."""
+        number = index % len(self.graphs)
+        self.inputs[number].copy_(self.batch(index))
+        return self.graphs[number]
 
     def replay(self, index: int) -> None:
-        self.static_x.copy_(self.batch(index))
-        self.graph.replay()
+        self.take(index).replay()
 
 
-def job(rank: int, world: int, path: Path) -> tuple[list[str], int, int]:
+def job(
+    rank: int, world: int, path: Path, repeats: tuple[int, ...]
+) -> tuple[list[str], int, int, list[tuple[int, bool]]]:
+    """Returns the values that differ from those without a graph, and how many batches do not fit.
+
+    Also returns the number of repeated steps, and for each heap the tokens for which it has room, and whether
+    a graph uses it.
+    """
     with emulated(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected, crowded = trained_plainly(rank, world)
-        training = InGraph(rank, world, path, SKEWED)
+        training = InGraph(rank, world, path, SKEWED, repeats)
+        expected, crowded = trained_plainly(training.batch)
+        close_heaps(Ranks())
         training.capture()
+        heaps = [(heap.shape.home_rows, heap.is_in_graph) for heap in training.heaps]
         for index in range(BATCHES):
             training.steps.step(index)
         training.steps.finish()
         found = values(training.layer, training.optimizer)
         close_heaps(Ranks())
     wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
-    return wrong, crowded, training.steps.repeated
+    return wrong, crowded, training.steps.repeated, heaps
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_graph_trains_as_a_loop_without_it(kernels: Path, world: int) -> None:
-    for wrong, crowded, repeated in ranks(world).run(job, kernels):
+    for wrong, crowded, repeated, heaps in ranks(world).run(job, kernels, (1,)):
         assert not wrong
         assert repeated == crowded == len(SKEWED)
+        assert heaps == [(16, True)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world", [2, 4])
+def test_graphs_in_turn_over_heaps_of_other_sizes_train_as_a_loop_without_them(
+    kernels: Path, world: int
+) -> None:
+    """Each repeated step is a call without a graph, between two replays."""
+    for wrong, crowded, repeated, heaps in ranks(world).run(job, kernels, (1, 2)):
+        assert not wrong
+        assert repeated == crowded == len(SKEWED)
+        assert heaps == [(16, True), (32, True)]

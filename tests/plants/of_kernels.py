@@ -13,6 +13,7 @@ HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
 TURNS = "tests/unit/test_kernels_grouped_gemm.py -k in_turns_in_the_emulator_equal"
 FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
+ORDER, ORDERED = "pmoe/kernels/launch_order.py", "tests/unit/test_launch_order.py"
 ROUTE = "tests/unit/test_kernels_route.py -k equal_plain_loops"
 
 KERNELS = (
@@ -22,7 +23,31 @@ KERNELS = (
         file="pmoe/kernels/heap.py",
         old="            self.round.add_(1)\n",
         new="            pass\n",
-        tests="tests/gloo/test_bounded_graph.py -k as_a_loop",
+        tests="tests/unit/test_heap.py -k stays_beside",
+    ),
+    Plant(
+        name="replays-that-nobody-awaits",
+        breaks="a launch may overlap with a graph's replay on another stream",
+        file=ORDER,
+        old="            recorded = self._replayed\n",
+        new="            recorded = None\n",
+        tests=ORDERED,
+    ),
+    Plant(
+        name="a-capture-for-the-last-launch",
+        breaks="after a capture, a launch waits for a stream on which nothing ran",
+        file=ORDER,
+        old="        self._captured_stream = stream\n",
+        new="        self._captured_stream = self._stream = stream\n",
+        tests=ORDERED,
+    ),
+    Plant(
+        name="a-lost-report",
+        breaks="a larger heap takes the place of one on which a kernel waited in vain, and no rank raises",
+        file="pmoe/comm/heap/providers.py",
+        old="    if failures:\n        raise HeapError(",
+        new="    if False:\n        raise HeapError(",
+        tests="tests/gloo/test_heap.py -k before_a_larger_heap",
     ),
     Plant(
         name="a-context-on-the-way-back",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import at_stage, meet_before_reduction
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import mark_all
 from pmoe.experts.dtensor_layout import hold_own_parts
@@ -87,6 +87,8 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
     ranks = Ranks(group)
     named = _named(parameters)
+    if isinstance(parameters, nn.Module):
+        meet_before_reduction(layer.ranks for layer in parameters.modules() if isinstance(layer, MoELayer))
     copies = _copies_of_experts(parameters, named, ranks.size)
     copies |= _copies_of_shards(parameters, named, ranks.size)
     gradients = _grouped(named, copies, ranks.size)

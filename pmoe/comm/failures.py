@@ -6,6 +6,9 @@ store every `LOOK_AFTER`, and raises `PeerError` if it finds a report that conce
     rank 0   collective: waits ... reads the store: raises PeerError with rank 1's error
     rank 1   raises an error: writes it into the store, and never starts the collective
 
+A peer may also stay away without an error, because its loss needs no output of a layer. So a waiting rank
+also writes in which pass it waits (`PASS`). An error then names the ranks that have not written the same.
+
 On a GPU the host does not wait for collectives, so no rank reads the reports.
 
 This file also has
@@ -14,7 +17,7 @@ This file also has
 - `at_stage` and `publishing_failures`, contexts that publish an error of their block;
 - `enter_call` and `backward_pass`, with which a call and its backward pass begin. Both raise an error on a
   rank that has left an earlier pass in the middle (`check_whole`);
-- `meet_before_call`, which waits for the peers if their calls may differ.
+- `meet_before_call` and `meet_before_reduction`, which wait for the peers if their calls may differ.
 """
 
 from __future__ import annotations
@@ -23,9 +26,10 @@ import collections
 import contextlib
 import datetime
 import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -33,7 +37,7 @@ from torch import Tensor
 
 from pmoe.comm.group_options import has_peers, timeout_of
 from pmoe.comm.group_record import GroupRecord, collectives, is_known, names_of_left_groups, record_of_group
-from pmoe.comm.meeting import FIRST_PAUSE_SECONDS, IS_OPEN, LAST_PAUSE_SECONDS, Meeting, left_out
+from pmoe.comm.meeting import CURE, FIRST_PAUSE_SECONDS, IS_OPEN, LAST_PAUSE_SECONDS, Meeting, left_out
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.shared_gpu import shared_gpu_hint
 from pmoe.warn import warn_once
@@ -55,6 +59,17 @@ LOOK_AFTER = datetime.timedelta(seconds=0.5)
 
 failure_published: threading.Event = threading.Event()
 """Set when this rank publishes a failure. Cleared when `enter_call` accepts a later call of this rank."""
+
+
+PASS = "pmoe/pass"
+"""Beginning of the keys under which waiting ranks write in which pass they wait.
+
+The whole key is pmoe/pass/LIFE/GROUP/RANK, with the words of `FAILED`; here RANK is the number in the group.
+The value is `GroupRecord.place_of_pass`.
+"""
+
+WARN_AFTER_SECONDS = 20.0
+"""Time after which a rank that waits in a backward pass warns which peers have not come to it."""
 
 
 class PeerError(RuntimeError):
@@ -377,21 +392,79 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     group: the group whose failures are looked for.
 
     Raises PeerError if a published failure shows that the collective will not end. The store is read in a
-    thread, because the store may never answer.
+    thread, because the store may never answer. A rank that waits in a backward pass warns after
+    `WARN_AFTER_SECONDS`, with the peers that have not come to it.
     """
     reports = list[str]()
     looker = None
+    record = record_of_group(group)
+    warn_at = time.monotonic() + WARN_AFTER_SECONDS
     while not reports:
         if work.is_completed():
             work.wait()  # raises the collective's error, if it has failed
             return
         if looker is None or not looker.is_alive():
+            if record.waits_in != record.place_of_pass:
+                record.waits_in = record.place_of_pass
+                _write({f"{_pass_key(record)}/{group.rank()}": record.waits_in})
             looker = threading.Thread(target=_look, args=(group, reports), daemon=True)
             looker.start()
         with contextlib.suppress(RuntimeError):
             work.wait(LOOK_AFTER)
             return
+        if record.backward_of and time.monotonic() > warn_at:
+            warn_at = math.inf
+            _warn_of_waiting(record, group)
     raise PeerError(min(reports, key=len))  # the shortest error is the cause, which the longer errors quote
+
+
+def _pass_key(record: GroupRecord) -> str:
+    return f"{PASS}/{record.life}/{record.name}"
+
+
+def _warn_of_waiting(record: GroupRecord, group: dist.ProcessGroup) -> None:
+    """Warns which peers have not reported that they wait in the backward pass in which this rank waits.
+
+    record: this rank's record of the group.
+    group: the group.
+    """
+    who = _silent_ranks(record, group)
+    if who:
+        warn_once(
+            f"rank {group.rank()} of {group.size()} waits for more than {WARN_AFTER_SECONDS:.0f} s in the "
+            f"backward pass of {record.backward_of_layer}, and {who} not reported the same: if this does not "
+            f"end, {CURE}"
+        )
+
+
+def _silent_ranks(record: GroupRecord, group: dist.ProcessGroup) -> str:
+    """Returns the ranks that have not written that they wait in this rank's pass, such as "rank 3 has".
+
+    Returns "" if all have written it, or if the store does not answer within 2 seconds.
+
+    record: this rank's record of the group.
+    group: the group.
+    """
+    values = list[str]()
+
+    def read() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        for key in (f"{_pass_key(record)}/{rank}" for rank in range(group.size())):
+            values.append(store.get(key).decode() if store.check([key]) else "")
+
+    def read_if_it_answers() -> None:
+        with contextlib.suppress(RuntimeError):
+            read()
+
+    reader = threading.Thread(target=read_if_it_answers, daemon=True)
+    reader.start()
+    reader.join(2)
+    if len(values) < group.size():
+        return ""
+    silent = [str(rank) for rank, value in enumerate(values) if value != record.place_of_pass]
+    if not silent:
+        return ""
+    return f"rank {silent[0]} has" if len(silent) == 1 else f"ranks {', '.join(silent)} have"
 
 
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
@@ -483,6 +556,46 @@ def _order_hint(ranks: Ranks) -> str:
     )
 
 
+def _missing_hint(ranks: Ranks) -> str:
+    """Returns which ranks have not come to the pass in which this rank has waited, and what to do.
+
+    Returns "" if this rank has not waited for long (`LOOK_AFTER`), or if it does not know which ranks these
+    are.
+
+    ranks: the ranks of the layer.
+    """
+    if ranks.group is None or ranks.record.waits_in != ranks.record.place_of_pass:
+        return ""
+    record = ranks.record
+    who = _silent_ranks(record, ranks.group)
+    if not who:
+        return ""
+    if record.backward_of:
+        return f" ({who} not reported to wait in this backward pass: {CURE})"
+    return f" ({who} not reported to wait in this call: every rank must call the layer, also without tokens)"
+
+
+def _left_out_hint(ranks: Ranks) -> str:
+    """Returns a hint that this rank's loss may have left out a layer; "" in any other case.
+
+    Autograd runs the layer first that was called last. If this rank's loss leaves that layer out, the rank
+    sends rows of another layer than its peers expect. If these are more rows, gloo ends the peer's process.
+
+    ranks: the ranks of the layer.
+    """
+    if ranks.group is None or not ranks.record.backward_of:
+        return ""
+    record = ranks.record
+    later = [layer for number, layer in record.open_calls.items() if number > record.backward_of]
+    if not later:
+        return ""
+    return (
+        f" (this rank has not run the backward pass of {later[-1]}, which it called after "
+        f"{record.backward_of_layer}: if gloo has ended a peer with the words 'Received data size', that "
+        f"peer was in the pass that is left out; {CURE})"
+    )
+
+
 @contextlib.contextmanager
 def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
@@ -490,7 +603,7 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     except RuntimeError as error:
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
-        hint = _order_hint(ranks) if cause == late else ""
+        hint = _missing_hint(ranks) + _left_out_hint(ranks) + _order_hint(ranks) if cause == late else ""
         layer = f" of {ranks.layer}" if ranks.layer else ""
         failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {cause}{error}{hint}")
         leave(failed, ranks, stage="", by_itself=False)
@@ -552,7 +665,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     This rank waits in two cases (`pmoe.comm.meeting`):
 
-    - it has not run the backward pass of the layer's last call;
+    - it has not run the backward pass of the layer's last call, or its last backward pass has left out a call
+      of another layer of the group;
     - it compares its options in this call, and the other ranks may not compare theirs.
 
     ranks: the ranks of the layer.
@@ -564,13 +678,33 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     Raises what `meet` raises.
     """
-    is_open = ranks.open_call in ranks.record.open_calls and torch._C._current_graph_task_id() == -1
-    if not (why_compare or is_open):
+    is_open = ranks.open_call in ranks.record.open_calls or ranks.record.leaves_call_out
+    if not (why_compare or (is_open and torch._C._current_graph_task_id() == -1)):
         return False
     assert ranks.group is not None
     if not has_peers(ranks.group):
         return bool(why_compare)
     return meet(ranks, why_compare or IS_OPEN, compares=bool(why_compare))
+
+
+def meet_before_reduction(layers: Iterable[Ranks]) -> None:
+    """Waits for the other ranks before gradients are reduced, if this rank has left out a backward pass.
+
+    A rank whose loss needs no output of a layer does not run the layer's backward pass, in which its peers
+    wait for it. If it began to reduce gradients, its messages would be taken for rows of that pass.
+
+    layers: the ranks of each layer of a model, in the order of the model.
+
+    Raises what `meet` raises.
+    """
+    for ranks in layers:
+        if (
+            ranks.group is not None
+            and ranks.size > 1
+            and ranks.open_call in ranks.record.open_calls
+            and has_peers(ranks.group)
+        ):
+            meet(ranks, IS_OPEN, compares=False, stage="waiting for the other ranks before a reduction")
 
 
 def _warn_alone(ranks: Ranks) -> None:
@@ -634,13 +768,16 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     return ranks.record.backward_pass(number, ranks.layer)
 
 
-def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
+def meet(
+    ranks: Ranks, why: str, *, compares: bool, stage: str = "waiting for the other ranks before a call"
+) -> bool:
     """Waits until all ranks of the group have come to the same call of a layer (`pmoe.comm.meeting`).
 
     ranks: the ranks of the layer.
     why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
         the text.
     compares: whether this rank compares its options with the other ranks in this call.
+    stage: for what this rank waits, in words.
 
     Returns True if any rank compares its options in this call. All ranks must then compare their options. The
     result is the same on all ranks.
@@ -650,7 +787,7 @@ def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
     """
     group = ranks.group
     assert group is not None
-    with at_stage("waiting for the other ranks before a call", ranks):
+    with at_stage(stage, ranks):
         began = time.monotonic()
         timeout = timeout_of(group) or dist.default_pg_timeout
         meeting = Meeting(group, ranks.record, why, compares=compares)
@@ -659,6 +796,6 @@ def meet(ranks: Ranks, why: str, *, compares: bool) -> bool:
             if texts:
                 raise PeerError(min(texts, key=len))
             if time.monotonic() - began > timeout.total_seconds():
-                raise RuntimeError(f"not all ranks have begun this call within {timeout}: this rank {why}")
+                raise RuntimeError(f"not all ranks have come within {timeout}: this rank {why}")
             meeting.publish()
         return meeting.leave()

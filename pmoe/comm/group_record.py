@@ -40,12 +40,15 @@ class GroupRecord:
         ranks.
     begun_before: how many collectives the layers of this process had begun before the group's last exchange
         of row counts.
-    open_calls: numbers of the calls on the CPU that may still have a backward pass, as the keys of a dict.
-        Only the last `MOST_OPEN` are kept, because some calls never have a backward pass.
+    open_calls: the calls on the CPU that may still have a backward pass: the name of the layer by the call's
+        number. Only the last `MOST_OPEN` are kept, because some calls never have a backward pass.
+    last_backward: the number of the group's last call when its last backward pass began. If a call with a
+        number up to this one is still open, that pass has left it out.
     backward_of: the number of the call whose backward pass is running; 0 if there is none.
     backward_of_layer: the name of that call's layer.
     meetings: how often this rank has waited for all ranks before a call (`pmoe.comm.meeting`).
     last_meeting: the number of the call that followed the last of these waits.
+    waits_in: `place_of_pass` of the last pass in which this rank has reported that it waits; "" before.
     """
 
     name: str = ""
@@ -59,11 +62,18 @@ class GroupRecord:
     exchanges: int = 0
     steps: int = 0
     begun_before: int = 0
-    open_calls: dict[int, None] = field(default_factory=dict)
+    open_calls: dict[int, str] = field(default_factory=dict)
+    last_backward: int = 0
     backward_of: int = 0
     backward_of_layer: str = ""
     meetings: int = 0
     last_meeting: int = 0
+    waits_in: str = ""
+
+    @property
+    def place_of_pass(self) -> str:
+        """A text for the pass that this rank is running. Ranks that run the same pass get the same text."""
+        return f"{self.exchanges} {self.backward_of}"
 
     def place(self) -> str:
         """Returns a text that says how many collectives this rank has begun, and which pass it is running.
@@ -80,14 +90,33 @@ class GroupRecord:
         """
         return self.exchanges > self.num_layers
 
-    def open_call(self, number: int) -> None:
+    def open_call(self, number: int, layer: str) -> None:
         """Records that the call with this number may have a backward pass later.
 
         At most `MOST_OPEN` calls are kept; the oldest call is dropped.
+
+        number: the call's number.
+        layer: the name of the call's layer.
         """
-        self.open_calls[number] = None
+        self.open_calls[number] = layer
         if len(self.open_calls) > MOST_OPEN:
             del self.open_calls[next(iter(self.open_calls))]
+
+    @property
+    def leaves_call_out(self) -> bool:
+        """Whether a backward pass has left out an open call, and no meeting of all ranks has followed.
+
+        A loss may leave out one of two layers on this rank, while the peers run the backward passes of both.
+        """
+        return any(self.last_meeting <= number <= self.last_backward for number in self.open_calls)
+
+    def has_closed(self, number: int) -> bool:
+        """Returns whether the backward pass of a call has begun on this rank.
+
+        number: the number of a call that was open on a peer. It was open on this rank, too.
+        """
+        oldest = next(iter(self.open_calls)) if len(self.open_calls) == MOST_OPEN else 0
+        return oldest <= number <= self.exchanges and number not in self.open_calls
 
     @contextlib.contextmanager
     def backward_pass(self, number: int, layer: str) -> Iterator[None]:
@@ -97,6 +126,7 @@ class GroupRecord:
         layer: the name of the call's layer.
         """
         self.open_calls.pop(number, None)
+        self.last_backward = self.exchanges
         before = self.backward_of, self.backward_of_layer
         self.backward_of = number
         self.backward_of_layer = layer

@@ -13,6 +13,9 @@ There are two reasons for a meeting.
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
+   The rank also waits before it reduces or clips gradients of the layer, and if its last backward pass has
+   left out the call of another layer.
+
 2. Comparisons of options. A rank may compare its options in a call while its peers do not. Their messages
    would have different sizes, which would abort processes. So the rank waits in a meeting before it compares
    its options, in two cases:
@@ -33,6 +36,7 @@ meeting for a backward pass on a GPU.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -71,7 +75,7 @@ class Meeting:
         NUMBER/compare    is set if a rank has come to this meeting because it compares its options
         waiting           is set when a rank has waited for long in any meeting of the group
         waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has three
-                          lines: the call's number, `GroupRecord.open_calls`, and why the rank waits
+                          lines: the call's number, `GroupRecord.open_calls` in JSON, and why the rank waits
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
@@ -127,8 +131,8 @@ class Meeting:
         Peers read this record with `left_out`. A peer that will not make that call raises an error.
         """
         if not self._is_published:
-            numbers = ",".join(map(str, self._record.open_calls))
-            self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{numbers}\n{self._why}")
+            calls = json.dumps(self._record.open_calls)
+            self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{calls}\n{self._why}")
             self._store.set(f"{self._folder}/waiting", "")
             self._is_published = True
 
@@ -147,8 +151,8 @@ class Meeting:
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits for a call in which this rank will not take part.
 
-    There are two cases: this rank runs a backward pass that the peer has skipped, or this rank has already
-    made the call for which the peer waits.
+    There are two cases: this rank runs or has run a backward pass that the peer has skipped, or this rank has
+    already made the call for which the peer waits.
 
     record: this rank's record of the group.
     own_rank: this rank's number in the group.
@@ -164,14 +168,17 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
         text = store.get(key).decode() if store.check([key]) else ""
         if not text:
             continue
-        call, numbers, why = text.split("\n", 2)
-        without_backward = set(map(int, filter(None, numbers.split(","))))
-        # Two cases: this rank runs a backward pass that the peer has skipped; or this rank has already made
-        # the call for which the peer waits, without a meeting before it.
-        if record.backward_of in without_backward and int(call) > record.exchanges:
+        call, calls, why = text.split("\n", 2)
+        layers = {int(number): layer for number, layer in json.loads(calls).items()}
+        skipped = [number for number in layers if record.has_closed(number)]
+        # Two cases: this rank runs or has run a backward pass that the peer has skipped; or this rank has
+        # already made the call for which the peer waits, without a meeting before it.
+        if skipped and int(call) > record.exchanges:
+            number = record.backward_of if record.backward_of in skipped else skipped[-1]
+            verb = "is running" if number == record.backward_of else "has run"
             sentences.append(
-                f"rank {rank} begins its next call without the backward pass of "
-                f"{record.backward_of_layer}, which rank {own_rank} is running: {CURE}"
+                f"rank {rank} goes on without the backward pass of {layers[number]}, which rank {own_rank} "
+                f"{verb}: {CURE}"
             )
         elif record.last_meeting < int(call) <= record.exchanges:
             sentences.append(f"rank {rank} {why}")

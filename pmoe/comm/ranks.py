@@ -174,7 +174,7 @@ class Ranks:
         if self.size == 1 or device.type != "cpu" or torch._C._current_graph_task_id() != -1:
             return 0
         self.open_call = self.call
-        self.record.open_call(self.call)
+        self.record.open_call(self.call, self.layer)
         return self.call
 
     def take_number(self, message_bytes: int) -> None:

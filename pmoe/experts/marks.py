@@ -1,4 +1,4 @@
-"""Marks: attributes that pmoe sets on experts' parameters, and that other tools read.
+"""Marks: attributes that pmoe sets on experts' parameters, and that other tools read. One is set by FSDP1.
 
 ``allreduce = False`` makes data-parallel wrappers leave a parameter alone, because ranks hold different
 experts.
@@ -59,3 +59,12 @@ def is_expert(parameter: Tensor) -> bool:
     parameter: of any shape.
     """
     return not getattr(parameter, "allreduce", True)
+
+
+def is_flattened(tensor: Tensor) -> bool:
+    """Returns whether FullyShardedDataParallel (FSDP1) has joined a tensor with others in a flat tensor.
+
+    Each rank keeps a piece of the flat tensor. So the tensor, of any shape, may have other dimensions and
+    fewer values than the parameter that it was.
+    """
+    return hasattr(tensor, "_fsdp_flattened")

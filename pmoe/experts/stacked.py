@@ -303,7 +303,7 @@ class StackedExperts(Experts):
     @property
     def element_size(self) -> int:
         """Bytes of one number of the parameters, which all have the same dtype."""
-        parameter = self._parameters.get("w2")
+        parameter = self._parameters.get("w2", vars(self).get("w2"))  # FSDP1 makes it a plain attribute
         return (next(self.parameters()) if parameter is None else parameter).element_size()
 
     def _scratch_rows(self, device_type: str) -> int:

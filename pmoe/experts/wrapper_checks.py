@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.base import Experts
-from pmoe.experts.marks import is_expert
+from pmoe.experts.marks import is_expert, is_flattened
 from pmoe.experts.operands import local_part
 from pmoe.experts.values import has_values
 
@@ -108,7 +108,7 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
                 yield FSDP2, set(group.mesh_info.mesh.mesh.flatten().tolist())
     bases = (getattr(value, "_base", None) for module in modules for value in vars(module).values())
     # The older FSDP turns parameters into views of one flat tensor, which has this mark, sharded or whole.
-    if any(hasattr(base, "_fsdp_flattened") for base in bases):
+    if any(map(is_flattened, bases)):
         yield FSDP1, set()
 
 

@@ -17,6 +17,7 @@ experts of transformers and torchtitan, in files of `pmoe.integrations`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +25,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.call.decision import LastCall, LastRowCounts, RunReport
 from pmoe.call.operator_kinds import KINDS, OperatorKind
 from pmoe.decide.route import cast_dtype
 from pmoe.experts.operands import local_part
 from pmoe.graph.operators import LAYERS, number_of
+from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
     from pmoe.layer.moe_layer import MoELayer
@@ -57,7 +61,9 @@ KEPT: dict[int, KeptGraph] = {}
 _NUMBERS = itertools.count(1)
 
 
-def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) -> list[Tensor]:
+def run_in_graph(
+    kind: str, module: nn.Module, inputs: Sequence[Tensor | None], *, communicates: bool = True
+) -> list[Tensor]:
     """Runs a module as one operator of the graph, `run_and_keep`, and returns the module's results.
 
     torch.compile traces this function. The operator's gradients are computed by `run_backward`.
@@ -65,6 +71,8 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     kind: the name of the module's `OperatorKind`, such as "layer" for a MoELayer.
     module: the module.
     inputs: the module's inputs; None for an input that was not passed.
+    communicates: whether the module may run on several ranks. If it is False, the operator is
+        `run_and_keep_alone`, which torch.utils.checkpoint inside of the graph can run again.
     """
     grad = torch.is_grad_enabled()
     # `local_part` would cut the graph of autograd here.
@@ -75,7 +83,10 @@ def run_in_graph(kind: str, module: nn.Module, inputs: Sequence[Tensor | None]) 
     needs_grad = [grad and each.requires_grad for each in given]
     device = given[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    results: list[Tensor] = run_and_keep(
+    if communicates:
+        _warn_of_buckets()
+    operator = run_and_keep if communicates else run_and_keep_alone
+    results: list[Tensor] = operator(
         kind, _number(module), given, is_given, parameters, is_trained, needs_grad, autocast
     )
     num_copies = len(given) if any(needs_grad) or any(is_trained) else 0
@@ -88,11 +99,31 @@ def _number(module: nn.Module) -> int:
     return number_of(module)
 
 
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _warn_of_buckets() -> bool:
+    """Warns if torch.compile may cut the graph into the buckets of DistributedDataParallel.
+
+    torch takes the values by which it keeps operators in order for results of a part of the graph. It then
+    raises an error about shapes, which names neither the cause nor the cure.
+
+    Returns True, because torch.compile needs a result that stays the same.
+    """
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer":  # type: ignore[no-untyped-call]
+        trained = (each.untyped_storage().nbytes() for each in ddp._module_parameters if each.requires_grad)
+        if sum(trained) > dist._DEFAULT_FIRST_BUCKET_BYTES:
+            warn_once(
+                "torch.compile may fail on a MoE layer inside of DistributedDataParallel, because it cuts "
+                "the graph into DDP's buckets: set torch._dynamo.config.optimize_ddp = False before the "
+                "first step"
+            )
+    return True
+
+
 # ---- the operators
 
 
-@torch.library.custom_op("pmoe_graph::run_and_keep", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def run_and_keep(
+def _run_and_keep(
     kind: str,
     number: int,
     inputs: Sequence[Tensor],
@@ -168,8 +199,7 @@ def _check_own(module: nn.Module, own_parameters: Sequence[Tensor], parameters: 
         )
 
 
-@run_and_keep.register_fake
-def _(
+def _fake_run_and_keep(
     kind: str,
     number: int,
     inputs: Any,
@@ -195,8 +225,7 @@ def _all_inputs(inputs: Sequence[Tensor], is_given: Sequence[bool]) -> list[Tens
     return [next(remaining) if given else None for given in is_given]
 
 
-@torch.library.custom_op("pmoe_graph::run_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def run_backward(
+def _run_backward(
     gradients: Sequence[Tensor],
     ticket: Tensor,
     inputs: Sequence[Tensor],
@@ -232,8 +261,9 @@ def run_backward(
     return [_laid_out(gradient, source) for gradient, source in zip(found, kept.sources, strict=True)]
 
 
-@run_backward.register_fake
-def _(gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any) -> list[Tensor]:
+def _fake_run_backward(
+    gradients: Any, ticket: Any, inputs: Any, parameters: Any, needs_grad: Any
+) -> list[Tensor]:
     wanted = [each for each, needed in zip(inputs, needs_grad, strict=True) if needed]
     return [torch.empty_like(each) for each in (*wanted, *parameters)]
 
@@ -255,21 +285,47 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(output[-1], *output[ctx.num_results : -1], *trained)
 
 
-def _backward(ctx: Any, gradients: Sequence[Tensor]) -> Any:
-    """Returns a gradient for each argument of `run_and_keep`; None for arguments without gradient."""
+def _backward(operator: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
+    """Returns a gradient for each argument of `run_and_keep`; None for arguments without gradient.
+
+    operator: `run_backward`, or `run_backward_alone` after `run_and_keep_alone`.
+    """
     ticket, *tensors = ctx.saved_tensors
     inputs, parameters = tensors[: ctx.num_inputs], tensors[ctx.num_inputs :]
-    found = iter(run_backward(gradients[: ctx.num_results], ticket, inputs, parameters, ctx.needs_grad))
+    found = iter(operator(gradients[: ctx.num_results], ticket, inputs, parameters, ctx.needs_grad))
     of_inputs = [next(found) if needed else None for needed in ctx.needs_grad]
     of_parameters = [next(found) if trains else None for trains in ctx.is_trained]
     return None, None, of_inputs, None, of_parameters, None, None, None
 
 
-run_and_keep.register_autograd(_backward, setup_context=_save)
+def _defined(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Returns an operator of the library "pmoe_graph".
+
+    name: its name in the library.
+    function: what it does.
+    fake: the same for tensors without values.
+    """
+    options: Any = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
+    operator = torch.library.custom_op(f"pmoe_graph::{name}", **options)(function)
+    operator.register_fake(fake)
+    return operator
+
+
+run_and_keep: Any = _defined("run_and_keep", _run_and_keep, _fake_run_and_keep)
+run_backward: Any = _defined("run_backward", _run_backward, _fake_run_backward)
+run_and_keep.register_autograd(functools.partial(_backward, run_backward), setup_context=_save)
 
 # These operators communicate, so all ranks must run them in one order: that of the model's calls.
 run_and_keep.register_effect(EffectType.ORDERED)
 run_backward.register_effect(EffectType.ORDERED)
+
+run_and_keep_alone: Any = _defined("run_and_keep_alone", _run_and_keep, _fake_run_and_keep)
+"""`run_and_keep` for modules of one rank, without an order between calls.
+
+Compilers fail if torch.utils.checkpoint runs an operator with an order again in the backward pass.
+"""
+run_backward_alone: Any = _defined("run_backward_alone", _run_backward, _fake_run_backward)
+run_and_keep_alone.register_autograd(functools.partial(_backward, run_backward_alone), setup_context=_save)
 
 WITHOUT_AUTOGRAD = ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
 """Dispatch keys that PyTorch excludes while an operator's own code runs, so that it records no graph."""

@@ -10,8 +10,8 @@ each layer:
       deepspeed           `Marker`, a deepspeed.moe.layer.MoE: numbers and names of the experts
 
 In DeepSpeed's checkpoints each expert has a file of its own. So the weights of experts can be loaded even if
-the experts are now spread over another number of ranks. ZeRO's optimizer states can be loaded only with the
-same number of ranks.
+the experts are now spread over another number of ranks. Optimizer states can be loaded only if experts are
+spread over as many ranks as before, and with ZeRO only on the same number of ranks.
 
 Stage 3 is refused, because DeepSpeed accepts no module of the class MoE there.
 """
@@ -65,6 +65,9 @@ MARKER = "deepspeed"
 
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule, deepspeed.DeepSpeedEngine)
 """Wrappers that must not be around a model that DeepSpeed gets, or around a part of it."""
+
+EP_SIZES = "pmoe_ep_sizes"
+"""Entry of DeepSpeed's checkpoints with the number of ranks over which each layer's experts are spread."""
 
 COMPARED = (
     "train_batch_size",
@@ -125,6 +128,9 @@ def initialize(
     Without ZeRO and in float32, DeepSpeed would clip gradients by the mean of the ranks' norms, as if all
     ranks had the same experts. In this case the engine clips by `pmoe.clip_grad_norm_` instead.
 
+    The engine's ``load_checkpoint`` raises ValueError if optimizer states were saved for experts that are
+    spread over another number of ranks.
+
     Collective. Raises what `mark` raises. Raises ValueError or TypeError on all ranks if the configuration of
     any rank is wrong or has ZeRO's stage 3, if an optimizer has no groups of experts' parameters, if ZeRO
     would have nothing to train in the experts, if ranks have different values of the stage or of an entry in
@@ -133,7 +139,7 @@ def initialize(
     ranks = Ranks()
     with all_fail_together(ranks, stage="checking the configuration for DeepSpeed"):
         entries = _entries(config)
-        stage = _stage(entries)
+        stage = zero_stage(entries)
     compared = {f"config's {name}": entries.get(name) for name in COMPARED}
     _check_same(ranks, {"config's zero_optimization (stage)": stage, **compared})
     mark(model)
@@ -152,6 +158,7 @@ def initialize(
         engine.clip_fp32_gradients = lambda: clip_grad_norm_(engine.module, engine.gradient_clipping())
     _load_own_frozen_experts(engine)
     _save_trained_experts(engine)
+    _refuse_states_of_other_ranks(engine, stage)
     return made  # type: ignore[no-any-return]
 
 
@@ -354,6 +361,76 @@ def _save_trained_experts(engine: Any) -> None:
     engine._save_moe_checkpoint = save_moe_checkpoint
 
 
+def _refuse_states_of_other_ranks(engine: Any, stage: int) -> None:
+    """Makes an engine refuse optimizer states that belong to experts of other ranks.
+
+    DeepSpeed saves optimizer states by ranks. ZeRO notices another number of ranks. It does not notice that
+    experts are spread over another number of the same ranks, and would give each rank states of other
+    experts.
+
+    engine: DeepSpeed's engine.
+    stage: ZeRO's stage, 0 to 2.
+    """
+    save = engine._save_moe_checkpoint
+    load = engine._load_checkpoint
+    load_module = engine.load_module_state_dict
+    wants_states = True
+
+    def ep_sizes() -> dict[str, int]:
+        layers = engine.module.named_modules()
+        return {name: layer.ranks.size for name, layer in layers if isinstance(layer, MoELayer)}
+
+    def save_moe_checkpoint(
+        *args: Any, client_state: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        save(*args, client_state={**(client_state or {}), EP_SIZES: ep_sizes()}, **options)
+
+    def load_checkpoint(
+        *args: Any, load_optimizer_states: bool = True, load_module_only: bool = False, **options: Any
+    ) -> Any:
+        nonlocal wants_states
+        wants_states = load_optimizer_states and not load_module_only
+        wanted = {"load_optimizer_states": load_optimizer_states, "load_module_only": load_module_only}
+        return load(*args, **wanted, **options)
+
+    def load_module_state_dict(checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
+        # The entry is taken out, because DeepSpeed returns entries that it does not know as the user's.
+        saved = checkpoint.pop(EP_SIZES, {})
+        if wants_states:
+            _check_same_ranks(saved, ep_sizes())
+            num_ranks = checkpoint["dp_world_size"]
+            if stage > 0 and num_ranks != engine.dp_world_size:
+                raise ValueError(
+                    f"checkpoint (of {num_ranks} ranks) must be loaded on as many ranks, not on "
+                    f"{engine.dp_world_size}, because ZeRO {stage} saves optimizer states by ranks: continue "
+                    f"on {num_ranks} ranks, {WEIGHTS_ALONE}"
+                )
+        load_module(checkpoint, *args, **options)
+
+    engine._save_moe_checkpoint = save_moe_checkpoint
+    engine._load_checkpoint = load_checkpoint
+    engine.load_module_state_dict = load_module_state_dict
+
+
+WEIGHTS_ALONE = "or load the weights alone (load_module_only=True), with new optimizer states"
+"""The end of errors about optimizer states of other ranks. It says what to do."""
+
+
+def _check_same_ranks(saved: Mapping[str, int], own: Mapping[str, int]) -> None:
+    """Raises ValueError if a layer's experts were spread over another number of ranks when they were saved.
+
+    saved: for each layer's name in the checkpoint, the number of ranks over which its experts were spread.
+    own: the same for the layers of the model.
+    """
+    for name, size in saved.items():
+        if name in own and own[name] != size:
+            raise ValueError(
+                f"checkpoint (experts of {name or 'model'} over {size} ranks) must be loaded with experts "
+                f"over as many ranks, not over {own[name]}, because DeepSpeed saves optimizer states by "
+                f"ranks: build the layer with group(ep_size={size}), {WEIGHTS_ALONE}"
+            )
+
+
 # ---- checks
 
 
@@ -376,7 +453,7 @@ def _entries(config: object) -> Mapping[str, Any]:
     return config
 
 
-def _stage(entries: Mapping[str, Any]) -> int:
+def zero_stage(entries: Mapping[str, Any]) -> int:
     """Returns ZeRO's stage in a configuration of DeepSpeed, 0 to 2.
 
     entries: the configuration.

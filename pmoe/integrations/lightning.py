@@ -64,12 +64,7 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loaded: _Checkpoint | None = None
-        version = str(lightning.__version__)
-        if not version.startswith(f"{TESTED}."):
-            warn_once(
-                f"lightning {version} is not {TESTED}, with which pmoe was tested: if something fails, "
-                f'pip install "lightning=={TESTED}.*"'
-            )
+        warn_of_release()
 
     def setup(self, trainer: Any) -> None:
         """Prepares the module and its optimizers. Lightning calls it on every rank.
@@ -114,7 +109,7 @@ class SpreadDDPStrategy(DDPStrategy):  # type: ignore[misc]
         with all_fail_together(Ranks(), stage="saving Lightning's part of a checkpoint"):
             if storage_options is not None:
                 raise ValueError(f"storage_options ({storage_options!r}) must be None with SpreadDDPStrategy")
-            _check_no_weights(checkpoint)
+            check_no_weights(checkpoint)
             if self.is_global_zero:
                 os.makedirs(filepath, exist_ok=True)
                 self.checkpoint_io.save_checkpoint(checkpoint, own)
@@ -185,6 +180,16 @@ class _Checkpoint:
         return str(self.folder)
 
 
+def warn_of_release() -> None:
+    """Warns once if the release of Lightning is not the one that was tested."""
+    version = str(lightning.__version__)
+    if not version.startswith(f"{TESTED}."):
+        warn_once(
+            f"lightning {version} is not {TESTED}, with which pmoe was tested: if something fails, "
+            f'pip install "lightning=={TESTED}.*"'
+        )
+
+
 def _file_of(path: Path) -> Path:
     """Returns the path of Lightning's own file in a checkpoint of `SpreadDDPStrategy`.
 
@@ -238,7 +243,7 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
-def _check_no_weights(checkpoint: Mapping[str, Any]) -> None:
+def check_no_weights(checkpoint: Mapping[str, Any]) -> None:
     """Raises ValueError if Lightning's dict has weights of the model, which would be those of rank 0 only.
 
     checkpoint: the dict that Lightning saves on rank 0.

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import at_stage, meet_before_reduction
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import mark_all
 from pmoe.experts.dtensor_layout import hold_own_parts
-from pmoe.experts.marks import is_expert
+from pmoe.experts.marks import is_expert, is_flattened
 from pmoe.experts.operands import local_part
 from pmoe.layer import MoELayer
 
@@ -55,6 +55,8 @@ def clip_grad_norm_(
 
             - a DTensor may have any mesh and placements;
             - a plain tensor must be the same on all ranks, unless it belongs to an expert;
+            - parameters that FullyShardedDataParallel (FSDP1) shards are plain tensors that differ between
+              ranks. Pass the model then: only its wrappers know over how many ranks they are split;
             - experts that `pmoe.parallelize` has not made DTensors are plain tensors that differ between
               ranks. Pass the model then: only its layers know how many ranks hold a copy of each expert.
         max_norm: largest norm that gradients may have afterwards, at least 0.
@@ -72,8 +74,8 @@ def clip_grad_norm_(
     rounding it is the norm that one process with the whole model would compute.
 
     Raises ValueError if a number is out of its range, if a gradient is not reduced yet (a Partial DTensor),
-    if the group is too small, or if parameters of experts need their model and are passed without it. Raises
-    RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite.
+    if the group is too small, or if parameters of experts or of FSDP1 need their model and are passed without
+    it. Raises RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite.
     """
     check_number(max_norm=max_norm, norm_type=norm_type)
     check_flag("error_if_nonfinite", error_if_nonfinite)
@@ -85,7 +87,11 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
     ranks = Ranks(group)
     named = _named(parameters)
-    gradients = _grouped(named, _copies_of_experts(parameters, named, ranks.size), ranks.size)
+    if isinstance(parameters, nn.Module):
+        meet_before_reduction(layer.ranks for layer in parameters.modules() if isinstance(layer, MoELayer))
+    copies = _copies_of_experts(parameters, named, ranks.size)
+    copies |= _copies_of_shards(parameters, named, ranks.size)
+    gradients = _grouped(named, copies, ranks.size)
     norm = _norm(gradients, norm_type, _scalar_device(named, ranks), ranks, foreach)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -173,30 +179,56 @@ def _copies_of_experts(model: object, named: Iterable[tuple[str, Tensor]], num_r
     return copies
 
 
+def _copies_of_shards(model: object, named: Iterable[tuple[str, Tensor]], num_ranks: int) -> dict[int, int]:
+    """Returns how many ranks hold each value of a parameter of FSDP1, by the parameter's ``id()``.
+
+    model: the argument ``parameters`` of `clip_grad_norm_`: a model, or its parameters. Only a model has the
+        wrappers that know over how many ranks a parameter is split.
+    named: the same parameters, of any shape, as (name, parameter) pairs.
+    num_ranks: number of ranks that hold the model together.
+
+    Raises ValueError if ``named`` has a parameter that FullyShardedDataParallel manages, and ``model`` does
+    not contain its wrapper.
+    """
+    flattened = {id(parameter): name for name, parameter in named if is_flattened(parameter)}
+    if not flattened or num_ranks == 1:
+        return {}
+    from pmoe.training.fsdp1 import num_parts
+
+    parts = num_parts(model) if isinstance(model, nn.Module) else {}
+    for key, name in flattened.items():
+        if key not in parts:
+            raise ValueError(
+                f"parameters ({name} is sharded by FullyShardedDataParallel) must be the model with its "
+                "wrapper: otherwise it is not known over how many ranks the parameter is split"
+            )
+    return {key: _copies_of(name, parts[key], num_ranks) for key, name in flattened.items()}
+
+
 def _grouped(
-    named: Iterable[tuple[str, Tensor]], copies_of_experts: Mapping[int, int], num_ranks: int
+    named: Iterable[tuple[str, Tensor]], copies_of: Mapping[int, int], num_ranks: int
 ) -> GradientGroups:
     """Returns this rank's gradients, grouped by device, dtype and number of ranks that hold each value.
 
     named: (name, parameter) pairs, with parameters of any shape.
-    copies_of_experts: how many copies of an expert parameter the ranks hold, by the parameter's ``id()``.
+    copies_of: how many ranks hold each value of a parameter of experts or of FSDP1, by its ``id()``.
     num_ranks: number of ranks that hold the model together.
     """
     groups: GradientGroups = {}
     for name, parameter in named:
         if parameter.grad is not None:
             gradient = local_gradient(parameter.grad)
-            copies = _num_copies(name, parameter, copies_of_experts, num_ranks)
+            copies = _num_copies(name, parameter, copies_of, num_ranks)
             groups.setdefault((gradient.device, gradient.dtype, copies), []).append(gradient)
     return groups
 
 
-def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, int], num_ranks: int) -> int:
+def _num_copies(name: str, parameter: Tensor, copies_of: Mapping[int, int], num_ranks: int) -> int:
     """Returns how many ranks hold each single value of a parameter's gradient.
 
     name: the parameter's name, for errors.
     parameter: a parameter of any shape, with a gradient.
-    copies_of_experts: how many copies of an expert parameter the ranks hold, by the parameter's ``id()``.
+    copies_of: how many ranks hold each value of a parameter of experts or of FSDP1, by its ``id()``.
     num_ranks: number of ranks that hold the model together.
 
     Raises ValueError if the gradient is not reduced yet, or if num_ranks is not a multiple of the number of
@@ -206,7 +238,9 @@ def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, in
     parts = 1
     if is_expert(parameter) and not isinstance(gradient, DTensor):
         inside: int = getattr(parameter, "num_copies", 1)
-        return copies_of_experts.get(id(parameter), 1) * inside
+        return copies_of.get(id(parameter), 1) * inside
+    if id(parameter) in copies_of and not isinstance(gradient, DTensor):
+        return copies_of[id(parameter)]
     if isinstance(gradient, DTensor):
         for dimension, placement in enumerate(gradient.placements):
             if placement.is_partial():
@@ -215,7 +249,7 @@ def _num_copies(name: str, parameter: Tensor, copies_of_experts: Mapping[int, in
                 )
             parts *= 1 if placement.is_replicate() else gradient.device_mesh.size(dimension)
         if is_expert(parameter) and _lacks_spread(parameter):
-            num_ranks = copies_of_experts.get(id(parameter), num_ranks)
+            num_ranks = copies_of.get(id(parameter), num_ranks)
     return _copies_of(name, parts, num_ranks)
 
 

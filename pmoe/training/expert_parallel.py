@@ -237,7 +237,8 @@ def parameter_groups(
             Biases, and vectors of gates, get weight_decay 0.
 
     Raises TypeError if ``parameters`` is none of these. Also raises TypeError if lr or weight_decay is passed
-    and ``parameters`` is not a model.
+    and ``parameters`` is not a model, and ValueError if one of them is passed and FullyShardedDataParallel
+    manages a parameter of the model.
     """
     if lr is not None or weight_decay is not None:
         return parameter_groups(_groups_by_kind(parameters, lr, weight_decay))

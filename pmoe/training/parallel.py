@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from pmoe import arguments
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import at_stage, meet_before_reduction
 from pmoe.comm.group_options import share_timeout
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
@@ -201,6 +201,7 @@ def reduce_gradients(
     _check_layers(model, meshes)
     mark_all(model)
     replicated_ids = _checked_replicated(model, replicated)
+    meet_before_reduction(layer.ranks for layer in model.modules() if isinstance(layer, MoELayer))
     groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
     scaled: dict[tuple[int, object, object], list[Tensor]] = {}
     summed: dict[tuple[str, object, object], list[Tensor]] = {}

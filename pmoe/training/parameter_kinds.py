@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from pmoe.experts.marks import is_stacked, num_dims
+from pmoe.experts.marks import is_flattened, is_stacked, num_dims
 from pmoe.gates import Gate
 from pmoe.layer import MoELayer
 
@@ -89,6 +89,12 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
             embeddings.update(module.parameters())
     kinds = dict[Tensor, ParameterKind]()
     for name, parameter in model.named_parameters():
+        if is_flattened(parameter):
+            raise ValueError(
+                f"model (with {name} in FullyShardedDataParallel) must not be wrapped yet, because pieces of "
+                "flat parameters do not show what they are: make the groups or the optimizer before, and "
+                "wrap the model with use_orig_params=True"
+            )
         is_matrix = num_dims(parameter) >= 2 and not _is_bias(name)
         stacked = is_stacked(parameter)
         if parameter in gates:

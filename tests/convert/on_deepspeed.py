@@ -137,11 +137,14 @@ def compare_checkpoints(ranks: int, folder: Path) -> None:
             assert wanted <= names, names
         whole = train(engine, batches()[3:])
         resumed = engine_of(ranks, stage, ranks, seed=5, clip=CLIP)
-        resumed.load_checkpoint(place)
+        assert adapter.EP_SIZES not in resumed.load_checkpoint(place)[1]
         assert train(resumed, batches()[3:]) == whole, f"stage {stage}"
         x = batches()[3][0].chunk(ranks)[dist.get_rank()]
         engine.load_checkpoint(place)
         other = engine_of(ranks, stage, 1, seed=6)
+        if ranks > 1:
+            words = "checkpoint (experts of 1 over 2 ranks) must be loaded with experts over as many ranks"
+            refused(lambda other=other, place=place: other.load_checkpoint(place), words, "(ep_size=2), or")
         other.load_checkpoint(place, load_module_only=True)
         with torch.no_grad():
             torch.testing.assert_close(other.module(x), engine.module(x), rtol=1e-5, atol=1e-6)

@@ -42,17 +42,22 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(rows, M, generator=generator), torch.randn(rows, 4, generator=generator))
 
 
-def plain_losses() -> list[str]:
+def plain_losses(accumulates: int = 1) -> list[str]:
+    """Returns the losses of the training on one rank.
+
+    accumulates: the number of batches of an optimizer step.
+    """
     model = network(Ranks.single(), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for x, y in EPOCHS * list(DataLoader(data(), batch_size=BATCH)):
-        optimizer.zero_grad()
+    for at, (x, y) in enumerate(EPOCHS * list(DataLoader(data(), batch_size=BATCH)), start=1):
         loss = (model(x) - y).square().mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+        (loss / accumulates).backward()
         losses.append(f"{loss.item():.4f}")
+        if at % accumulates == 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
     return losses
 
 

@@ -92,6 +92,20 @@ def test_lightning_trains_as_one_rank_does_and_resumes_on_other_numbers_of_ranks
 
 
 @pytest.mark.slow
+def test_lightnings_deepspeed_strategy_trains_as_one_rank_does_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in (2, 1):
+        folder = tmp_path / f"on {ranks}"
+        folder.mkdir()
+        for text in run_ranks("on_lightning_deepspeed", ranks, folder):
+            assert text.count("losses of one rank, also after resuming") == 3 * ranks, text
+            assert text.count("checkpoints of 2 ranks: loaded or refused by name") == 1, text
+            assert "refusals: named" in text, text
+        monkeypatch.setenv("PMOE_EARLIER", str(folder))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("heading", ["DeepSpeed", "Lightning", "Megatron-Core", "torchtitan"])
 def test_the_lines_of_the_page_of_stacks_run(

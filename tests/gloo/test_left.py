@@ -244,7 +244,7 @@ def test_a_backward_pass_that_one_rank_leaves_out_is_told_to_all(world: int, opt
         assert steps[:2] == ["", ""]
         told_here = steps[2] or steps[3]
         assert "took longer than the group's timeout" not in told_here
-        assert f"rank {world - 1} begins its next call without the backward pass of MoELayer 2" in told_here
+        assert f"rank {world - 1} goes on without the backward pass of MoELayer 2" in told_here
         assert "adds 0 * y.sum() to it" in told_here
         assert bool(steps[2]) == (rank < world - 1)
         assert "left its process group in the middle of a pass" in steps[4]
@@ -435,7 +435,7 @@ def test_a_loop_whose_backward_passes_run_never_meets() -> None:
 def test_open_calls_are_kept_up_to_a_number() -> None:
     record = GroupRecord()
     for number in range(1, MOST_OPEN + 10):
-        record.open_call(number)
+        record.open_call(number, "a layer")
     assert list(record.open_calls) == list(range(10, MOST_OPEN + 10))
     with record.backward_pass(12, "a layer"):
         assert record.backward_of == 12 and 12 not in record.open_calls

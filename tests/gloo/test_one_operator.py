@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import pmoe
+from pmoe import warn
 from pmoe.graph import one_operator
-from tests.pool import ranks
+from tests.gloo.kit import error_of
+from tests.pool import Pool, ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "chunks that reuse memory": {"pipeline": 2, "memory_reuse": "S4"},
@@ -80,6 +83,40 @@ def data_parallel_job(rank: int, world: int) -> None:
 @pytest.mark.slow
 def test_ddp_around_layers_that_are_spread() -> None:
     ranks(2).run(data_parallel_job, timeout=120)
+
+
+def buckets_job(rank: int, world: int) -> None:
+    """DDP has parameters for several buckets, into which torch would cut the graph."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        kind: dict[str, Any] = {"dtype": torch.float64}
+        layers = [pmoe.MoELayer(16, 32, 4, 2, group=mesh.get_group("ep"), **kind) for _ in range(2)]
+        dense = [nn.Linear(16, 4096, **kind), nn.ReLU(), nn.Linear(4096, 16, **kind)]
+        model = pmoe.parallelize(nn.Sequential(layers[0], *dense, layers[1]), mesh)
+        replicas = DistributedDataParallel(model, bucket_cap_mb=1)
+        forward = torch.compile(replicas, backend="aot_eager") if is_compiled else replicas
+        x = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        with torch._dynamo.config.patch(optimize_ddp=False):
+            found.append(step(model, forward, x))
+        if is_compiled:
+            torch._dynamo.reset()
+            warn.GIVEN.clear()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                error_of(lambda forward=forward, x=x: forward(x))  # torch 2.13 raises an error about shapes
+            assert any("torch._dynamo.config.optimize_ddp = False" in str(each.message) for each in caught)
+    for value, wanted in zip(*found, strict=True):
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in (value, wanted)]
+        torch.testing.assert_close(*local, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_ddp_whose_buckets_would_cut_the_graph_is_warned_of() -> None:
+    with Pool(2) as pool:
+        pool.run(buckets_job, timeout=120)
 
 
 def failing_job(rank: int, world: int) -> str:

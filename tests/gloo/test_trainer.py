@@ -61,8 +61,22 @@ def losses_of(trainer: Any) -> list[float]:
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
-def trainer_job(rank: int, world: int, path: Path, out: Path, resume: bool) -> list[float]:
+def trainer_job(
+    rank: int,
+    world: int,
+    path: Path,
+    out: Path,
+    resume: bool,
+    frozen: str = "no parameter",
+    changes: dict[str, Any] | None = None,
+) -> list[float]:
+    """Returns the losses of all steps, those before the checkpoint included.
+
+    frozen: parameters with this text in their name are not trained.
+    changes: changes of the TrainingArguments.
+    """
     as_launched(rank, world)
+    torch._dynamo.reset()
     import transformers
     from transformers.distributed import DistributedConfig
 
@@ -75,8 +89,10 @@ def trainer_job(rank: int, world: int, path: Path, out: Path, resume: bool) -> l
     model = transformers.MixtralForCausalLM.from_pretrained(
         path, dtype=torch.float32, distributed_config=spread
     )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
     rows = [{"input_ids": row, "labels": row} for row in batch(48)]
-    trainer = trainer_of(model, out, world, rows)
+    trainer = trainer_of(model, out, world, rows, **(changes or {}))
     trainer.train(resume_from_checkpoint=True if resume else None)
     return losses_of(trainer)
 
@@ -100,6 +116,34 @@ def test_a_trainer_with_spread_experts_resumes_on_other_numbers_of_ranks_with_th
         resumed = ranks(world).run(trainer_job, tmp_path / "model", copy, True, timeout=240)[0]
         assert [f"{loss:.4f}" for loss in resumed] == [f"{loss:.4f}" for loss in whole], world
         assert (copy / "checkpoint-8" / "pmoe" / "latest.json").is_file()
+
+
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+VARIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a frozen router, compiled": (
+        "gate.weight",
+        CHECKPOINTED | {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    ),
+    "frozen experts": ("experts", {}),
+    "a fused optimizer": ("no parameter", {"optim": "adamw_torch_fused", "optim_args": None}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("frozen, changes", VARIED.values(), ids=VARIED)
+def test_what_is_frozen_compiled_or_fused_resumes_too(
+    frozen: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    make_model("Mixtral", "eager").save_pretrained(tmp_path / "model")
+    out = tmp_path / "out"
+    whole = ranks(2).run(trainer_job, tmp_path / "model", out, False, frozen, changes, timeout=240)[0]
+    for world in (2, 1):
+        copy = interrupted(out, tmp_path / f"on {world}")
+        resumed = ranks(world).run(trainer_job, tmp_path / "model", copy, True, frozen, changes, timeout=240)[
+            0
+        ]
+        assert [f"{loss:.4f}" for loss in resumed] == [f"{loss:.4f}" for loss in whole], world
 
 
 @pytest.mark.slow

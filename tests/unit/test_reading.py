@@ -129,6 +129,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.layer.predict_memory": "Only a memory budget or a prediction needs it, and it loads planner/.",
     "pmoe.layer.reshard": "Only a layer that is spread over a mesh, or drawn again, needs it.",
     "pmoe.ordering.einsum": "Only layers with this ordering, a slow reference, need it.",
+    "pmoe.training.fsdp1": "Only models in FullyShardedDataParallel (FSDP1) need it.",
     "pmoe.schedule.ring_buffers": (
         "A layer uses this schedule or the one with separate buffers, and `import pmoe` neither."
     ),

@@ -29,7 +29,8 @@ from pmoe.schedule import restore
 from tests.snippets import GUIDES, ROOT, blocks
 
 UNSEEN = tuple(
-    f"pmoe.integrations.{stack}." for stack in ("deepspeed", "fairseq", "lightning", "megatron", "torchtitan")
+    f"pmoe.integrations.{stack}."
+    for stack in ("deepspeed", "fairseq", "lightning", "lightning_deepspeed", "megatron", "torchtitan")
 )
 """Modules with subclasses of what is not installed where types are checked."""
 SCRIPT = ROOT / "tests" / "typed" / "script.py"

@@ -46,7 +46,8 @@ def _run_in_graph(
 
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         return layers.run_module(module, hidden_states, top_k_index, top_k_weights)
-    [y] = run_in_graph("experts", module, [hidden_states, top_k_index, top_k_weights])
+    batch = [hidden_states, top_k_index, top_k_weights]
+    [y] = run_in_graph("experts", module, batch, communicates=False)
     return y
 
 

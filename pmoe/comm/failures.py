@@ -29,7 +29,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -357,32 +357,48 @@ The whole key is pmoe/waits/LIFE/GROUP/RANK, with the words of `FAILED`.
 def _absent_ranks(key: str, size: int, number: int) -> str:
     """Returns a text with the ranks that have not reported that they wait for a step.
 
-    Returns after 2 seconds at the latest, because the store may be on a rank that has ended.
-
     key: the beginning of the ranks' keys (`WAITING`), without the rank.
     size: number of ranks.
     number: the number of the step.
     """
-    last_steps = list[int]()
+    last_steps = _values_of_ranks(key, size)
+    if last_steps is None:
+        return (
+            "the store of the group does not answer: the process that holds it, often rank 0, may have ended"
+        )
+    silent = [rank for rank, last_step in enumerate(last_steps) if int(last_step or 0) < number]
+    if not silent:
+        return "all ranks wait for it"
+    return f"{_named(silent)} not reported that {'it waits' if len(silent) == 1 else 'they wait'} for it"
+
+
+def _values_of_ranks(key: str, size: int) -> list[str] | None:
+    """Returns what each rank has written into the store under its key; "" for a rank that wrote nothing.
+
+    Returns None if the store does not answer within 2 seconds. It may be on a rank that has ended.
+
+    key: the beginning of the ranks' keys, without the rank.
+    size: number of ranks.
+    """
+    values = list[str]()
 
     def read() -> None:
         store = dist.distributed_c10d._get_default_store()
         with contextlib.suppress(RuntimeError):
-            for rank in range(size):
-                of_rank = f"{key}/{rank}"
-                last_steps.append(int(store.get(of_rank).decode()) if store.check([of_rank]) else 0)
+            for of_rank in (f"{key}/{rank}" for rank in range(size)):
+                values.append(store.get(of_rank).decode() if store.check([of_rank]) else "")
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     reader.join(2)
-    if len(last_steps) < size:
-        return "the group's store does not answer: the process that holds it, often rank 0, may have ended"
-    silent = [str(rank) for rank, last_step in enumerate(last_steps) if last_step < number]
-    if not silent:
-        return "all ranks wait for it"
-    if len(silent) == 1:
-        return f"rank {silent[0]} has not reported that it waits for it"
-    return f"ranks {', '.join(silent)} have not reported that they wait for it"
+    return values if len(values) == size else None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Returns the subject of a sentence about ranks, with its verb, such as "rank 3 has"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} has"
+    return f"ranks {', '.join(map(str, ranks))} have"
 
 
 def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
@@ -445,26 +461,9 @@ def _silent_ranks(record: GroupRecord, group: dist.ProcessGroup) -> str:
     record: this rank's record of the group.
     group: the group.
     """
-    values = list[str]()
-
-    def read() -> None:
-        store = dist.distributed_c10d._get_default_store()
-        for key in (f"{_pass_key(record)}/{rank}" for rank in range(group.size())):
-            values.append(store.get(key).decode() if store.check([key]) else "")
-
-    def read_if_it_answers() -> None:
-        with contextlib.suppress(RuntimeError):
-            read()
-
-    reader = threading.Thread(target=read_if_it_answers, daemon=True)
-    reader.start()
-    reader.join(2)
-    if len(values) < group.size():
-        return ""
-    silent = [str(rank) for rank, value in enumerate(values) if value != record.place_of_pass]
-    if not silent:
-        return ""
-    return f"rank {silent[0]} has" if len(silent) == 1 else f"ranks {', '.join(silent)} have"
+    values = _values_of_ranks(_pass_key(record), group.size())
+    silent = [rank for rank, value in enumerate(values or []) if value != record.place_of_pass]
+    return _named(silent) if silent else ""
 
 
 def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:

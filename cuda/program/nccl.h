@@ -196,11 +196,14 @@ class Communicator {
 
   // Begins to watch a pass, all calls of which have been issued. It ends when the stream gets here.
   void watch(cudaStream_t stream) {
+    const cudaEvent_t end = take_event();
+    // Without the lock: this call waits while the queue of launches is full, and then only abort_if_late(),
+    // which takes the lock, can go on.
+    const cudaError_t error = cudaEventRecord(end, stream);
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (unused_.empty()) unused_.push_back(make_event());
-    pmoe::check(cudaEventRecord(unused_.back(), stream), "cudaEventRecord of a pass's end");
-    passes_.push_back({unused_.back(), Clock::now()});
-    unused_.pop_back();
+    if (error) unused_.push_back(end);
+    pmoe::check(error, "cudaEventRecord of a pass's end");
+    passes_.push_back({end, Clock::now()});
   }
 
   // Aborts the communicator if the device or an exchange has failed, or if a pass has not ended in time:
@@ -254,6 +257,15 @@ class Communicator {
     int error = 0;
     const int failed = nccl_.CommGetAsyncError(communicator_, &error);
     return failed ? failed : error;
+  }
+
+  // Returns an event that marks the end of no pass.
+  cudaEvent_t take_event() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (unused_.empty()) return make_event();
+    const cudaEvent_t event = unused_.back();
+    unused_.pop_back();
+    return event;
   }
 
   // Aborts the communicator if the device has failed, or has not ended a pass in time.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from bench import bench_program
 from tests.programs import library
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_each_pass_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -20,7 +23,7 @@ def test_each_pass_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     _, _, rest = page.partition("<!-- calls of programs -->\n")
     shown = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -28,3 +31,15 @@ def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time() -> None:
     ]
     counted = [line.split() for line in bench_program.prediction_table(library()).splitlines()[1:]]
     assert shown == counted
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "number"),
+    [
+        ("permute/launch.h", "kMostCopies", bench_program.PLACES_OF_LAUNCH),
+        ("program/cuda_backend.h", "kMostUnsummed", bench_program.SUMS_OF_LAUNCH),
+    ],
+)
+def test_the_prediction_shares_launches_as_the_source_does(file: str, name: str, number: int) -> None:
+    source = (ROOT / "cuda" / file).read_text(encoding="utf-8")
+    assert re.findall(rf"constexpr \w+ {name} = (\d+);", source) == [str(number)]

@@ -210,6 +210,36 @@ def test_rows_of_unequal_ranks_are_divided_evenly() -> None:
         assert abs(sum(rows) - 2000) < 0.05 * 2000
 
 
+def grouped_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], float, list[int]]:
+    """What differs from a step without copies, the experts that this rank sends, and the rows it computes."""
+    layers = [build(4, 1, 0.9, (2,), balance=balance, **options) for balance in (0, 1)]
+    found = [step(layer, rank, world) for layer in layers]
+    experts_sent = layers[1].traffic.weights / EXPERT_BYTES
+    with torch.no_grad():
+        layers[1](tokens(1000, rank))
+    counts = layers[1].row_counts
+    assert counts is not None
+    return differences(found[1], found[0], 1e-12), experts_sent, counts.recv.sum((0, 2)).tolist()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline": 3, "memory_reuse": "S1"}, {"pipeline": 2, "pipeline_backward": 4}], ids=str
+)
+def test_hosts_on_another_node_get_an_expert_once_and_keep_rows_on_their_node(
+    options: dict[str, Any],
+) -> None:
+    found = ranks(4).run(grouped_job, {**options, "nodes": 2})
+    assert not any(wrong for wrong, _, _ in found)
+    # Rank 2 sends expert 2 to rank 3, and its halves to ranks 0 and 1. These send each other their halves. In
+    # backward they send each other halves of gradients, and then sums of halves to rank 2.
+    assert [sent for _, sent, _ in found] == [1.5, 1.5, 2.0, 1.0]
+    for rank, (_, _, rows) in enumerate(found):
+        assert abs(sum(rows) - 1000) <= 50
+        of_other_node = rows[2:] if rank < 2 else rows[:2]
+        assert sum(of_other_node) < 150  # about 500 if every rank divided its rows in the same way
+
+
 def learnt_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Steps that search n by trials, under a skewed and an even load; the tables of n that they learnt."""
     found = []

@@ -10,8 +10,9 @@ the fastest n of 1, 2, 4 and 8:
     without   the skewed load
     with      the skewed load, and copies of busy experts (`pmoe.planner.copies`), which are kept from forward
               to backward. Weights and gradients are messages of the same link as rows: parts of an expert
-              from its owner to the hosts of its copies, and then between these hosts. Owners and hosts
-              compute their own rows of a copied expert and do not send them (`pmoe.planner.copy_rows`). Of
+              from its owner to the hosts of its copies, and then between these hosts
+              (`pmoe.planner.copy_groups`). Owners and hosts compute their own rows of a copied expert and do
+              not send them, and other rows stay on their machine if they can (`pmoe.planner.copy_rows`). Of
               three plans the fastest counts
 
 Cases:

@@ -118,6 +118,7 @@ class TrialBatch:
             return NO_COPIES
         return CopyWork.of(
             copies.plan,
+            copies.rank_nodes.of_rank,
             is_sent=copies.fate != "present",
             stays=copies.kept is not None or self.modules.experts.are_modules,
             learned=trained_share(

@@ -125,7 +125,8 @@ class RankCounts:
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. If any
                          rank hosts copies, all counts have more than E_local columns: the last ones are for
                          copies
-        copied_experts   number of this rank's experts that have copies on other ranks
+        copied_experts   number of times that this rank sends one of its experts to a group of ranks that host
+                         copies of it (`pmoe.planner.copy_groups`)
         messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
                          else None. If there are messages, `joined` leaves recv_device as it is, in bins
         relayed          the results of `Exchange.relay_counts` for dispatch and for combine: for each bin,
@@ -141,8 +142,8 @@ class RankCounts:
                          the rows of each chunk fit into a ring slot, a buffer of fixed size, on every rank.
                          Chunks of a single bin are not cut. Empty if no chunks must be cut
         host_shortage    whether any rank lacks host memory for the rows that it receives
-        relays_copies    whether any expert has several copies. The ranks with these copies then pass the
-                         expert's weights on to each other
+        relays_copies    whether any expert has several copies in one group. The ranks with these copies then
+                         pass the expert's weights on to each other
         max_rows         largest number of rows that any rank receives, with its rows from itself. None if it
                          was not requested, or if a rank does not have exactly one row for each choice of its
                          tokens

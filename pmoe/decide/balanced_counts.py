@@ -60,7 +60,7 @@ from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.copy_price import prices_of_copy
-from pmoe.planner.copy_rows import GOLDEN, own_first_parts
+from pmoe.planner.copy_rows import GOLDEN, RankNodes, near_first_parts
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
@@ -211,7 +211,7 @@ class BalancedCounts(ExactCounts):
                 agreed.counts,
                 loads=loads,
                 hosted_copies=len(copies.hosted),
-                copied_experts=len(copies.sent_experts),
+                copied_experts=copies.num_sent,
                 relays_copies=copies.relays,
             )
             agreed = replace(agreed, counts=counts, copies=copies)
@@ -499,7 +499,8 @@ def planned_copies(
             num_ranks=num_ranks,
             num_local=modules.experts.num_local_experts,
             trained=trained,
-            own_first=own_first_parts(plan, counts.deviations, num_ranks, sum(loads)),
+            nodes=nodes,
+            near_first=near_first_parts(plan, counts.deviations, RankNodes(nodes), sum(loads)),
         )
 
     if kept is not None:

@@ -169,14 +169,19 @@ class CopiedModules(ModuleExperts):
         """
         template = self._template[0]
         before = {name: self._values[expert][place] for name, place in self._places.items()}
-        versions = [value._version for value in before.values()]
+        versions = [
+            _version(before[name], is_buffer=place >= len(self._trained))
+            for name, place in self._places.items()
+        ]
         values = dict(before)
         random = torch.get_rng_state()
         output = functional_call(template, values, (rows_NM,), tie_weights=False)
         if not torch.equal(random, torch.get_rng_state()):
             raise _not_copied(template, "draws random numbers")
-        for (name, value), version in zip(before.items(), versions, strict=True):
-            if values[name] is not value or value._version != version:
+        for (name, place), version in zip(self._places.items(), versions, strict=True):
+            value = before[name]
+            new_version = _version(value, is_buffer=place >= len(self._trained))
+            if values[name] is not value or not torch.equal(new_version, version):
                 raise _not_copied(template, f"changes its {name}")
         return output
 
@@ -194,6 +199,23 @@ class CopiedModules(ModuleExperts):
         of_all: list[Tensor | None] = [None] * (self.num_local_experts * len(self._trained))
         of_all[graph.first : graph.first + len(of_copy)] = of_copy
         return [of_rows, *of_all]
+
+
+def _version(value: Tensor, *, is_buffer: bool) -> Tensor:
+    """Returns a tensor that has another value after ``value`` was changed in place.
+
+    Torch counts the changes, but not those of a tensor that was made in inference mode. For a buffer the
+    result is then a copy of its bytes. Changes of a parameter are not noticed in inference mode: a module
+    seldom makes any, and a copy would need the memory of an expert.
+
+    value: a parameter or a buffer of a copy, of any shape.
+    is_buffer: whether it is a buffer.
+    """
+    if not value.is_inference():
+        return torch.tensor(value._version)
+    if not is_buffer:
+        return torch.tensor(0)
+    return value.contiguous().view(-1).view(torch.uint8).clone()
 
 
 def _not_copied(template: nn.Module, what: str) -> RuntimeError:

@@ -17,7 +17,8 @@ rates that were measured before (`pmoe.planner.profile`). Files, in the order in
     granularity, degree_trials             n by trials: MPipeMoE's ranges, and which n to try
     timed_rounds                           which trials to repeat, and which differences are more than noise
     gradient_partition                     when gradients of other layers are all-reduced
-    copies, copies_of_few_ranks, copy_rows which ranks get copies of busy experts, and which rows
+    copies, copies_of_few_ranks            which ranks get copies of busy experts
+    copy_groups, copy_rows                 which ranks pass a copy on, and which rows copies compute
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 

@@ -9,18 +9,25 @@ A host of an expert is a rank that computes rows of it: the owner of its paramet
 Time is counted in rows: one unit is the time in which a rank computes one row. The price of a copy is the
 number of rows that a rank could compute while the copy is sent. The predicted time of a rank is
 
-    time(rank) = rows that it computes
-                 + price of each copy that it hosts
-                 + for each of its own experts that has copies, the price of the dearest of these copies
+    time(rank) = rows that it computes + max(near * c, far * m)
 
-The price is ``far`` if the copy is on another node than its owner, else ``near``, and 0 if the rank has the
-copy from an earlier call. The owner pays only the dearest price, because it sends the weights only once: the
-hosts pass them on to each other. At the end, hosts that have few rows of their own give some rows back to
-owners, which compute while they send.
+    c = copies that the rank hosts + its own experts that have copies
+    m = most experts that any rank sends to other nodes, or receives from other nodes
 
-The plan makes the largest time of any rank small. Example: 4 ranks with one expert each, whose loads (rows of
-all ranks) are (70, 10, 10, 10). Each price is 1, and a rank may host one copy. Times are (rows of the rank's
-own expert) + (rows of the copy) + (price):
+Copies that ranks have from an earlier call count neither in c nor in m. An owner counts an expert only once,
+because the hosts pass the weights on to each other (`pmoe.planner.copy_groups`). Messages between nodes cost
+all ranks time: the link between nodes is the slowest, and ranks that send no weights over it wait, with their
+rows, for those that do. Messages inside nodes have a link of their own.
+
+So copies go to other nodes only if the nodes themselves are uneven. Then each rank sends at most one expert
+to another node, and receives at most one, as far as this suffices.
+
+At the end, hosts that have few rows of their own give some rows back to owners, which compute while they
+send.
+
+The plan makes the largest time of any rank small. Example: 4 ranks of one node with one expert each, whose
+loads (rows of all ranks) are (70, 10, 10, 10). ``near`` is 1, and a rank may host one copy. Times are (rows
+of the rank's own expert) + (rows of the copy) + (price):
 
     rank            0                1             2             3
     before          70               10            10            10
@@ -31,15 +38,18 @@ Letters: E experts of all ranks, W ranks.
 
 from __future__ import annotations
 
+import enum
+import functools
 import itertools
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heapreplace
 
 from pmoe.arguments import check_int
 from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
+from pmoe.planner.copy_groups import messages_between_nodes
 
 FAR_FROM_BOUND = 5
 """A plan counts as bad if its time is more than this many percent above the lower bound.
@@ -67,8 +77,8 @@ class CopyLimits:
     The price is the number of rows that a rank could compute while the copy is sent.
 
     per_rank: the most copies that a rank hosts.
-    near: price of a copy on the node of its owner.
-    far: price of a copy on another node.
+    near: price of a copy on the node of its owner, for the owner and for the rank with the copy.
+    far: price of a copy on another node, for all ranks.
 
     Raises TypeError unless all three are ints. Raises ValueError if one is negative, or if ``far`` is below
     ``near``.
@@ -143,8 +153,10 @@ def plan_copies(
     The time of a rank is the number of rows that it computes, plus the prices of copies (`CopyLimits`). A
     search tries target times. A rank that needs longer than the target gives rows away to ranks that have
     time left, the rows of its busiest experts first. A rank takes as many rows as it has time for. The last
-    rows of an expert go to the rank that has just enough time left. Ranks of the owner's node come first, so
-    that weights are sent to other nodes only if no rank of the node has time left.
+    rows of an expert go to the rank that has just enough time left.
+
+    With several nodes, plans of three kinds are compared (`Reach`): copies stay on the nodes of their owners,
+    or each rank also sends one expert to another node, or copies go anywhere.
 
     The plan depends only on the arguments. Memory and time of the search grow with E, with W and with the
     number of copies, but not with E times W.
@@ -184,13 +196,10 @@ def plan_copies(
         of_expert = rows.setdefault(expert, {owners[expert]: loads[expert]})
         of_expert[owners[expert]] -= part
         of_expert[rank] = of_expert.get(rank, 0) + part
-    prices = {
-        (expert, rank): 0
-        if (expert, rank) in present
-        else (limits.near if nodes[rank] == nodes[owners[expert]] else limits.far)
-        for expert, rank, _ in moves
-    }
-    _give_rows_back(rows, owners, times, prices)
+    new = {(expert, rank) for expert, rank, _ in moves}.difference(present)
+    if not messages_between_nodes(new, owners, nodes):
+        prices = {(expert, rank): limits.near * ((expert, rank) in new) for expert, rank, _ in moves}
+        _give_rows_back(rows, owners, times, prices)
     hosts = {expert: tuple(rows[expert].items()) for expert in sorted(rows)}
     return CopyPlan(hosts=hosts, before=largest, after=after)
 
@@ -248,12 +257,26 @@ Moves = list[tuple[int, int, int]]
 """Copies as triples: the expert, the rank that gets the copy, and the rows that the copy computes."""
 
 
+class Reach(enum.IntEnum):
+    """The places where copies of an expert may be made: on its own node, or also on other nodes.
+
+    NODE: copies stay on the nodes of their owners.
+    ONE_EXPERT: first, nodes with too many rows send experts to other nodes. Each rank sends at most one
+        expert, to one node, and hosts at most one copy from another node. Then copies are made inside nodes.
+    ANYWHERE: copies are made inside nodes. If ranks still have too many rows, copies go to ranks of any node.
+    """
+
+    NODE = 0
+    ONE_EXPERT = 1
+    ANYWHERE = 2
+
+
 @dataclass(frozen=True)
 class _Way:
     """Options of an attempt to find copies. No options are best for all loads, so a search tries several.
 
-    own_node_first: whether a rank first gives rows to ranks of its own node, and to ranks of other nodes only
-        if its own node has no time left. If False, the nodes of the ranks only matter for the price.
+    own_node_first: whether copies with the reach `Reach.ANYWHERE` are first made inside nodes. If False, the
+        nodes of the ranks do not matter.
     passes_on: whether a busy rank may give its last rows to the next busy rank, which then gives away more of
         its own rows. If False, a rank that may host only one more copy may have to spend this copy on a few
         rows.
@@ -274,11 +297,17 @@ WAYS = tuple(
 )
 """All combinations of a search's options, in the order in which they are tried.
 
-The second half is tried only if the ranks are on several nodes.
+The second half is tried only for copies that may go anywhere.
+"""
+
+BESIDE = 4
+"""If ``far`` is at least this many times ``near``, copies inside nodes travel beside those between nodes.
+
+A rank seldom sends and hosts more copies than this. So the copies inside its node cost no time.
 """
 
 EFFORT = 64
-"""A search among W ranks tries EFFORT / W combinations of options for each target time, at least one."""
+"""A search among W ranks tries EFFORT / W combinations of options for each target time, or at least one."""
 
 
 class _Search:
@@ -303,27 +332,83 @@ class _Search:
         self.limits = limits
         self.times = times
         self.present = sorted(pair for pair in present if owners[pair[0]] != pair[1])
+        self.mean = -(-sum(times) // len(times))
         self.bound = self._bound()
         self.ranks_of: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             self.ranks_of.setdefault(node, []).append(rank)
-        # Only ranks over the bound give rows away. In heaps of pairs (-rows, expert), the expert with most
-        # rows is on top.
+        # Only ranks over the shortest target give rows away. In heaps of pairs (-rows, expert), the expert
+        # with most rows is on top.
+        shortest = self.bound if len(self.ranks_of) == 1 else self.mean
         self.experts_of: dict[int, list[tuple[int, int]]] = {
-            rank: [] for rank, time in enumerate(times) if time >= self.bound
+            rank: [] for rank, time in enumerate(times) if time >= shortest
         }
         for expert, owner in enumerate(owners):
             if owner in self.experts_of:
                 self.experts_of[owner].append((-loads[expert], expert))
         for experts in self.experts_of.values():
             experts.sort()
-        ways = WAYS if len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
-        # Each way is also tried without the present copies, which may take the places of better copies.
-        uses = (self.present, []) if self.present else ([],)
-        self.ways = [(way, use) for way in ways for use in uses][: max(1, EFFORT // len(times))]
 
     def best(self, largest: int) -> tuple[Moves, int]:
         """Returns the best copies that the search found, and the largest time of a rank with these copies.
+
+        largest: the largest time of a rank without copies, in rows.
+        """
+        near, far = self.limits.near, self.limits.far
+        if len(self.ranks_of) == 1:
+            return self._best_within(Reach.ANYWHERE, near, self.bound, largest)
+        low = self.mean
+        if not self.present:
+            low = max(
+                -(-sum(self.times[rank] for rank in ranks) // len(ranks)) for ranks in self.ranks_of.values()
+            )
+            low = max(low, self.bound)
+        between = self.mean + far * (not self.present)
+        beside = near * (far < BESIDE * near)
+        # For each reach: the least time that it can bring, the price of a copy, and the first target.
+        searches = [
+            (low, Reach.NODE, near, low),
+            (between, Reach.ONE_EXPERT, beside, self.mean),
+            (between, Reach.ANYWHERE, beside, self.mean),
+        ]
+        # Copies inside nodes come first unless other copies may bring a clear gain.
+        clear = self.mean // COARSE
+        searches.sort(key=lambda search: search[0] - clear * (search[1] is Reach.NODE))
+        best: tuple[Moves, int] = ([], largest)
+        for least, reach, price, target in searches:
+            gain = best[1] - least
+            if gain <= 0 or (best[0] and gain <= clear):
+                continue
+            moves, _ = self._best_within(reach, price, target, largest)
+            time = self.largest_time(moves)
+            if time < best[1]:
+                best = (moves, time)
+        return best
+
+    def largest_time(self, moves: Moves) -> int:
+        """Returns the largest time of a rank with these copies, in rows.
+
+        moves: the copies, with the rows that they compute.
+        """
+        times = list(self.times)
+        copies = [0] * len(times)
+        new = set()
+        experts = set()
+        for expert, rank, rows in moves:
+            times[self.owners[expert]] -= rows
+            times[rank] += rows
+            if (expert, rank) not in self.present:
+                new.add((expert, rank))
+                copies[rank] += 1
+                experts.add(expert)
+        for expert in experts:
+            copies[self.owners[expert]] += 1
+        near = self.limits.near
+        of_all = self.limits.far * messages_between_nodes(new, self.owners, self.nodes)
+        return max(time + max(near * count, of_all) for time, count in zip(times, copies, strict=True))
+
+    def _best_within(self, reach: Reach, price: int, low: int, largest: int) -> tuple[Moves, int]:
+        """Returns the best copies with a given reach, and the largest time of a rank with these copies.
 
         A target is a time, in rows, that no rank may exceed. The search tries targets between a lower bound
         and the time without copies. A target fails if, even with copies, some ranks have more rows than the
@@ -331,17 +416,25 @@ class _Search:
         the number of ranks. The search ends when the shortest target that succeeded is close to the longest
         that failed.
 
+        reach: how far copies may go.
+        price: price of each copy, for its owner and for the rank that hosts it.
+        low: a lower bound of the time.
         largest: the largest time of a rank without copies, in rows.
         """
         num_ranks = len(self.times)
-        low = self.bound
-        is_coarse = len(self.ways) == 1
+        ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
+        # Each way is also tried without the present copies, which may take the places of better copies.
+        uses = (self.present, []) if self.present else ([],)
+        options = [(reach, price, way, use) for way in ways for use in uses]
+        is_coarse = EFFORT // num_ranks <= 1
+        # To even out nodes, a second combination of options is tried at once if the first fails.
+        options = options[: max(1 + (reach is Reach.ONE_EXPERT), EFFORT // num_ranks)]
         step = max(1, sum(self.times) // (num_ranks * (COARSE if is_coarse else FINE)))
         best: tuple[Moves, int] = ([], largest)
         target = low + is_coarse * step // 2  # a plan seldom reaches the bound itself
         stride = step
         while low < best[1]:
-            attempt = self._attempt(target)
+            attempt = self._attempt(target, options)
             if attempt.misplaced:
                 low = target + 1
             else:
@@ -353,6 +446,16 @@ class _Search:
                 target = min(low + max(stride, attempt.misplaced // num_ranks), target)
                 stride *= 2
         return best
+
+    @functools.cached_property
+    def experts_of_node(self) -> dict[int, list[tuple[int, int]]]:
+        """The experts of each node, as pairs (rows, expert), those with most rows first."""
+        experts: dict[int, list[tuple[int, int]]] = {node: [] for node in self.ranks_of}
+        for expert, owner in enumerate(self.owners):
+            experts[self.nodes[owner]].append((self.loads[expert], expert))
+        for of_node in experts.values():
+            of_node.sort(reverse=True)
+        return experts
 
     def _bound(self) -> int:
         """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
@@ -384,14 +487,17 @@ class _Search:
                 high = target
         return low
 
-    def _attempt(self, target: int) -> _Attempt:
+    def _attempt(
+        self, target: int, options: Iterable[tuple[Reach, int, _Way, Sequence[tuple[int, int]]]]
+    ) -> _Attempt:
         """Returns the first attempt that reaches a target time; if none does, the attempt that comes nearest.
 
         The nearest is the attempt with fewest rows left on ranks that exceed the target.
 
         target: the longest time, in rows, that a rank may need.
+        options: the other arguments of each attempt (`_Attempt`).
         """
-        attempts = (_Attempt(self, target, *way) for way in self.ways)
+        attempts = (_Attempt(self, target, *each) for each in options)
         best = next(attempts)
         while best.misplaced and (attempt := next(attempts, None)) is not None:
             if attempt.misplaced < best.misplaced:
@@ -406,7 +512,9 @@ class _Attempt:
 
     search: holds the loads, owners and limits of the problem.
     target: the longest time, in rows, that a rank may need.
-    way: the options of the attempt.
+    reach: how far copies may go.
+    price: price of each new copy, for its owner and for the rank that hosts it.
+    way: the other options of the attempt.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). They get rows before any
         new copy.
 
@@ -417,24 +525,46 @@ class _Attempt:
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
         remaining: maps a busy rank to a heap of (-rows, expert): the rows that each of its experts still has.
+        unmoved: maps an expert with present copies to the rows that its owner still has.
         sent: maps an expert with copies to the price that its owner pays for sending its weights.
+        senders: the ranks that send an expert to another node, with the reach `Reach.ONE_EXPERT`.
+        hosts: the ranks that host a copy from another node, with this reach.
+        spare: for each node that may host copies of others, the time that its ranks have left, in rows.
+        pools: for each of these nodes, the ranks that may host, as ascending pairs (time left, rank).
     """
 
-    def __init__(self, search: _Search, target: int, way: _Way, present: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        search: _Search,
+        target: int,
+        reach: Reach,
+        price: int,
+        way: _Way,
+        present: Sequence[tuple[int, int]],
+    ) -> None:
         self.search = search
+        self.price = price
         self.moves: Moves = []
         self.room = [target - time for time in search.times]
         self.slots = [search.limits.per_rank] * len(self.room)
         self.remaining: dict[int, list[tuple[int, int]]] = {}
         self.sent: dict[int, int] = {}
+        self.senders: set[int] = set()
+        self.hosts: set[int] = set()
+        self.unmoved: dict[int, int] = {}
+        self.spare: dict[int, int] = {}
+        self.pools: dict[int, list[tuple[int, int]]] = {}
         self._use_present(present)
-        near, far = search.limits.near, search.limits.far
+        if reach is Reach.ONE_EXPERT:
+            self._even_out_nodes()
         has_nodes = len(search.ranks_of) > 1
-        if has_nodes and way.own_node_first:
+        if has_nodes and (reach is not Reach.ANYWHERE or way.own_node_first):
             for ranks in search.ranks_of.values():
-                self._level(ranks, near, way)
-        if not has_nodes or min(self.room) < 0:
-            self._level(range(len(self.room)), far if has_nodes else near, way)
+                self._level(ranks, way)
+        if reach is Reach.ONE_EXPERT and min(self.room) < 0:
+            self._send_from_busy_ranks()
+        if reach is Reach.ANYWHERE and (not has_nodes or min(self.room) < 0):
+            self._level(range(len(self.room)), way)
         self.misplaced = -sum(time for time in self.room if time < 0)
 
     def _use_present(self, present: Sequence[tuple[int, int]]) -> None:
@@ -443,34 +573,135 @@ class _Attempt:
         present: the copies of earlier calls, as pairs (expert, rank).
         """
         search = self.search
-        rows_left: dict[int, int] = {}
         for expert, rank in present:
             owner = search.owners[expert]
-            unmoved = rows_left.get(expert, search.loads[expert])
+            unmoved = self.unmoved.get(expert, search.loads[expert])
             rows = min(-self.room[owner], self.room[rank], unmoved)
             if rows > 0 and self.slots[rank]:
-                rows_left[expert] = unmoved - rows
+                self.unmoved[expert] = unmoved - rows
                 self.sent.setdefault(expert, 0)
                 self.room[owner] += rows
                 self.room[rank] -= rows
                 self.slots[rank] -= 1
                 self.moves.append((expert, rank, rows))
-        for owner in {search.owners[expert] for expert in rows_left}:
+        for owner in {search.owners[expert] for expert in self.unmoved}:
             pairs = [
-                (-rows_left.get(expert, -minus_rows), expert)
+                (-self.unmoved.get(expert, -minus_rows), expert)
                 for minus_rows, expert in search.experts_of[owner]
             ]
             self.remaining[owner] = sorted(pairs)
 
-    def _level(self, group: Sequence[int], price: int, way: _Way) -> None:
+    def _even_out_nodes(self) -> None:
+        """Sends experts of nodes that need longer than the target time to nodes with time left.
+
+        The busiest experts of a node are sent. Each rank sends at most one of its experts.
+        """
+        search = self.search
+        # A rank that needs longer than the target will also send a copy inside its node. Two ranks pay for
+        # it.
+        self._find_hosts(
+            {
+                node: sum(self.room[rank] - 2 * self.price * (self.room[rank] < 0) for rank in ranks)
+                for node, ranks in search.ranks_of.items()
+            }
+        )
+        for surplus, node in sorted((rows, node) for node, rows in self.spare.items() if rows < 0):
+            rows_left = -surplus
+            for load, expert in search.experts_of_node[node]:
+                if rows_left <= 0:
+                    break
+                if search.owners[expert] not in self.senders:
+                    rows_left -= self._send_far(expert, self.unmoved.get(expert, load), rows_left)
+
+    def _send_from_busy_ranks(self) -> None:
+        """Sends one expert of each rank that still needs longer than the target time to another node.
+
+        Ranks that have sent an expert to another node already are left out.
+        """
+        self._find_hosts(
+            {node: sum(self.room[rank] for rank in ranks) for node, ranks in self.search.ranks_of.items()}
+        )
+        for owner, rows in enumerate(self.room):
+            if rows < 0 and owner not in self.senders and (heap := self._experts_left(owner)):
+                minus_unmoved, expert = heap[0]
+                self._send_far(expert, -minus_unmoved, -rows)
+
+    def _find_hosts(self, spare: dict[int, int]) -> None:
+        """Sets `spare`, and finds the ranks that may host a copy from another node (`pools`).
+
+        spare: the time that all ranks of each node have left, in rows; negative if they need longer than the
+            target.
+        """
+        self.spare = spare
+        self.pools = {
+            node: sorted(
+                (self.room[rank], rank)
+                for rank in self.search.ranks_of[node]
+                if self.slots[rank] and rank not in self.hosts
+            )
+            for node, rows in spare.items()
+            if rows > self.price
+        }
+
+    def _send_far(self, expert: int, unmoved: int, wanted: int) -> int:
+        """Moves rows of an expert to the node with most time left; returns how much its owner's time falls.
+
+        The ranks of this node with most time left take the rows, one rank after the other.
+
+        expert: the expert.
+        unmoved: the rows of the expert that its owner still has.
+        wanted: by how much the owner's time should fall, in rows.
+        """
+        price = self.price
+        owner = self.search.owners[expert]
+        node = max(self.pools, key=self.spare.__getitem__, default=-1)
+        if node in (-1, self.search.nodes[owner]):
+            return 0
+        pool = self.pools[node]
+        unpaid = price - self.sent.get(expert, 0)
+        moved = 0
+        while moved < wanted + unpaid and pool:
+            free, rank = pool.pop()
+            rows = min(wanted + unpaid - moved, unmoved - moved, free - price, self.spare[node] - price)
+            if rows <= 0 or moved + rows <= unpaid:
+                break
+            moved += rows
+            self.moves.append((expert, rank, rows))
+            self.room[rank] -= rows + price
+            self.slots[rank] -= 1
+            self.hosts.add(rank)
+            self.spare[node] -= rows + price
+        if not moved:
+            return 0
+        self.sent[expert] = price
+        self.senders.add(owner)
+        self.room[owner] += moved - unpaid
+        if owner in self.search.experts_of:
+            self.remaining[owner] = sorted(
+                (minus_rows + moved if other == expert else minus_rows, other)
+                for minus_rows, other in self._experts_left(owner)
+            )
+        return moved - unpaid
+
+    def _experts_left(self, owner: int) -> list[tuple[int, int]]:
+        """Returns the heap of a busy rank's experts with the rows that each still has (`remaining`).
+
+        owner: the busy rank.
+        """
+        heap = self.remaining.get(owner)
+        if heap is None:
+            heap = self.remaining[owner] = self.search.experts_of[owner].copy()
+        return heap
+
+    def _level(self, group: Sequence[int], way: _Way) -> None:
         """Moves rows, within a group of ranks, from ranks over the target time to ranks that have time left.
 
         group: the ranks.
-        price: the highest price of a copy within the group, in rows.
         way: the options of the attempt.
         """
         room = self.room
         slots = self.slots
+        price = self.price
         busy = [(room[rank], rank) for rank in group if room[rank] < 0]
         if not busy:
             return
@@ -479,9 +710,9 @@ class _Attempt:
         pool.sort()
         for at, (_, rank) in enumerate(busy, start=1):
             following = busy[at][1] if way.passes_on and at < len(busy) else -1
-            self._give_away(rank, pool, price, following)
+            self._give_away(rank, pool, following)
 
-    def _give_away(self, owner: int, pool: list[tuple[int, int]], price: int, following: int) -> None:
+    def _give_away(self, owner: int, pool: list[tuple[int, int]], following: int) -> None:
         """Moves rows of a busy rank's experts to ranks with time left, until the rank meets the target time.
 
         The expert with most rows left gets the next copy. If some ranks have enough time left for all rows
@@ -491,22 +722,17 @@ class _Attempt:
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
-        price: the highest price of a copy on these ranks, in rows.
         following: the next busy rank, to which the last rows may go; -1 if there is no such rank.
         """
-        search = self.search
-        nodes = search.nodes
+        price = self.price
         room = self.room
         slots = self.slots
-        heap = self.remaining.get(owner)
-        if heap is None:
-            heap = self.remaining[owner] = search.experts_of[owner].copy()
+        heap = self._experts_left(owner)
         busy = -room[owner]
         while busy > 0 and pool and heap:
             minus_unmoved, expert = heap[0]
             unmoved = -minus_unmoved
-            paid = self.sent.get(expert, 0)
-            unpaid = price - paid if price > paid else 0
+            unpaid = price - self.sent.get(expert, 0)
             if unmoved <= unpaid:
                 heappop(heap)
                 continue
@@ -527,16 +753,15 @@ class _Attempt:
                 free = wanted + price
             else:
                 free, rank = pool.pop(at)
-            cost = price if nodes[rank] != nodes[owner] else search.limits.near
-            if cost > paid:
-                self.sent[expert] = cost
-                busy += cost - paid
+            if unpaid:
+                self.sent[expert] = price
+                busy += unpaid
             rows = busy if busy < unmoved else unmoved
-            if rows > free - cost:
-                rows = free - cost
+            if rows > free - price:
+                rows = free - price
             self.moves.append((expert, rank, rows))
             busy -= rows
-            room[rank] -= cost + rows
+            room[rank] -= price + rows
             slots[rank] -= 1
             if room[rank] > price and slots[rank]:
                 insort(pool, (room[rank], rank))

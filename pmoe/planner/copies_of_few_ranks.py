@@ -23,6 +23,8 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from pmoe.planner.copy_groups import messages_between_nodes
+
 MOST_RANKS = 4
 """The largest number of ranks W for which hosts are searched.
 
@@ -51,19 +53,18 @@ class FewRanks:
     owners: rank of each expert's parameters.
     nodes: node of each rank.
     per_rank: the most copies that a rank hosts.
-    near, far: price of a copy on the node of its owner, and on another node, in rows.
+    near, far: price of a copy on the node of its owner, and on another node, in rows
+        (`pmoe.planner.copies`).
     present: copies that ranks have from an earlier call, as pairs (expert, rank). Their price is 0.
 
     Attributes:
         num_ranks: number of ranks.
-        prices: prices[a][b] is the price of a copy on rank b of an expert of rank a.
         sets_with: for each rank, the set of only this rank, and a list of all sets that contain the rank.
         own_rows: for each rank, the rows of all experts that it owns.
         options: for each rank, the copies that it may host, as pairs (expert, rank).
     """
 
     num_ranks: int
-    prices: list[list[int]]
     sets_with: list[tuple[int, list[int]]]
     own_rows: list[int]
     options: list[list[tuple[int, int]]]
@@ -83,7 +84,9 @@ class FewRanks:
         self.per_rank = per_rank
         self.present = present
         self.num_ranks = len(nodes)
-        self.prices = [[near if own == other else far for other in nodes] for own in nodes]
+        self.nodes = nodes
+        self.near = near
+        self.far = far
         self.sets_with = [
             (1 << rank, [ranks for ranks in range(1 << self.num_ranks) if ranks >> rank & 1])
             for rank in range(self.num_ranks)
@@ -176,11 +179,11 @@ class FewRanks:
         pairs: the copies, as pairs (expert, rank). An expert's hosts are its owner and the ranks of its
             copies.
         """
-        work, _, _ = self._work(pairs)
+        work, _ = self._work(pairs)
         return max(-(-work[ranks] // ranks.bit_count()) for ranks in range(1, len(work)))
 
-    def _work(self, pairs: Pairs) -> tuple[list[int], dict[int, int], list[int]]:
-        """Returns (work of each set of ranks, hosts of each copied expert, price that each rank pays).
+    def _work(self, pairs: Pairs) -> tuple[list[int], dict[int, int]]:
+        """Returns (work of each set of ranks, hosts of each copied expert).
 
         A set of ranks is an int: its bit r is set if rank r is in the set. This int is the set's index in the
         list of work. The work of a set is counted in rows. It is the work that no other rank can take over:
@@ -189,28 +192,29 @@ class FewRanks:
         pairs: the copies, as pairs (expert, rank).
         """
         hosts: dict[int, int] = {}
-        sent: dict[int, int] = {}
-        prices = [0] * self.num_ranks
+        sent: dict[int, bool] = {}
+        copies = [0] * self.num_ranks
         for expert, rank in pairs:
             owner = self.owners[expert]
             hosts[expert] = hosts.get(expert, 1 << owner) | 1 << rank
-            price = 0 if (expert, rank) in self.present else self.prices[owner][rank]
-            prices[rank] += price
-            sent[expert] = max(sent.get(expert, 0), price)
+            is_new = (expert, rank) not in self.present
+            copies[rank] += is_new
+            sent[expert] = is_new or sent.get(expert, False)
         work = [0] * (1 << self.num_ranks)
         for rank, rows in enumerate(self.own_rows):
             work[1 << rank] = rows
         for expert, ranks in hosts.items():
             owner = self.owners[expert]
-            prices[owner] += sent[expert]
+            copies[owner] += sent[expert]
             work[1 << owner] -= self.loads[expert]
             work[ranks] += self.loads[expert]
-        for rank, price in enumerate(prices):
-            work[1 << rank] += price
+        of_all = self.far * messages_between_nodes(pairs - self.present, self.owners, self.nodes)
+        for rank, count in enumerate(copies):
+            work[1 << rank] += max(self.near * count, of_all)
         for bit, sets in self.sets_with:  # sums over subsets, one rank after another
             for ranks in sets:
                 work[ranks] += work[ranks ^ bit]
-        return work, hosts, prices
+        return work, hosts
 
     def moves(self, pairs: Pairs) -> tuple[list[tuple[int, int, int]], int]:
         """Divides rows among copies, and returns the copies' rows and the largest time of a rank.
@@ -225,7 +229,7 @@ class FewRanks:
         Returns: ([(expert, rank, rows) of each copy], the largest time in rows).
         """
         time = self.smallest_time(pairs)
-        work, hosts, _ = self._work(pairs)
+        work, hosts = self._work(pairs)
         spare = [time * ranks.bit_count() - of_ranks for ranks, of_ranks in enumerate(work)]
         unmoved = {expert: self.loads[expert] for expert in hosts}
         moves = []

@@ -4,26 +4,35 @@ The plan (`pmoe.planner.copies`) says how many rows each host computes. A source
 the expert. It knows how many rows it has itself and how many all ranks have together, but not how many each
 other rank has. There are two ways to divide its rows:
 
-    by shares   every source divides its rows in the proportion of the hosts' shares
-    own first   a source that is a host computes its own rows, at most as many as its share. Other rows go to
-                the hosts whose shares are larger, in the proportion of what these hosts still need
+    by shares    every source divides its rows in the proportion of the hosts' shares
+    near first   rows stay on their node if hosts there need them, and on their rank if it is such a host
 
-Own first sends fewer rows. Example: 2 ranks have 20 rows each for an expert, and the shares are (24, 16):
+Near first sends fewer rows, above all between nodes. For each node it compares the rows that its hosts shall
+compute with the rows that its ranks have. The smaller number stays on the node, an equal part from each of
+its ranks. Each host of the node gets its part of them: a host computes its own rows first, and what hosts
+still need comes from the other ranks of the node. The remaining rows go to the nodes whose hosts need more,
+in the proportion of what they still need. On one node all rows stay. Example: 2 ranks of one node have 20
+rows each for an expert, and the shares are (24, 16):
 
-                rank 0 sends   rank 1 sends
-    by shares   8              12
-    own first   0              4
+                 rank 0 sends   rank 1 sends
+    by shares    8              12
+    near first   0              4
 
-If sources have unequal numbers of rows, "by shares" still gives every host its share, but "own first" does
-not. So the rows are divided in both ways: a fraction of them own first, and the rest by shares. The fraction
+All hosts of a node get the same fraction of their rows from other nodes, so the link between nodes is as even
+as the rows.
+
+If sources have unequal numbers of rows, "by shares" still gives every host its share, but "near first" does
+not. So the rows are divided in both ways: a fraction of them near first, and the rest by shares. The fraction
 is so small that no rank computes more than `TOLERATED` percent of a rank's mean rows too many.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pmoe.planner.copies import CopyPlan
 
@@ -36,8 +45,11 @@ WHOLE = 1024
 TOLERATED = 2
 """The most rows that a rank may compute beyond its planned rows, in percent of the mean rows of a rank.
 
-The reason is that ranks have unequal numbers of rows for an expert (`own_first_parts`).
+The reason is that ranks have unequal numbers of rows for an expert (`near_first_parts`).
 """
+
+UNIT = 2**40
+"""The unit of shares of an expert whose rows travel between nodes."""
 
 
 def row_cuts(shares: Sequence[int]) -> list[int]:
@@ -66,8 +78,92 @@ def row_cuts(shares: Sequence[int]) -> list[int]:
     return [(running << 32) // total for running in itertools.accumulate(shares, initial=0)]
 
 
+@dataclass(frozen=True)
+class RankNodes:
+    """The node of each rank, and the number of ranks of each node.
+
+    of_rank: (W,) the node of each of W ranks over which experts are distributed.
+    """
+
+    of_rank: tuple[int, ...]
+
+    @functools.cached_property
+    def sizes(self) -> Counter[int]:
+        """The number of ranks of each node."""
+        return Counter(self.of_rank)
+
+
+class _NearFirst:
+    """The rows of one expert, divided near first among the nodes of its hosts.
+
+    Numbers of rows are multiplied by the number of ranks: a source has ``load`` rows.
+
+    hosts: pairs (rank, rows), from `CopyPlan.hosts`: how many rows of all ranks each host computes.
+    nodes: the nodes of the ranks.
+
+    Attributes:
+        load: the rows of each source, if all sources have equally many.
+        hosts_of: for each node whose hosts compute rows, these hosts, as pairs (rank, rows).
+        goals: for each of these nodes, the rows that its hosts compute.
+        supplies: for each of these nodes, the rows that all its ranks have.
+        kept: for each of these nodes, the rows that stay on the node.
+        lacking: the rows that all nodes together get from other nodes.
+    """
+
+    def __init__(self, hosts: Sequence[tuple[int, int]], nodes: RankNodes) -> None:
+        of_rank = nodes.of_rank
+        num_ranks = len(of_rank)
+        load = 0
+        hosts_of: dict[int, list[tuple[int, int]]] = {}
+        for rank, rows in hosts:
+            load += rows
+            if rows:
+                hosts_of.setdefault(of_rank[rank], []).append((rank, rows * num_ranks))
+        self.load = load
+        self.hosts_of = hosts_of
+        self.goals: dict[int, int] = {}
+        self.supplies: dict[int, int] = {}
+        self.kept: dict[int, int] = {}
+        self.lacking = 0
+        for node, of_node in hosts_of.items():
+            goal = sum(rows for _, rows in of_node)
+            supply = load * nodes.sizes[node]
+            self.goals[node] = goal
+            self.supplies[node] = supply
+            self.kept[node] = min(goal, supply)
+            self.lacking += max(goal - supply, 0)
+
+    def inside(self, node: int) -> tuple[dict[int, int], dict[int, int]]:
+        """Divides the rows that stay on a node among its hosts.
+
+        node: the node.
+
+        Returns: (the host's own rows that it computes, rows that it gets from other ranks of the node), for
+            each host of the node. In these numbers, each rank of the node has ``load * goals[node]`` rows
+            that stay.
+        """
+        supply = self.supplies[node]
+        of_source = self.load * self.goals[node]
+        own = {}
+        lacking = {}
+        for rank, rows in self.hosts_of[node]:
+            own[rank] = min(rows * supply, of_source)
+            lacking[rank] = rows * supply - own[rank]
+        return own, lacking
+
+    def between(self, node: int) -> tuple[int, int]:
+        """Returns the part of all rows between nodes that a host gets for each of its rows, as a fraction.
+
+        node: the node of the host.
+
+        Returns: (numerator, denominator).
+        """
+        goal = self.goals[node]
+        return goal - self.kept[node], goal * max(self.lacking, 1)
+
+
 def shares_of_source(
-    hosts: Sequence[tuple[int, int]], source: int, num_ranks: int, own_first: int
+    hosts: Sequence[tuple[int, int]], source: int, nodes: RankNodes, near_first: int
 ) -> list[int]:
     """Returns the proportions in which a source divides its rows for an expert among the hosts.
 
@@ -76,61 +172,101 @@ def shares_of_source(
 
     hosts: pairs (rank, rows), from `CopyPlan.hosts`: how many rows of all ranks each host computes.
     source: the rank that has the rows.
-    num_ranks: the number of ranks over which experts are distributed.
-    own_first: the part of the rows that is divided own first, in 1024ths. The rest is divided by shares.
+    nodes: the nodes of the ranks over which experts are distributed.
+    near_first: the part of the rows that is divided near first, in 1024ths. The rest is divided by shares.
 
-    Example: hosts ((0, 24), (1, 16)), 2 ranks, own_first 1024 -> the proportions (1, 0) for source 0, and (1,
-    4) for source 1.
+    Example: hosts ((0, 24), (1, 16)), 2 ranks of one node, near_first 1024 -> the proportions (1, 0) for
+    source 0, and (1, 4) for source 1.
     """
-    load = sum(rows for _, rows in hosts)
-    if not load:  # copies that stayed from an earlier call: the owner computes rows that were not planned
+    rows = _NearFirst(hosts, nodes)
+    if not rows.load:  # copies stayed from an earlier call: the owner computes rows that were not planned
         return [int(at == 0) for at in range(len(hosts))]
-    # Numbers of rows are multiplied by the number of ranks: a source has ``load`` rows, a host gets ``goal``.
-    goals = [rows * num_ranks for _, rows in hosts]
-    lacking = [max(goal - load, 0) for goal in goals]
-    total_lacking = max(sum(lacking), 1)
-    own = [min(goal, load) * (rank == source) for (rank, _), goal in zip(hosts, goals, strict=True)]
-    others = load - sum(own)
-    return [
-        own_first * (of_own * total_lacking + others * of_lacking)
-        + (WHOLE - own_first) * rows * total_lacking
-        for (_, rows), of_own, of_lacking in zip(hosts, own, lacking, strict=True)
-    ]
+    node = nodes.of_rank[source]
+    staying = [0] * len(hosts)
+    all_staying = 1
+    if node in rows.kept:
+        own, lacking = rows.inside(node)
+        total_lacking = max(sum(lacking.values()), 1)
+        of_source = rows.load * rows.goals[node]
+        others = of_source - own.get(source, 0)
+        staying = [
+            (rank == source) * own[rank] * total_lacking + others * lacking[rank] if rank in own else 0
+            for rank, _ in hosts
+        ]
+        all_staying = of_source * total_lacking
+    by_shares = WHOLE - near_first
+    if not rows.lacking:  # exact: no row travels between nodes
+        return [
+            near_first * rows.load * stays + by_shares * all_staying * share
+            for stays, (_, share) in zip(staying, hosts, strict=True)
+        ]
+    supply = rows.load * nodes.sizes[node]
+    kept = rows.kept.get(node, 0)
+    shares = []
+    for stays, (rank, share) in zip(staying, hosts, strict=True):
+        near = UNIT * kept * stays // (supply * all_staying)
+        far = 0
+        if share:
+            part, of_all = rows.between(nodes.of_rank[rank])
+            part *= share * len(nodes.of_rank)
+            far = UNIT * (supply - kept) * part // (supply * of_all)
+        shares.append(near_first * (near + far) + by_shares * (UNIT * share // rows.load))
+    return shares
 
 
-def own_first_parts(plan: CopyPlan, deviations: Sequence[int], num_ranks: int, total: int) -> dict[int, int]:
-    """Returns for each expert with copies the part of its rows that is divided own first, in 1024ths.
+def near_first_parts(
+    plan: CopyPlan, deviations: Sequence[int], nodes: RankNodes, total: int
+) -> dict[int, int]:
+    """Returns for each expert with copies the part of its rows that is divided near first, in 1024ths.
 
-    If sources have unequal numbers of rows, own first gives a host at most so many rows too many:
+    If sources have unequal numbers of rows, near first gives a host at most so many rows too many:
 
         largest deviation of a source's rows from the mean * sum over sources of |f - g|
 
-    f is the fraction of a source's rows that go to the host, and g the fraction for a source that is not a
-    host. The part is chosen so that all experts together add at most `TOLERATED` percent of a rank's mean
-    rows to a host.
+    f is the fraction of a source's rows that go to the host, and g any number. Here g is the fraction for a
+    source on a node without hosts; or, if no row travels between nodes, for a source that is not a host. The
+    part is chosen so that all experts together add at most `TOLERATED` percent of a rank's mean rows to a
+    host.
 
     plan: the copies.
     deviations: (E,) for each of E experts, the largest difference between the expert's load and the rows of
         one source times the number of sources (`RankCounts.deviations`).
-    num_ranks: the number of ranks over which experts are distributed.
+    nodes: the nodes of the ranks over which experts are distributed.
     total: the rows of all experts.
     """
     experts_of_rank = Counter(rank for hosts in plan.hosts.values() for rank, _ in hosts)
     most_experts = max(experts_of_rank.values(), default=1)
     parts = {}
     for expert, hosts in plan.hosts.items():
-        load = sum(rows for _, rows in hosts)
-        goals = [rows * num_ranks for _, rows in hosts]
-        own = [min(goal, load) for goal in goals]
-        lacking = [goal - kept for goal, kept in zip(goals, own, strict=True)]
-        total_lacking = max(sum(lacking), 1)
-        # The sum over sources, times load * total_lacking.
-        spread = max(
-            kept * (total_lacking - lacks) + lacks * (sum(own) - kept)
-            for kept, lacks in zip(own, lacking, strict=True)
-        )
+        rows = _NearFirst(hosts, nodes)
+        spread = max((_spread(rows, node) for node in rows.kept), default=0)
         most = 100 * most_experts * deviations[expert] * spread
-        parts[expert] = (
-            min(WHOLE, WHOLE * TOLERATED * total * load * total_lacking // most) if most else WHOLE
-        )
+        parts[expert] = min(WHOLE, WHOLE * TOLERATED * total * UNIT // most) if most else WHOLE
     return parts
+
+
+def _spread(rows: _NearFirst, node: int) -> int:
+    """Returns the largest sum over sources of |f - g| of a host of a node (`near_first_parts`), in `UNIT`.
+
+    rows: the rows of an expert.
+    node: the node.
+    """
+    own, lacking = rows.inside(node)
+    total_lacking = max(sum(lacking.values()), 1)
+    total_own = sum(own.values())
+    kept = rows.kept[node]
+    kept_elsewhere = sum(rows.kept.values()) - kept
+    supply = rows.supplies[node]
+    inside_unit = supply * rows.load * rows.goals[node] * total_lacking
+    part, of_all = rows.between(node)
+    largest = 0
+    for rank, goal in rows.hosts_of[node]:
+        of_own = own[rank]
+        lacks = lacking[rank]
+        fraction = UNIT * lacks // total_lacking
+        outside = UNIT * part * goal // of_all if rows.lacking else fraction
+        of_hosts = of_own * (total_lacking - lacks) + lacks * (total_own - of_own)
+        inside = UNIT * kept * of_hosts // inside_unit
+        between = (kept * abs(fraction - outside) + outside * kept_elsewhere) // rows.load
+        largest = max(largest, inside + between)
+    return largest

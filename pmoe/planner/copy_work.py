@@ -1,6 +1,7 @@
 """The work that copies of busy experts add to a call, for the simulation of a step's seconds.
 
-If an expert has C copies, its weights are sent in C parts (`pmoe.engine.plan.copies`):
+If a group of an expert's hosts has C ranks (`pmoe.planner.copy_groups`), the weights are sent to them in C
+parts (`pmoe.engine.plan.copies`):
 
     V      weights: the owner sends all C parts, one part to each host (rank with a copy)
     VR     weights: the hosts send each other their parts, so each host sends and receives C - 1 parts
@@ -15,10 +16,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pmoe.planner.copies import CopyPlan
+from pmoe.planner.copy_groups import host_groups
 from pmoe.schedule.restore import CopiesFate, Restore
 from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
@@ -33,7 +35,7 @@ class CopyWork:
     scattered: how many experts' weights the busiest rank sends or receives when owners send weights to hosts
         (task V), and how many experts' gradients when hosts send gradients to owners (VG); 0 without copies.
     relayed: how many experts' weights (task VR) and gradients (VGR) the busiest rank sends or receives when
-        the hosts of an expert send parts to each other; 0 if no expert has several copies.
+        the hosts of a group send parts to each other; 0 if no group has several hosts.
     computed: the largest fraction of a rank's rows that its copies compute.
     is_sent: whether the weights are sent. False if the ranks have them from an earlier call.
     stays: whether the copies stay for later calls. Backward then sends no weights again.
@@ -48,26 +50,29 @@ class CopyWork:
     learned: float = 1.0
 
     @staticmethod
-    def of(plan: CopyPlan, *, is_sent: bool, stays: bool, learned: float) -> CopyWork:
+    def of(plan: CopyPlan, nodes: Sequence[int], *, is_sent: bool, stays: bool, learned: float) -> CopyWork:
         """Returns the work of a plan of copies.
 
         The numbers of experts are rounded up to powers of two, the fraction of rows to halves.
 
         plan: the copies. Every rank is assumed to compute as many rows as ``plan.after``, the plan's largest
             time.
+        nodes: (W,) the node of each of W ranks.
         is_sent, stays, learned: as in the class.
         """
         sent = Counter[int]()
         received = dict[int, float]()
         relayed = dict[int, float]()
         rows = Counter[int]()
-        for (owner, _), *hosts in plan.hosts.values():
-            sent[owner] += 1
-            part = 1 / len(hosts)
-            for rank, of_rank in hosts:
-                received[rank] = received.get(rank, 0.0) + part
-                relayed[rank] = relayed.get(rank, 0.0) + 1 - part
-                rows[rank] += of_rank
+        for expert, groups in host_groups(plan.hosts, nodes).items():
+            (owner, _), *hosts = plan.hosts[expert]
+            rows.update(dict(hosts))
+            sent[owner] += len(groups)
+            for group in groups:
+                part = 1 / len(group)
+                for rank in group:
+                    received[rank] = received.get(rank, 0.0) + part
+                    relayed[rank] = relayed.get(rank, 0.0) + 1 - part
         if not sent:
             return NO_COPIES
         share = max(rows.values()) / max(plan.after, 1)

@@ -44,7 +44,8 @@ class CopyNumbers:
     """Upper bounds, for any routing, of the copies of busy experts that one rank hosts or sends in a call.
 
     hosted: copies of other ranks' experts that this rank hosts.
-    sent: experts of this rank that have copies on other ranks.
+    sent: how many times this rank sends one of its experts. It sends at most one of them twice
+        (`pmoe.planner.copy_groups`).
     relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
         weights on to each other.
     limits_rows: whether chunks with ring slots are cut as in a layer with copies
@@ -68,7 +69,7 @@ class CopyNumbers:
         per_rank = min(per_rank, num_local * (num_ranks - 1))
         return CopyNumbers(
             hosted=per_rank,
-            sent=min(num_local, per_rank * (num_ranks - 1)),
+            sent=min(num_local + (num_ranks > 2), per_rank * (num_ranks - 1)),
             relays=num_ranks > 2 and per_rank > 0,
             limits_rows=per_rank > 0,
         )

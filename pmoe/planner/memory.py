@@ -313,9 +313,10 @@ class CopyBytes(NamedTuple):
 def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyBytes:
     """Returns an upper bound of the bytes that copies of busy experts take on a rank.
 
-    If an expert has copies, its rank sends the expert's weights once. If there are several copies, the ranks
-    that host them pass parts of the weights on to each other. All messages of a rank for one copy that it
-    hosts have together at most the size of two experts.
+    If an expert has copies, its rank sends the expert's weights once, and those of one expert perhaps twice
+    (`pmoe.planner.copy_groups`). If there are several copies, the ranks that host them pass parts of the
+    weights on to each other. All messages of a rank for one copy that it hosts have together at most the size
+    of two experts.
 
     sizes: sizes of the layer, with the numbers of copies.
     backward: numbers of rows of the backward pass.

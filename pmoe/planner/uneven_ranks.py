@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.copies import CopyPlan
-from pmoe.planner.copy_rows import WHOLE, shares_of_source
+from pmoe.planner.copy_groups import host_groups
+from pmoe.planner.copy_rows import WHOLE, RankNodes, shares_of_source
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Lane, Schedule, Stages, Task, local_pieces
@@ -154,7 +155,8 @@ def uneven_pass(
     """
     stages = Stages(local=True, remote=True)
     if plan is not None and plan.hosts:
-        relays = any(len(hosts) > 2 for hosts in plan.hosts.values())
+        groups = host_groups(plan.hosts, nodes_of(cluster)).values()
+        relays = any(len(group) > 1 for of_expert in groups for group in of_expert)
         stages = Stages(local=True, remote=True, copies="keep", local_copies=True, relays_copies=relays)
     schedule = forward_schedule(n, stages) if direction == "forward" else backward_schedule(n, stages)
     costs = _task_costs(layer, cluster, n, direction, plan)
@@ -171,7 +173,7 @@ def _task_costs(
     """Returns a function that gives the seconds of a task in a pass of n chunks.
 
     A rank that hosts a copy of an expert does not send its own tokens' rows for that expert, up to its share.
-    It computes them in tasks of their own, as the rows that stay for its own experts.
+    It computes them in separate tasks, as it does with rows that stay for its own experts.
 
     layer: sizes of the layer, and the loads of its experts.
     cluster: the machines.
@@ -181,13 +183,13 @@ def _task_costs(
     """
     plan = plan or CopyPlan(hosts={}, before=0, after=0)
     pieces = local_pieces(n, local=True, remote=True)
-    of_experts, of_copies = _rows(layer, cluster.num_ranks, plan)
+    of_experts, of_copies = _rows(layer, RankNodes(tuple(nodes_of(cluster))), plan)
     chunk_bytes = _Traffic(float)
     for rows in (of_experts, of_copies):
         for pair, count in rows.items():
             chunk_bytes[pair] += count * layer.row_bytes / n
     dispatch = _seconds(chunk_bytes, cluster)
-    scattered, relayed = (_seconds(traffic, cluster) for traffic in _weights(layer, plan))
+    scattered, relayed = (_seconds(traffic, cluster) for traffic in _weights(layer, cluster, plan))
     collectives = {
         **dict.fromkeys((Kind.DISPATCH, Kind.COMBINE), dispatch),
         **dict.fromkeys((Kind.COPY_WEIGHTS, Kind.COPY_GRADIENTS), scattered),
@@ -221,22 +223,26 @@ def _task_costs(
     return seconds
 
 
-def _rows(layer: UnevenLayer, num_ranks: int, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
+def _rows(layer: UnevenLayer, nodes: RankNodes, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
     """Returns the rows that ranks send: (rows for the experts of a rank, rows for its copies).
 
-    Rows from a rank to itself count, too. A rank computes its own rows for an expert with copies itself, if
-    it is a host, up to its share (`pmoe.planner.copy_rows`).
+    Rows from a rank to itself count, too. Rows for an expert with copies are divided near first: they stay on
+    their rank and on their node as far as the plan allows (`pmoe.planner.copy_rows`).
 
     layer: sizes of the layer, and the loads of its experts.
-    num_ranks: number of ranks.
+    nodes: the nodes of the ranks.
     plan: copies of busy experts.
     """
     of_experts = _Traffic(float)
     of_copies = _Traffic(float)
+    num_ranks = len(nodes.of_rank)
     for expert, (load, owner) in enumerate(zip(layer.loads, layer.owners(num_ranks), strict=True)):
-        hosts = plan.hosts.get(expert, ((owner, load),))
+        hosts = plan.hosts.get(expert)
         for source in range(num_ranks):
-            shares = shares_of_source(hosts, source, num_ranks, WHOLE)
+            if hosts is None:
+                of_experts[source, owner] += load / num_ranks
+                continue
+            shares = shares_of_source(hosts, source, nodes, WHOLE)
             of_source = load / num_ranks / sum(shares)
             for (rank, _), share in zip(hosts, shares, strict=True):
                 if share:
@@ -256,24 +262,27 @@ def _arriving(rows: _Traffic) -> defaultdict[int, float]:
     return arriving
 
 
-def _weights(layer: UnevenLayer, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
+def _weights(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan) -> tuple[_Traffic, _Traffic]:
     """Returns the bytes of copies' weights that ranks send: (owners to hosts, hosts to each other).
 
-    If an expert has C copies, its owner sends each host one of C parts (V), and each host sends its part to
-    all other hosts (VR), as `pmoe.engine.plan.copies` says. Gradients take the same ways back.
+    The owner of an expert sends each host of a group of C hosts one of C parts (V), and each host sends its
+    part to the other hosts of the group (VR), as `pmoe.engine.plan.copies` says. Gradients take the same ways
+    back.
 
     layer: sizes of the layer.
+    cluster: the machines.
     plan: copies of busy experts.
     """
     scattered = _Traffic(float)
     relayed = _Traffic(float)
-    for (owner, _), *copies in plan.hosts.values():
-        part_bytes = layer.expert_bytes / len(copies)
-        ranks = [rank for rank, _ in copies]
-        for rank in ranks:
-            scattered[owner, rank] += part_bytes
-        for pair in itertools.permutations(ranks, 2):
-            relayed[pair] += part_bytes
+    for expert, groups in host_groups(plan.hosts, nodes_of(cluster)).items():
+        owner = plan.hosts[expert][0][0]
+        for group in groups:
+            part_bytes = layer.expert_bytes / len(group)
+            for rank in group:
+                scattered[owner, rank] += part_bytes
+            for pair in itertools.permutations(group, 2):
+                relayed[pair] += part_bytes
     return scattered, relayed
 
 

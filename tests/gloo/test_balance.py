@@ -210,6 +210,36 @@ def test_rows_of_unequal_ranks_are_divided_evenly() -> None:
         assert abs(sum(rows) - 2000) < 0.05 * 2000
 
 
+def grouped_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], float, list[int]]:
+    """What differs from a step without copies, the experts that this rank sends, and the rows it computes."""
+    layers = [build(4, 1, 0.9, (2,), balance=balance, **options) for balance in (0, 1)]
+    found = [step(layer, rank, world) for layer in layers]
+    experts_sent = layers[1].traffic.weights / EXPERT_BYTES
+    with torch.no_grad():
+        layers[1](tokens(1000, rank))
+    counts = layers[1].row_counts
+    assert counts is not None
+    return differences(found[1], found[0], 1e-12), experts_sent, counts.recv.sum((0, 2)).tolist()
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"pipeline": 3, "memory_reuse": "S1"}, {"pipeline": 2, "pipeline_backward": 4}], ids=str
+)
+def test_hosts_on_another_node_get_an_expert_once_and_keep_rows_on_their_node(
+    options: dict[str, Any],
+) -> None:
+    found = ranks(4).run(grouped_job, {**options, "nodes": 2})
+    assert not any(wrong for wrong, _, _ in found)
+    # Rank 2 sends expert 2 to rank 3, and its halves to ranks 0 and 1. These send each other their halves. In
+    # backward they send each other halves of gradients, and then sums of halves to rank 2.
+    assert [sent for _, sent, _ in found] == [1.5, 1.5, 2.0, 1.0]
+    for rank, (_, _, rows) in enumerate(found):
+        assert abs(sum(rows) - 1000) <= 50
+        of_other_node = rows[2:] if rank < 2 else rows[:2]
+        assert sum(of_other_node) < 150  # about 500 if every rank divided its rows in the same way
+
+
 def learnt_job(rank: int, world: int, options: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Steps that search n by trials, under a skewed and an even load; the tables of n that they learnt."""
     found = []
@@ -419,6 +449,37 @@ def nan_job(rank: int, world: int) -> tuple[bool, bool]:
 def test_nan_in_a_copied_experts_weights_is_seen_where_it_is_without_copies() -> None:
     found = ranks(4).run(nan_job)
     assert all(is_same for is_same, _ in found) and any(is_there for _, is_there in found)
+
+
+def nan_gradients_job(rank: int, world: int, place: str) -> list[str]:
+    """The gradients that are finite elsewhere, or that differ where they are finite."""
+    found = []
+    for balance in (0, 2):
+        layer = build(8, 1, 0.8, (0, 1), balance=balance, pipeline=2, nodes=2)
+        x = tokens(TOKENS[world][rank], rank).requires_grad_()
+        grad = tokens(TOKENS[world][rank], 50 + rank)
+        with torch.no_grad():
+            if place == "weight" and rank == 0:
+                layer.experts.w2[1, 0, 0] = torch.inf
+            elif place == "gradient" and rank == 2:
+                grad[4, 1] = torch.nan
+        layer(x).backward(grad)
+        found.append({"x": x.grad, **{name: each.grad for name, each in layer.named_parameters()}})
+    without, with_copies = (
+        {name: None if value is None else value.nan_to_num(0, 0, 0) for name, value in each.items()}
+        for each in found
+    )
+    wrong = differences(with_copies, without, 1e-12)
+    for name, value in found[0].items():
+        other = found[1][name]
+        if value is not None and other is not None and not value.isfinite().equal(other.isfinite()):
+            wrong.append(f"{name}: not finite elsewhere")
+    return wrong
+
+
+@pytest.mark.parametrize("place", ["weight", "gradient"])
+def test_gradients_are_not_finite_where_they_are_not_without_copies(place: str) -> None:
+    assert ranks(4).run(nan_gradients_job, place) == [[]] * 4
 
 
 def narrow_job(rank: int, world: int, n: int) -> dict[str, list[dict[str, Tensor | None]]]:
@@ -634,6 +695,17 @@ def test_copies_stay_from_one_micro_batch_of_a_step_to_the_next(options: dict[st
     assert of_host == [[0] * 3] * 2
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"memory_reuse": "S4"}], ids=str)
+def test_copies_on_two_nodes_stay_from_one_micro_batch_to_the_next(options: dict[str, Any]) -> None:
+    found = ranks(4).run(accumulated_job, {**options, "nodes": 2})
+    assert not any(wrong for _, wrong in found)
+    sent, _ = found[
+        0
+    ]  # rank 0 owns the busy expert, and sends it to the other rank of its node and to two more
+    assert sent == [[2, 2, 0], [2, 0, 0]]
+
+
 def single_steps_job(rank: int, world: int) -> tuple[list[int], bool]:
     layer = build(4, 1, 0.8, (0,), balance=1)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
@@ -727,6 +799,16 @@ def stored_job(rank: int, world: int) -> list[str]:
         optimizer.step()
         layer.zero_grad()
     check("optimizer", both)
+    other_values = {
+        f"experts.{name}": (2 if rank == 0 else 1) * value.detach()
+        for name, value in both[0].experts.named_parameters()
+    }
+    with torch.no_grad():
+        x = tokens(TOKENS[world][rank], rank)
+        y, wanted = (torch.func.functional_call(layer, other_values, (x,)) for layer in both)
+    if not relative_error(y, wanted) <= 1e-12:
+        wrong.append("functional_call")
+    check("after functional_call", both)
     copied = copy.deepcopy(both)
     stored = io.BytesIO()
     torch.save(both, stored)

@@ -220,6 +220,26 @@ def test_copies_of_modules_stay_until_a_value_changes() -> None:
     assert sent == [True, False, True, False, True, True, True, True, True]
 
 
+def inference_job(rank: int, world: int, kind: type[nn.Module]) -> tuple[str, bool]:
+    """The error of a call in inference mode, and whether its results are those without copies."""
+    outputs = []
+
+    def call() -> None:
+        for balance in (0, 1):
+            layer = build(balance, (4, 1, 0.8, (0,)), kind, group=dist.new_group()).eval()
+            with torch.inference_mode():
+                outputs.append(layer(tokens(TOKENS[world][rank], rank)))
+        assert layer.ran is not None and layer.ran.balance is not None and layer.ran.balance.copies
+
+    return error_of(call), len(outputs) == 2 and torch.allclose(*outputs, rtol=1e-12, atol=1e-12)
+
+
+def test_copies_of_modules_compute_in_inference_mode() -> None:
+    assert ranks(2).run(inference_job, Own) == [("", True)] * 2
+    for message, _ in ranks(2).run(inference_job, Counting):
+        assert "a copy (balance), changes its calls in forward" in message
+
+
 # ---- refusals
 
 

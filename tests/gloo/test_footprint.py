@@ -92,7 +92,12 @@ def copies_job(rank: int, world: int, options: dict[str, Any]) -> tuple[float, f
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "world, options",
-    [(2, {"pipeline": 2}), (2, {"pipeline": 2, "memory_reuse": "S4"}), (4, {"memory_reuse": "S4"})],
+    [
+        (2, {"pipeline": 2}),
+        (2, {"pipeline": 2, "memory_reuse": "S4"}),
+        (4, {"memory_reuse": "S4"}),
+        (4, {"pipeline": 2, "nodes": 2}),
+    ],
     ids=str,
 )
 def test_the_peak_with_copies_is_below_the_prediction_which_counts_them(
@@ -140,7 +145,7 @@ def worst_job(
                 "exact": layer.predict_memory(num_tokens, layer.row_counts).peak,
                 "bound": layer.predict_memory(num_tokens).peak,
                 # Weights and gradients of k copies, what is sent of own experts, and what hosts pass on.
-                "copies": expert * (2 * k + min(2, k * (world - 1)) + 2 * k * (world > 2)),
+                "copies": expert * (2 * k + min(2 + (world > 2), k * (world - 1)) + 2 * k * (world > 2)),
             }
         )
     return found

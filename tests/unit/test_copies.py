@@ -14,24 +14,33 @@ from pmoe.planner.copies import CopyLimits, CopyPlan, copies_within, plan_copies
 Problem = tuple[list[int], list[int], list[int], CopyLimits, set[tuple[int, int]]]
 
 
-def price(problem: Problem, expert: int, rank: int) -> int:
-    _, owners, nodes, limits, present = problem
-    if (expert, rank) in present:
+def between_nodes(problem: Problem, pairs: set[tuple[int, int]]) -> int:
+    """The most experts that a rank sends to other nodes or receives; twice for an expert on several nodes."""
+    _, owners, nodes, _, present = problem
+    if len(set(nodes)) == 1:
         return 0
-    return limits.near if nodes[rank] == nodes[owners[expert]] else limits.far
+    far = [(e, rank) for e, rank in pairs - present if nodes[rank] != nodes[owners[e]]]
+    counts = [0]
+    for rank in range(len(nodes)):
+        by_expert = {e: {nodes[host] for each, host in far if each == e} for e, _ in far if owners[e] == rank}
+        counts.append(sum(1 if len(on) == 1 else 2 for on in by_expert.values()))
+        counts.append(sum(host == rank for _, host in far))
+    return max(counts)
 
 
 def prices(problem: Problem, pairs: set[tuple[int, int]]) -> list[int]:
-    """The prices that each rank pays, by the definition: for hosting, and once for sending each expert."""
-    owners = problem[1]
-    paid = [0] * len(problem[2])
-    sent = Counter[int]()
-    for expert, rank in pairs:
-        paid[rank] += price(problem, expert, rank)
-        sent[expert] = max(sent[expert], price(problem, expert, rank))
-    for expert, dearest in sent.items():
-        paid[owners[expert]] += dearest
-    return paid
+    """The price that each rank pays, by the definition: for copies of its node, or for other nodes."""
+    _, owners, nodes, limits, present = problem
+    new = pairs - present
+    of_all = limits.far * between_nodes(problem, pairs)
+    return [
+        max(
+            limits.near
+            * (sum(host == rank for _, host in new) + len({e for e, _ in new if owners[e] == rank})),
+            of_all,
+        )
+        for rank in range(len(nodes))
+    ]
 
 
 def least_time(problem: Problem, pairs: set[tuple[int, int]]) -> int:
@@ -98,7 +107,7 @@ def random_problem(seed: int) -> Problem:
 
 def check(problem: Problem, plan: CopyPlan) -> None:
     """Checks all that a plan promises: rows, owners first, the bound of copies, and the predicted time."""
-    loads, owners, nodes, limits, _ = problem
+    loads, owners, nodes, limits, present = problem
     for expert, hosts in plan.hosts.items():
         ranks = [rank for rank, _ in hosts]
         assert ranks[0] == owners[expert]
@@ -109,9 +118,12 @@ def check(problem: Problem, plan: CopyPlan) -> None:
     hosted = Counter(rank for _, rank in plan.pairs)
     assert max(hosted.values(), default=0) <= limits.per_rank
     rows = plan.rows_of_ranks(loads, owners, len(nodes))
-    for expert, rank in plan.pairs:
-        rows[rank] += price(problem, expert, rank)
-    assert max(rows) <= plan.after <= plan.before
+    # Owners compute while they send, so they get rows back from hosts: only hosts pay for copies of their
+    # node.
+    new = Counter(rank for expert, rank in plan.pairs - present)
+    of_all = limits.far * between_nodes(problem, set(plan.pairs))
+    times = [of_rank + max(limits.near * new[rank], of_all) for rank, of_rank in enumerate(rows)]
+    assert max(times) <= plan.after <= plan.before
     assert plan.before == max(CopyPlan(hosts={}, before=0, after=0).rows_of_ranks(loads, owners, len(nodes)))
 
 
@@ -209,6 +221,47 @@ def test_other_nodes_get_copies_if_the_own_node_has_no_time_left() -> None:
     limits = CopyLimits(per_rank=1, near=1, far=2)
     plan = plan_copies([200, 60, 20, 20], range(4), [0, 0, 1, 1], limits)
     assert {rank for _, rank in plan.pairs} >= {2, 3}
+
+
+def lognormal_on_8_nodes(seed: int, width: float) -> tuple[list[int], list[int], list[int]]:
+    """Loads, owners and nodes: 256 experts on 8 nodes of 8 ranks."""
+    draw = random.Random(seed)
+    loads = [int(1e4 * draw.lognormvariate(0, width)) for _ in range(256)]
+    return loads, [expert // 4 for expert in range(256)], [rank // 8 for rank in range(64)]
+
+
+@pytest.mark.parametrize("width", [0.7, 1.0, 1.4])  # the busiest rank has 1.8 to 5.4 times the mean
+def test_uneven_nodes_are_evened_out_by_one_expert_of_a_rank(width: float) -> None:
+    for seed in range(5):
+        loads, owners, nodes = lognormal_on_8_nodes(seed, width)
+        mean = sum(loads) // 64
+        limits = CopyLimits(per_rank=2, near=mean // 75, far=mean // 10)
+        problem = (loads, owners, nodes, limits, set())
+        plan = plan_copies(*problem)
+        check(problem, plan)
+        assert between_nodes(problem, set(plan.pairs)) <= 1
+        nodes_of_hot = {e: {nodes[rank] for rank, _ in hosts[1:]} for e, hosts in plan.hosts.items()}
+        assert all(len(on - {nodes[owners[e]]}) <= 1 for e, on in nodes_of_hot.items())
+        rows = plan.rows_of_ranks(loads, owners, 64)
+        assert max(rows) * 64 <= 1.035 * sum(loads)
+        assert plan.after <= 1.035 * mean + limits.far
+
+
+def test_copies_stay_inside_nodes_where_messages_between_nodes_cost_more_than_uneven_nodes() -> None:
+    loads, owners, nodes = lognormal_on_8_nodes(0, 0.5)
+    mean = sum(loads) // 64
+    dear = plan_copies(loads, owners, nodes, CopyLimits(per_rank=2, near=mean // 75, far=mean))
+    assert dear.hosts
+    assert all(nodes[rank] == nodes[owners[expert]] for expert, rank in dear.pairs)
+    cheap = plan_copies(loads, owners, nodes, CopyLimits(per_rank=2, near=mean // 75, far=mean // 75))
+    assert any(nodes[rank] != nodes[owners[expert]] for expert, rank in cheap.pairs)
+    assert cheap.after < dear.after
+
+
+def test_an_expert_goes_to_several_nodes_where_one_cannot_take_its_rows() -> None:
+    loads = [8000, *[100] * 7]
+    plan = plan_copies(loads, range(8), range(8), CopyLimits(per_rank=1, near=1, far=1))
+    assert {rank for _, rank in plan.pairs} == set(range(1, 8))
 
 
 def test_present_copies_are_free() -> None:

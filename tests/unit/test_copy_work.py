@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -27,14 +28,23 @@ THREE = CopyPlan(hosts={0: ((0, 25), (1, 25), (2, 25), (3, 25))}, before=100, af
 TWO_OF_ONE_RANK = CopyPlan(hosts={0: ((0, 50), (1, 50)), 1: ((0, 50), (2, 50))}, before=200, after=100)
 
 
-def work(plan: CopyPlan, *, is_sent: bool = True, stays: bool = False, learned: float = 1.0) -> CopyWork:
-    return CopyWork.of(plan, is_sent=is_sent, stays=stays, learned=learned)
+def work(
+    plan: CopyPlan,
+    nodes: Sequence[int] = (0,) * 4,
+    *,
+    is_sent: bool = True,
+    stays: bool = False,
+    learned: float = 1.0,
+) -> CopyWork:
+    return CopyWork.of(plan, nodes, is_sent=is_sent, stays=stays, learned=learned)
 
 
 def test_the_busiest_rank_counts() -> None:
     assert work(ONE) == CopyWork(scattered=1, relayed=0, computed=0.5)
     # Each of three hosts gets a third of the expert from its owner, and two thirds from the others.
     assert work(THREE) == CopyWork(scattered=1, relayed=1, computed=1)
+    # On two nodes, the owner sends the expert twice, and two hosts exchange their halves.
+    assert work(THREE, (0, 0, 1, 1)) == CopyWork(scattered=2, relayed=0.5, computed=1)
     assert work(TWO_OF_ONE_RANK) == CopyWork(scattered=2, relayed=0, computed=0.5)
     assert work(CopyPlan(hosts={}, before=5, after=5)) == NO_COPIES
 

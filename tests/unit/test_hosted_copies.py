@@ -19,13 +19,16 @@ from pmoe.experts.base import ExpertRows
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
+from pmoe.planner.copy_groups import host_groups
 
 F64 = torch.float64
 
 
-def of_ranks(plan: CopyPlan, num_ranks: int, num_local: int) -> list[HostedCopies]:
+def of_ranks(
+    plan: CopyPlan, num_ranks: int, num_local: int, nodes: tuple[int, ...] = ()
+) -> list[HostedCopies]:
     return [
-        HostedCopies(plan=plan, rank=rank, num_ranks=num_ranks, num_local=num_local)
+        HostedCopies(plan=plan, rank=rank, num_ranks=num_ranks, num_local=num_local, nodes=nodes)
         for rank in range(num_ranks)
     ]
 
@@ -76,10 +79,12 @@ def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whol
         num_ranks, num_local = draw.choice([(2, 3), (4, 2), (8, 1)])
         loads = [int(draw.lognormvariate(5, 1.5)) for _ in range(num_ranks * num_local)]
         owners = [expert // num_local for expert in range(len(loads))]
-        plan = plan_copies(loads, owners, [0] * num_ranks, CopyLimits(per_rank=draw.randint(1, 3)))
+        nodes = tuple(rank // draw.choice((2, 8)) for rank in range(num_ranks))
+        plan = plan_copies(loads, owners, nodes, CopyLimits(per_rank=draw.randint(1, 3)))
         if not plan.hosts:
             continue
-        hosted = of_ranks(plan, num_ranks, num_local)
+        hosted = of_ranks(plan, num_ranks, num_local, nodes)
+        assert all(of.num_sent <= num_local + 1 for of in hosted)
         for sent, received in (("scattered", "gathered"), ("relayed", "completed")):
             there = Counter(
                 (of.rank, part.peer, part.expert, part.number) for of in hosted for part in getattr(of, sent)
@@ -96,6 +101,21 @@ def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whol
                 parts = [part for part in (*of.gathered, *of.completed) if part.expert == expert]
                 covered = sorted(i for part in parts for i in range(11)[part.of(11)])
                 assert covered == list(range(11))
+
+
+def test_only_the_owner_sends_an_expert_to_one_other_node() -> None:
+    nodes = (0, 0, 1, 1)
+    hosts = {0: ((0, 4), (1, 4), (2, 4), (3, 4))}
+    owner, near, far, _ = of_ranks(CopyPlan(hosts=hosts, before=0, after=0), 4, 1, nodes)
+    assert owner.groups == {0: [[1], [2, 3]]}
+    assert owner.scattered == [ExpertPart(1, 0, 0, 1), ExpertPart(2, 0, 0, 2), ExpertPart(3, 0, 1, 2)]
+    assert (near.relayed, far.relayed) == ([], [ExpertPart(3, 0, 0, 2)])
+    assert owner.num_sent == 2 and owner.relays
+    # Hosts on several nodes pass parts on to each other, and so do those of a rank's second expert.
+    apart = {0: ((0, 1), (1, 1), (2, 1), (3, 1))}
+    assert host_groups(apart, (0, 1, 2, 3)) == {0: [[1, 2, 3]]}
+    two = {0: hosts[0], 1: hosts[0]}
+    assert host_groups(two, nodes) == {0: [[1], [2, 3]], 1: [[1, 2, 3]]}
 
 
 def test_a_part_is_a_range_of_an_experts_elements() -> None:

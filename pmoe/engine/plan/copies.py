@@ -10,9 +10,13 @@ receives more than about twice the size of the row:
     V            a b     a        b          the owner sends part a to host a, part b to host b
     VR                   a b      a b        host a sends part a to host b, and b sends b to a
 
+If there are hosts on the owner's node and on one other node, they form two groups, and only hosts of one
+group send each other parts (`pmoe.planner.copy_groups`). The owner then sends the whole row to each group.
+
 Gradients are sent in the opposite direction. Each host has a gradient of the whole expert, from its own rows.
 First each host sends part a of its gradient to host a, part b to host b, and so on (task VGR). Then host a
-sums all parts a and sends the sum to the owner; each other host does so with its own part (task VG).
+sums all parts a and sends the sum to the owner; each other host does so with its own part (task VG). The
+owner adds the gradients of all groups.
 
 Letters: W ranks, E_local experts that a rank owns, P numbers of an expert's parameters.
 """
@@ -29,7 +33,8 @@ import torch
 from torch import Tensor
 
 from pmoe.planner.copies import CopyPlan
-from pmoe.planner.copy_rows import row_cuts, shares_of_source
+from pmoe.planner.copy_groups import host_groups
+from pmoe.planner.copy_rows import RankNodes, row_cuts, shares_of_source
 from pmoe.schedule.restore import CopiesFate
 from pmoe.schedule.tasks import Stages
 
@@ -110,9 +115,10 @@ class HostedCopies:
         gradient.
     fate: how backward gets the copies' weights: "keep" keeps them on their ranks after forward, "communicate"
         sends them again, "present" uses the weights that an earlier call has kept.
+    nodes: (W,) the node of each rank; () if all ranks are on one node.
     kept: the record in which the copies' weights are kept for later calls; None if they are not kept. With
         fate="present" the record has the weights already.
-    own_first: for each expert with copies, the part of its rows, in 1024ths, that is divided own first
+    near_first: for each expert with copies, the part of its rows, in 1024ths, that is divided near first
         (`pmoe.planner.copy_rows`); 0 for experts that are not in the dict.
     """
 
@@ -122,8 +128,9 @@ class HostedCopies:
     num_local: int
     trained: tuple[bool, ...] = ()
     fate: CopiesFate = "keep"
+    nodes: tuple[int, ...] = ()
     kept: KeptCopies | None = field(default=None, compare=False)
-    own_first: Mapping[int, int] = field(default_factory=dict)
+    near_first: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def are_frozen(self) -> bool:
@@ -151,8 +158,23 @@ class HostedCopies:
 
     @functools.cached_property
     def relays(self) -> bool:
-        """Whether some expert has several copies. Hosts of one expert then send each other its weights."""
-        return any(len(hosts) > 2 for hosts in self.plan.hosts.values())
+        """Whether some group has several hosts. They then send each other the weights of an expert."""
+        return any(len(group) > 1 for groups in self.groups.values() for group in groups)
+
+    @functools.cached_property
+    def rank_nodes(self) -> RankNodes:
+        """The nodes of all ranks."""
+        return RankNodes(self.nodes or (0,) * self.num_ranks)
+
+    @functools.cached_property
+    def groups(self) -> dict[int, list[list[int]]]:
+        """The groups of the hosts of each expert that has copies (`pmoe.planner.copy_groups`)."""
+        return host_groups(self.plan.hosts, self.rank_nodes.of_rank)
+
+    @property
+    def num_sent(self) -> int:
+        """The number of times that this rank sends one of its experts: once to each group of hosts."""
+        return sum(len(self.groups[expert]) for expert in self.sent_experts)
 
     @functools.cached_property
     def sent_experts(self) -> list[int]:
@@ -175,8 +197,12 @@ class HostedCopies:
             local_copies=stages.local and not rotates,
         )
 
-    def _ranks_of_copies(self, expert: int) -> list[int]:
-        return sorted(rank for rank, _ in self.plan.hosts[expert][1:])
+    def _own_group(self, expert: int) -> list[int]:
+        """Returns the group of hosts to which this rank belongs.
+
+        expert: an expert of which this rank hosts a copy.
+        """
+        return next(group for group in self.groups[expert] if self.rank in group)
 
     @functools.cached_property
     def scattered(self) -> list[ExpertPart]:
@@ -186,8 +212,8 @@ class HostedCopies:
         """
         parts = []
         for expert in self.sent_experts:
-            ranks = self._ranks_of_copies(expert)
-            parts += [ExpertPart(rank, expert, index, len(ranks)) for index, rank in enumerate(ranks)]
+            for group in self.groups[expert]:
+                parts += [ExpertPart(rank, expert, index, len(group)) for index, rank in enumerate(group)]
         return sorted(parts)
 
     @functools.cached_property
@@ -198,8 +224,8 @@ class HostedCopies:
         """
         parts = []
         for expert in self.hosted:
-            ranks = self._ranks_of_copies(expert)
-            parts.append(ExpertPart(expert // self.num_local, expert, ranks.index(self.rank), len(ranks)))
+            group = self._own_group(expert)
+            parts.append(ExpertPart(expert // self.num_local, expert, group.index(self.rank), len(group)))
         return sorted(parts)
 
     @functools.cached_property
@@ -207,13 +233,13 @@ class HostedCopies:
         """The parts of weights that this rank, as host of copies, sends to other hosts of the same experts.
 
         The experts' owners have sent these parts to this rank (task V). Task VR sends the parts to the other
-        hosts. The parts are in the order of the message that task VR sends.
+        hosts of a group. The parts are in the order of the message that task VR sends.
         """
         parts = []
         for expert in self.hosted:
-            ranks = self._ranks_of_copies(expert)
-            own = ranks.index(self.rank)
-            parts += [ExpertPart(rank, expert, own, len(ranks)) for rank in ranks if rank != self.rank]
+            group = self._own_group(expert)
+            own = group.index(self.rank)
+            parts += [ExpertPart(rank, expert, own, len(group)) for rank in group if rank != self.rank]
         return sorted(parts)
 
     @functools.cached_property
@@ -225,9 +251,9 @@ class HostedCopies:
         """
         parts = []
         for expert in self.hosted:
-            ranks = self._ranks_of_copies(expert)
-            numbered = [(rank, index) for index, rank in enumerate(ranks) if rank != self.rank]
-            parts += [ExpertPart(rank, expert, index, len(ranks)) for rank, index in numbered]
+            group = self._own_group(expert)
+            numbered = [(rank, index) for index, rank in enumerate(group) if rank != self.rank]
+            parts += [ExpertPart(rank, expert, index, len(group)) for rank, index in numbered]
         return sorted(parts)
 
     def elements_by_peer(self, parts: Iterable[ExpertPart], num_elements: int) -> list[int]:
@@ -277,8 +303,8 @@ class HostedCopies:
             hosts = self.plan.hosts.get(expert, ())
             if not hosts:
                 continue
-            own_first = self.own_first.get(expert, 0)
-            cuts = row_cuts(shares_of_source(hosts, self.rank, self.num_ranks, own_first))
+            near_first = self.near_first.get(expert, 0)
+            cuts = row_cuts(shares_of_source(hosts, self.rank, self.rank_nodes, near_first))
             for (rank, _), cut in zip(hosts[1:], cuts[1:], strict=False):
                 bounds.append((expert << 32) + cut)
                 numbers.append(rank * width + self.num_local + self.hosted_by[rank].index(expert))

@@ -507,17 +507,17 @@ class CopiesBackward(_WithCopies, Backward):
         hosted = self.hosted
         sizes = [part.of(self.gradient_elements) for part in hosted.scattered]
         messages = self.home_arrived.split_with_sizes([of.stop - of.start for of in sizes])
-        of_expert: dict[int, list[Tensor]] = {}
-        for part, message in sorted(
-            zip(hosted.scattered, messages, strict=True), key=lambda pair: pair[0].number
-        ):
-            of_expert.setdefault(part.expert, []).append(message)
+        of_host = {
+            (part.expert, part.peer): message
+            for part, message in zip(hosted.scattered, messages, strict=True)
+        }
         for expert in hosted.sent_experts:
-            parts = of_expert[expert]
-            row = parts[0] if len(parts) == 1 else torch.cat(parts)
             place = expert - hosted.rank * hosted.num_local
-            gradients = parameters_in(row.view(1, -1), self.gradient_shapes())
-            self.add_to_expert(place, [gradient[0] for gradient in gradients])
+            for group in hosted.groups[expert]:
+                parts = [of_host[expert, rank] for rank in group]
+                row = parts[0] if len(parts) == 1 else torch.cat(parts)
+                gradients = parameters_in(row.view(1, -1), self.gradient_shapes())
+                self.add_to_expert(place, [gradient[0] for gradient in gradients])
 
     def add_to_expert(self, place: int, gradients: Sequence[Tensor]) -> None:
         """Adds gradients of copies to those of one of this rank's own experts.

@@ -1,0 +1,72 @@
+"""Groups of hosts: which ranks with copies of an expert pass its weights on to each other.
+
+The owner of an expert sends the weights once to each group of hosts: a different part to each host of the
+group. Then the hosts of the group send each other their parts. Gradients take the opposite way. Usually all
+hosts of an expert are one group. If some of them are on the owner's node and the others on one other node,
+these are two groups. Then only the owner sends the expert to the other node, and only once:
+
+    hosts     groups       between nodes (of 2 ranks; the owner is rank 0)
+    1, 2, 3   {1} {2, 3}   rank 0 sends one half of the expert to rank 2, the other half to rank 3
+    2, 4, 6   {2, 4, 6}    rank 0 sends a third to each host, then each host sends a third to two others
+
+In the first line one group would send a third to ranks 2 and 3 each, and then rank 1 would send them its
+third and get theirs: 4 thirds more between nodes. In the second line, a group for each node would make rank 0
+send the whole expert three times.
+
+A rank sends at most one of its experts to two groups, so its messages have room for one more expert than it
+owns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+
+def host_groups(
+    hosts: Mapping[int, Sequence[tuple[int, int]]], nodes: Sequence[int]
+) -> dict[int, list[list[int]]]:
+    """Divides the hosts of each expert with copies into groups that pass the weights on among themselves.
+
+    hosts: for each expert with copies pairs (rank, rows), first the owner (`CopyPlan.hosts`).
+    nodes: (W,) the node of each of W ranks.
+
+    Returns: for each of these experts its groups, each a list of ranks in rising order.
+    """
+    groups = {}
+    has_two = set()
+    for expert in sorted(hosts):
+        (owner, _), *copies = hosts[expert]
+        ranks = sorted(rank for rank, _ in copies)
+        near = [rank for rank in ranks if nodes[rank] == nodes[owner]]
+        far = [rank for rank in ranks if nodes[rank] != nodes[owner]]
+        if near and len({nodes[rank] for rank in far}) == 1 and owner not in has_two:
+            has_two.add(owner)
+            groups[expert] = [near, far]
+        else:
+            groups[expert] = [ranks]
+    return groups
+
+
+def messages_between_nodes(
+    pairs: Collection[tuple[int, int]], owners: Sequence[int], nodes: Sequence[int]
+) -> int:
+    """Returns the largest number of experts that a rank sends to other nodes, or receives from them.
+
+    An expert whose hosts are on several other nodes counts twice, because the hosts pass its parts on to each
+    other between the nodes.
+
+    pairs: the copies that are sent, as pairs (expert, rank).
+    owners: (E,) the rank that owns each of E experts.
+    nodes: (W,) the node of each of W ranks.
+    """
+    received = Counter[int]()
+    nodes_of_expert: dict[int, set[int]] = {}
+    for expert, rank in pairs:
+        if nodes[rank] != nodes[owners[expert]]:
+            received[rank] += 1
+            nodes_of_expert.setdefault(expert, set()).add(nodes[rank])
+    sent = Counter[int]()
+    for expert, others in nodes_of_expert.items():
+        sent[owners[expert]] += min(len(others), 2)
+    return max((0, *received.values(), *sent.values()))

@@ -108,7 +108,7 @@ def _wrappers(experts: Experts) -> Iterator[tuple[str, set[int]]]:
                 yield FSDP2, set(group.mesh_info.mesh.mesh.flatten().tolist())
     bases = (getattr(value, "_base", None) for module in modules for value in vars(module).values())
     # The older FSDP turns parameters into views of one flat tensor, which has this mark, sharded or whole.
-    if any(map(is_flattened, bases)):
+    if any(base is not None and is_flattened(base) for base in bases):
         yield FSDP1, set()
 
 

@@ -109,9 +109,9 @@ def _warn_of_buckets() -> bool:
     Returns True, because torch.compile needs a result that stays the same.
     """
     ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer":  # type: ignore[no-untyped-call]
+    if ddp is not None and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer":
         trained = (each.untyped_storage().nbytes() for each in ddp._module_parameters if each.requires_grad)
-        if sum(trained) > dist._DEFAULT_FIRST_BUCKET_BYTES:
+        if sum(trained) > dist._DEFAULT_FIRST_BUCKET_BYTES:  # type: ignore[attr-defined]
             warn_once(
                 "torch.compile may fail on a MoE layer inside of DistributedDataParallel, because it cuts "
                 "the graph into DDP's buckets: set torch._dynamo.config.optimize_ddp = False before the "

@@ -323,6 +323,7 @@ FORMATTED = {
     "cpu",
     "True",
     "KeyError",
+    "has",
 }
 """Words of values that are formatted into the quoted messages. Other words of letters must be the code's."""
 PREFIX = re.compile(r"\w*(Error|Warning): (?:pmoe: )?|pmoe(?: plan: error)?: ")

@@ -363,9 +363,7 @@ def _absent_ranks(key: str, size: int, number: int) -> str:
     """
     last_steps = _values_of_ranks(key, size)
     if last_steps is None:
-        return (
-            "the store of the group does not answer: the process that holds it, often rank 0, may have ended"
-        )
+        return "the group's store does not answer: the process that holds it, often rank 0, may have ended"
     silent = [rank for rank, last_step in enumerate(last_steps) if int(last_step or 0) < number]
     if not silent:
         return "all ranks wait for it"

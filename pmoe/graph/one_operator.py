@@ -25,19 +25,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._library.effects import EffectType
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.call.decision import LastCall, LastRowCounts, RunReport
 from pmoe.call.operator_kinds import KINDS, OperatorKind
 from pmoe.decide.route import cast_dtype
 from pmoe.experts.operands import local_part
 from pmoe.graph.operators import LAYERS, number_of
-from pmoe.warn import warn_once
 
 if TYPE_CHECKING:
     from pmoe.layer.moe_layer import MoELayer
@@ -83,8 +80,6 @@ def run_in_graph(
     needs_grad = [grad and each.requires_grad for each in given]
     device = given[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if communicates:
-        _warn_of_buckets()
     operator = run_and_keep if communicates else run_and_keep_alone
     results: list[Tensor] = operator(
         kind, _number(module), given, is_given, parameters, is_trained, needs_grad, autocast
@@ -97,27 +92,6 @@ def run_in_graph(
 def _number(module: nn.Module) -> int:
     """Returns the number that stands for a module in the graph. In the graph it is a constant."""
     return number_of(module)
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _warn_of_buckets() -> bool:
-    """Warns if torch.compile may cut the graph into the buckets of DistributedDataParallel.
-
-    torch takes the values by which it keeps operators in order for results of a part of the graph. It then
-    raises an error about shapes, which names neither the cause nor the cure.
-
-    Returns True, because torch.compile needs a result that stays the same.
-    """
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None and torch._dynamo.utils.get_optimize_ddp_mode() == "ddp_optimizer":
-        trained = (each.untyped_storage().nbytes() for each in ddp._module_parameters if each.requires_grad)
-        if sum(trained) > dist._DEFAULT_FIRST_BUCKET_BYTES:  # type: ignore[attr-defined]
-            warn_once(
-                "torch.compile may fail on a MoE layer inside of DistributedDataParallel, because it cuts "
-                "the graph into DDP's buckets: set torch._dynamo.config.optimize_ddp = False before the "
-                "first step"
-            )
-    return True
 
 
 # ---- the operators

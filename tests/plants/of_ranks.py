@@ -142,7 +142,7 @@ RANKS = (
         name="unsharded-fsdp-passes",
         breaks="the older FSDP averages experts' gradients where it keeps them whole",
         file="pmoe/experts/wrapper_checks.py",
-        old='hasattr(base, "_fsdp_flattened")',
+        old="base is not None and is_flattened(base)",
         new='getattr(base, "_padded_unsharded_size", None) is not None',
         tests="tests/gloo/test_wrapped.py -k took_for_copies",
     ),

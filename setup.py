@@ -10,8 +10,8 @@ read:
     PMOE_CUDA        0: no kernels; 1: a missing nvcc is an error; unset: kernels where there is nvcc
     PMOE_CUDA_ARCHS  what to compile for, as in "sm_90a": a quicker build while working on one kernel
     PMOE_NVSHMEM     unset: heaps in NVSHMEM's memory where its headers are; 0: none; 1: also pmoe/_nvshmem.*,
-                     FlashDMoE's kernels that send by NVSHMEM's puts; a missing nvcc or part of NVSHMEM is an
-                     error
+                     FlashDMoE's kernels that send by NVSHMEM's puts; PMOE_CUDA=0, a missing nvcc or a missing
+                     part of NVSHMEM is an error
     NVSHMEM_HOME     where NVSHMEM is, in include/ and lib/; else in the package nvidia-nvshmem-cu12 or -cu13
 """
 
@@ -310,8 +310,8 @@ def extensions() -> list[Extension]:
     if reason := why_no_kernels():
         if has_puts:
             raise refuse(
-                f"PMOE_NVSHMEM=1 needs nvcc for the kernels with puts, and no kernels are built: {reason}. "
-                "Give the build an nvcc, or leave PMOE_NVSHMEM unset to build without these kernels"
+                f"PMOE_NVSHMEM=1 asks for kernels with puts, and no kernels are built: {reason}. Change "
+                "this, or leave PMOE_NVSHMEM unset"
             )
         return []
     built = [Extension("pmoe._cuda", cuda_sources())]

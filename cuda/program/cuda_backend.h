@@ -1,12 +1,12 @@
 // A backend of the interpreter that issues a pass on a CUDA device.
 //
 //   call of the program                what the backend issues
-//   wait                               cudaStreamWaitEvent, for the CUDA event of this event
-//   signal                             cudaEventRecord of that CUDA event
+//   wait                               cudaStreamWaitEvent for the CUDA event with this number
+//   signal                             cudaEventRecord of it
 //   COPY                               cudaMemcpyAsync
 //   EXCHANGE                           a group of NCCL's sends and receives (nccl.h)
 //   HIDDEN, OUTPUT and other products  a grouped product (products.h)
-//   PLACE                              a permute; up to four calls that follow one another share a launch
+//   PLACE                              a permute; up to kMostCopies calls in a row share a launch
 //   SUM                                an unpermute
 //   TAKE, PUT of rows                  an unpermute, and a permute, with one choice for each token
 //   TAKE, PUT of single numbers        a kernel of kernel.cuh
@@ -384,7 +384,7 @@ class CudaProgram {
       return;
     }
     backend_->join(streams.data());
-    // The exchanges before the error may wait for ranks that never come, as those of a whole pass.
+    // An exchange before the error may wait for ranks that never come, so this pass is watched, too.
     try {
       if (communicator_) communicator_->watch(stream);
     } catch (const std::exception&) {  // the record's error is thrown, which came first

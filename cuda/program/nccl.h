@@ -194,7 +194,8 @@ class Communicator {
                   "cudaMemcpyAsync of rows that stay");
   }
 
-  // Begins to watch a pass, all calls of which have been issued. It ends when the stream gets here.
+  // Begins to watch a pass, all calls of which have been issued. The pass ends when the device reaches the
+  // event that this function records.
   void watch(cudaStream_t stream) {
     const cudaEvent_t end = take_event();
     // Without the lock: this call waits while the queue of launches is full, and then only abort_if_late(),
@@ -214,15 +215,15 @@ class Communicator {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!communicator_) return reason_;
     const Clock::time_point now = Clock::now();
-    // First what needs no call of CUDA, because NCCL's call that waits may hold a lock of CUDA.
+    // A call of NCCL that waits may hold a lock of CUDA. So nothing of CUDA is called while one does.
     if (const int error = async_error())
       abort(std::string("an exchange of a pass program failed: ") + nccl_.GetErrorString(error) + " (" +
             std::to_string(error) + ")");
-    else if (is_inside_ && now - entered_ > limit_)
+    else if (!is_inside_)
+      abort_if_device_is_late(now);
+    else if (now - entered_ > limit_)
       abort("an exchange of a pass program has waited for " + in_seconds(limit_) +
             ": another rank never came");
-    else
-      abort_if_device_is_late(now);
     return reason_;
   }
 
@@ -259,7 +260,7 @@ class Communicator {
     return failed ? failed : error;
   }
 
-  // Returns an event that marks the end of no pass.
+  // Returns an unused event.
   cudaEvent_t take_event() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (unused_.empty()) return make_event();
@@ -306,8 +307,9 @@ class Communicator {
               ". The communicator of pass programs was aborted: results of this pass, and of " +
               "passes after it, are not valid";
     void* const aborted = std::exchange(communicator_, nullptr);
-    std::thread([nccl = nccl_, aborted, device = device_] {
-      cudaSetDevice(device);  // even if this fails, NCCL's calls that wait on the host must end
+    // To end a call that waits on the host, NCCL needs no device, and choosing one may wait for that call.
+    std::thread([nccl = nccl_, aborted, device = device_, on_device = !is_inside_] {
+      if (on_device) cudaSetDevice(device);  // if this fails, NCCL's calls must end nevertheless
       nccl.CommAbort(aborted);
     }).detach();
   }

@@ -125,7 +125,7 @@ class RankCounts:
         hosted_copies    number of copies of other ranks' experts that this rank hosts in the call. If any
                          rank hosts copies, all counts have more than E_local columns: the last ones are for
                          copies
-        copied_experts   number of times that this rank sends one of its experts to a group of ranks that host
+        expert_messages  number of times that this rank sends one of its experts to a group of ranks that host
                          copies of it (`pmoe.planner.copy_groups`)
         messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
                          else None. If there are messages, `joined` leaves recv_device as it is, in bins
@@ -168,7 +168,7 @@ class RankCounts:
     messages: Messages | None = None
     relayed: tuple[Tensor | None, Tensor | None] = (None, None)
     hosted_copies: int = 0
-    copied_experts: int = 0
+    expert_messages: int = 0
     relays_copies: bool = False
     loads: tuple[int, ...] = ()
     deviations: tuple[int, ...] = ()

@@ -363,7 +363,10 @@ def _absent_ranks(key: str, size: int, number: int) -> str:
     """
     last_steps = _values_of_ranks(key, size)
     if last_steps is None:
-        return "the group's store does not answer: the process that holds it, often rank 0, may have ended"
+        return (
+            "the default group's store does not answer: the process that holds it, often rank 0, may have "
+            "ended"
+        )
     silent = [rank for rank, last_step in enumerate(last_steps) if int(last_step or 0) < number]
     if not silent:
         return "all ranks wait for it"
@@ -416,6 +419,7 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     while not reports:
         if work.is_completed():
             work.wait()  # raises the collective's error, if it has failed
+            record.waits_in = ""
             return
         if looker is None or not looker.is_alive():
             if record.waits_in != record.place_of_pass:
@@ -425,8 +429,9 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
             looker.start()
         with contextlib.suppress(RuntimeError):
             work.wait(LOOK_AFTER)
+            record.waits_in = ""
             return
-        if record.backward_of and time.monotonic() > warn_at:
+        if record.backward_of_layer and time.monotonic() > warn_at:
             warn_at = math.inf
             _warn_of_waiting(record, group)
     raise PeerError(min(reports, key=len))  # the shortest error is the cause, which the longer errors quote
@@ -556,18 +561,18 @@ def _order_hint(ranks: Ranks) -> str:
 def _missing_hint(ranks: Ranks) -> str:
     """Returns which ranks have not come to the pass in which this rank has waited, and what to do.
 
-    Returns "" if this rank has not waited for long (`LOOK_AFTER`), or if it does not know which ranks these
-    are.
+    Returns "" if this rank has not waited for long (`LOOK_AFTER`), if it does not know which ranks these are,
+    or if it has not waited for a layer.
 
     ranks: the ranks of the layer.
     """
-    if ranks.group is None or ranks.record.waits_in != ranks.record.place_of_pass:
+    if ranks.group is None or not ranks.layer or ranks.record.waits_in != ranks.record.place_of_pass:
         return ""
     record = ranks.record
     who = _silent_ranks(record, ranks.group)
     if not who:
         return ""
-    if record.backward_of:
+    if record.backward_of_layer:
         return f" ({who} not reported to wait in this backward pass: {CURE})"
     return f" ({who} not reported to wait in this call: every rank must call the layer, also without tokens)"
 
@@ -583,12 +588,14 @@ def _left_out_hint(ranks: Ranks) -> str:
     if ranks.group is None or not ranks.record.backward_of:
         return ""
     record = ranks.record
+    own = record.backward_of_layer
     later = [layer for number, layer in record.open_calls.items() if number > record.backward_of]
-    if not later:
+    # A later call of the same layer is open in many right schedules: passes of several micro-batches.
+    if not later or later[-1] == own:
         return ""
     return (
-        f" (this rank has not run the backward pass of {later[-1]}, which it called after "
-        f"{record.backward_of_layer}: if gloo has ended a peer with the words 'Received data size', that "
+        f" (this rank has not run the backward pass of {later[-1]}, which it called after {own}: "
+        f"if gloo has ended a peer with the words 'Received data size', that "
         f"peer was in the pass that is left out; {CURE})"
     )
 
@@ -662,8 +669,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     This rank waits in two cases (`pmoe.comm.meeting`):
 
-    - it has not run the backward pass of the layer's last call, or its last backward pass has left out a call
-      of another layer of the group;
+    - it has not run the backward pass of the layer's last call, or its last backward pass has left out any
+      open call of the group;
     - it compares its options in this call, and the other ranks may not compare theirs.
 
     ranks: the ranks of the layer.
@@ -694,13 +701,13 @@ def meet_before_reduction(layers: Iterable[Ranks]) -> None:
 
     Raises what `meet` raises.
     """
-    for ranks in layers:
-        if (
-            ranks.group is not None
-            and ranks.size > 1
-            and ranks.open_call in ranks.record.open_calls
-            and has_peers(ranks.group)
-        ):
+    met = set[GroupRecord]()
+    # Autograd runs the last layer first. So peers wait in the group of the last layer that is left out here.
+    for ranks in reversed(list(layers)):
+        if ranks.group is None or ranks.size == 1 or not is_known(ranks.group) or ranks.record in met:
+            continue
+        if ranks.open_call in ranks.record.open_calls and has_peers(ranks.group):
+            met.add(ranks.record)
             meet(ranks, IS_OPEN, compares=False, stage="waiting for the other ranks before a reduction")
 
 
@@ -768,13 +775,15 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
 def meet(
     ranks: Ranks, why: str, *, compares: bool, stage: str = "waiting for the other ranks before a call"
 ) -> bool:
-    """Waits until all ranks of the group have come to the same call of a layer (`pmoe.comm.meeting`).
+    """Waits until all ranks of the group have come to the same point (`pmoe.comm.meeting`).
+
+    The point is before a call of a layer, or before a reduction of gradients.
 
     ranks: the ranks of the layer.
     why: why this rank waits, as the end of a sentence that begins with "rank 3". Errors of the peers quote
         the text.
     compares: whether this rank compares its options with the other ranks in this call.
-    stage: for what this rank waits, in words.
+    stage: what this rank waits for, for error messages.
 
     Returns True if any rank compares its options in this call. All ranks must then compare their options. The
     result is the same on all ranks.

@@ -44,11 +44,13 @@ class GroupRecord:
         number. Only the last `MOST_OPEN` are kept, because some calls never have a backward pass.
     last_backward: the number of the group's last call when its last backward pass began. If a call with a
         number up to this one is still open, that pass has left it out.
-    backward_of: the number of the call whose backward pass is running; 0 if there is none.
-    backward_of_layer: the name of that call's layer.
+    backward_of: the number of the call whose backward pass is running; 0 if there is none, or if the call has
+        no number.
+    backward_of_layer: the name of that call's layer; "" if no backward pass is running.
     meetings: how often this rank has waited for all ranks before a call (`pmoe.comm.meeting`).
     last_meeting: the number of the call that followed the last of these waits.
-    waits_in: `place_of_pass` of the last pass in which this rank has reported that it waits; "" before.
+    waits_in: `place_of_pass` of the pass in which this rank has reported that it waits; "" when the wait has
+        ended.
     """
 
     name: str = ""
@@ -72,8 +74,11 @@ class GroupRecord:
 
     @property
     def place_of_pass(self) -> str:
-        """A text for the pass that this rank is running. Ranks that run the same pass get the same text."""
-        return f"{self.exchanges} {self.backward_of}"
+        """A text for the pass that this rank is running. Ranks that run the same pass get the same text.
+
+        Calls inside of a reentrant checkpoint have no number (`backward_of` is 0 in their backward pass).
+        """
+        return f"{self.exchanges} {self.backward_of} {'backward' if self.backward_of_layer else 'forward'}"
 
     def place(self) -> str:
         """Returns a text that says how many collectives this rank has begun, and which pass it is running.

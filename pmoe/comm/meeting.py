@@ -52,7 +52,7 @@ CURE = (
 """The end of messages about ranks that run different backward passes. It says what all ranks must do."""
 
 
-IS_OPEN = f"has not run the backward pass of a layer's last call, which has run on other ranks: {CURE}"
+IS_OPEN = f"has not run the backward pass of a layer's last call, which other ranks may be running: {CURE}"
 """Why a rank waits that has not run a backward pass. In an error it follows the rank, such as "rank 3"."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
@@ -64,7 +64,7 @@ little.
 
 
 class Meeting:
-    """One rank's part in a meeting: before its next call, it waits until all ranks have come.
+    """One rank's part in a meeting: before a call or a reduction, it waits until all ranks have come.
 
     The keys of a meeting in the store begin with pmoe/meet/LIFE/GROUP. LIFE is a number that changes if the
     job makes its process groups again (`GroupRecord.life`), and GROUP is the name of the group. The meetings
@@ -171,8 +171,6 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
         call, calls, why = text.split("\n", 2)
         layers = {int(number): layer for number, layer in json.loads(calls).items()}
         skipped = [number for number in layers if record.has_closed(number)]
-        # Two cases: this rank runs or has run a backward pass that the peer has skipped; or this rank has
-        # already made the call for which the peer waits, without a meeting before it.
         if skipped and int(call) > record.exchanges:
             number = record.backward_of if record.backward_of in skipped else skipped[-1]
             verb = "is running" if number == record.backward_of else "has run"

@@ -211,7 +211,7 @@ class BalancedCounts(ExactCounts):
                 agreed.counts,
                 loads=loads,
                 hosted_copies=len(copies.hosted),
-                copied_experts=copies.num_sent,
+                expert_messages=copies.num_sent,
                 relays_copies=copies.relays,
             )
             agreed = replace(agreed, counts=counts, copies=copies)

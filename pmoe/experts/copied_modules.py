@@ -206,7 +206,8 @@ def _version(value: Tensor, *, is_buffer: bool) -> Tensor:
 
     Torch counts the changes, but not those of a tensor that was made in inference mode. For a buffer the
     result is then a copy of its bytes. Changes of a parameter are not noticed in inference mode: a module
-    seldom makes any, and a copy would need the memory of an expert.
+    seldom makes any, and a copy would need the memory of an expert. On a GPU the host waits for the
+    comparison of a buffer's bytes.
 
     value: a parameter or a buffer of a copy, of any shape.
     is_buffer: whether it is a buffer.

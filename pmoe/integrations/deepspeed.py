@@ -364,9 +364,8 @@ def _save_trained_experts(engine: Any) -> None:
 def _refuse_states_of_other_ranks(engine: Any, stage: int) -> None:
     """Makes an engine refuse optimizer states that belong to experts of other ranks.
 
-    DeepSpeed saves optimizer states by ranks. ZeRO notices another number of ranks. It does not notice that
-    experts are spread over another number of the same ranks, and would give each rank states of other
-    experts.
+    DeepSpeed saves one file of optimizer states for each rank. If experts are spread over another number of
+    the same ranks, ZeRO would give each rank the states of other experts.
 
     engine: DeepSpeed's engine.
     stage: ZeRO's stage, 0 to 2.
@@ -374,7 +373,7 @@ def _refuse_states_of_other_ranks(engine: Any, stage: int) -> None:
     save = engine._save_moe_checkpoint
     load = engine._load_checkpoint
     load_module = engine.load_module_state_dict
-    wants_states = True
+    wants_states = False  # only while `load_checkpoint` runs
 
     def ep_sizes() -> dict[str, int]:
         layers = engine.module.named_modules()
@@ -391,7 +390,10 @@ def _refuse_states_of_other_ranks(engine: Any, stage: int) -> None:
         nonlocal wants_states
         wants_states = load_optimizer_states and not load_module_only
         wanted = {"load_optimizer_states": load_optimizer_states, "load_module_only": load_module_only}
-        return load(*args, **wanted, **options)
+        try:
+            return load(*args, **wanted, **options)
+        finally:
+            wants_states = False
 
     def load_module_state_dict(checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
         # The entry is taken out, because DeepSpeed returns entries that it does not know as the user's.
@@ -402,8 +404,8 @@ def _refuse_states_of_other_ranks(engine: Any, stage: int) -> None:
             if stage > 0 and num_ranks != engine.dp_world_size:
                 raise ValueError(
                     f"checkpoint (of {num_ranks} ranks) must be loaded on as many ranks, not on "
-                    f"{engine.dp_world_size}, because ZeRO {stage} saves optimizer states by ranks: continue "
-                    f"on {num_ranks} ranks, {WEIGHTS_ALONE}"
+                    f"{engine.dp_world_size}, because each rank's optimizer states are in a file of that "
+                    f"rank: continue on {num_ranks} ranks, {WEIGHTS_ALONE}"
                 )
         load_module(checkpoint, *args, **options)
 
@@ -426,8 +428,8 @@ def _check_same_ranks(saved: Mapping[str, int], own: Mapping[str, int]) -> None:
         if name in own and own[name] != size:
             raise ValueError(
                 f"checkpoint (experts of {name or 'model'} over {size} ranks) must be loaded with experts "
-                f"over as many ranks, not over {own[name]}, because DeepSpeed saves optimizer states by "
-                f"ranks: build the layer with group(ep_size={size}), {WEIGHTS_ALONE}"
+                f"over as many ranks, not over {own[name]}, because each rank's optimizer states are in a "
+                f"file of that rank: build the layer with group(ep_size={size}), {WEIGHTS_ALONE}"
             )
 
 

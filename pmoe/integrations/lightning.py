@@ -244,13 +244,13 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def check_no_weights(checkpoint: Mapping[str, Any]) -> None:
-    """Raises ValueError if Lightning's dict has weights of the model, which would be those of rank 0 only.
+    """Raises ValueError if Lightning's dict has weights of the model, which would be lost or be one rank's.
 
-    checkpoint: the dict that Lightning saves on rank 0.
+    checkpoint: Lightning's dict.
     """
     for name in checkpoint["state_dict"]:
         raise ValueError(
-            f"checkpoint (with {name} in its state_dict) must not have weights, because rank 0 "
-            "would save its own experts only. A callback has put them there, such as WeightAveraging: "
+            f"checkpoint (with {name} in its state_dict) must not have weights, because they "
+            "would be lost, or be those of one rank. A callback has put them there, such as WeightAveraging: "
             "average by torch.optim.swa_utils.AveragedModel in the LightningModule"
         )

@@ -35,8 +35,8 @@ class SpreadDeepSpeedStrategy(DeepSpeedStrategy):  # type: ignore[misc]
     the optimizer of `pmoe.integrations.deepspeed.trained_groups`. DeepSpeed clips gradients by
     ``gradient_clip_val`` of the Trainer.
 
-    ``fit(ckpt_path=...)`` continues on the same number of ranks. On another number of ranks it raises
-    ValueError, except without ZeRO and with the same ``ep_size``.
+    ``fit(ckpt_path=...)`` continues with the same number of ranks and the same ``ep_size``. Without ZeRO, the
+    number of ranks may change. Otherwise it raises ValueError.
 
     Raises ValueError for ZeRO's stage 3.
 

@@ -198,7 +198,9 @@ def _of_choice(
     call = rows_of_call(modules, num_tokens, counted)
     if counts is None:
         return bound(sizes, call, choice, modules.options.slack, modules.bins_for(counted))
-    copies = CopyNumbers(hosted=counts.hosted_copies, sent=counts.copied_experts, relays=counts.relays_copies)
+    copies = CopyNumbers(
+        hosted=counts.hosted_copies, sent=counts.expert_messages, relays=counts.relays_copies
+    )
     sizes = replace(sizes, copies=copies)
     bins = counts.send.shape[0]
     degrees = (choice.forward, choice.backward)

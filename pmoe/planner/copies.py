@@ -14,13 +14,14 @@ number of rows that a rank could compute while the copy is sent. The predicted t
     c = copies that the rank hosts + its own experts that have copies
     m = most experts that any rank sends to other nodes, or receives from other nodes
 
-Copies that ranks have from an earlier call count neither in c nor in m. An owner counts an expert only once,
+m is an estimate (`pmoe.planner.copy_groups.messages_between_nodes`). Copies that ranks have from an earlier
+call count neither in c nor in m. An owner counts an expert only once,
 because the hosts pass the weights on to each other (`pmoe.planner.copy_groups`). Messages between nodes cost
 all ranks time: the link between nodes is the slowest, and ranks that send no weights over it wait, with their
 rows, for those that do. Messages inside nodes have a link of their own.
 
-So copies go to other nodes only if the nodes themselves are uneven. Then each rank sends at most one expert
-to another node, and receives at most one, as far as this suffices.
+So copies go to other nodes only if copies inside nodes leave a clear gain. Then each rank sends at most one
+expert to another node, and receives at most one, as far as this suffices.
 
 At the end, hosts that have few rows of their own give some rows back to owners, which compute while they
 send.
@@ -77,8 +78,8 @@ class CopyLimits:
     The price is the number of rows that a rank could compute while the copy is sent.
 
     per_rank: the most copies that a rank hosts.
-    near: price of a copy on the node of its owner, for the owner and for the rank with the copy.
-    far: price of a copy on another node, for all ranks.
+    near: price of any new copy, for the owner and for the rank with the copy.
+    far: price of a copy on another node than its owner's, for all ranks.
 
     Raises TypeError unless all three are ints. Raises ValueError if one is negative, or if ``far`` is below
     ``near``.
@@ -257,7 +258,7 @@ Moves = list[tuple[int, int, int]]
 """Copies as triples: the expert, the rank that gets the copy, and the rows that the copy computes."""
 
 
-class Reach(enum.IntEnum):
+class Reach(enum.Enum):
     """The places where copies of an expert may be made: on its own node, or also on other nodes.
 
     NODE: copies stay on the nodes of their owners.
@@ -392,12 +393,13 @@ class _Search:
         """
         times = list(self.times)
         copies = [0] * len(times)
+        present = frozenset(self.present)
         new = set()
         experts = set()
         for expert, rank, rows in moves:
             times[self.owners[expert]] -= rows
             times[rank] += rows
-            if (expert, rank) not in self.present:
+            if (expert, rank) not in present:
                 new.add((expert, rank))
                 copies[rank] += 1
                 experts.add(expert)
@@ -654,17 +656,19 @@ class _Attempt:
         """
         price = self.price
         owner = self.search.owners[expert]
-        node = max(self.pools, key=self.spare.__getitem__, default=-1)
+        open_nodes = [node for node, pool in self.pools.items() if pool]
+        node = max(open_nodes, key=self.spare.__getitem__, default=-1)
         if node in (-1, self.search.nodes[owner]):
             return 0
         pool = self.pools[node]
         unpaid = price - self.sent.get(expert, 0)
         moved = 0
         while moved < wanted + unpaid and pool:
-            free, rank = pool.pop()
+            free, rank = pool[-1]
             rows = min(wanted + unpaid - moved, unmoved - moved, free - price, self.spare[node] - price)
             if rows <= 0 or moved + rows <= unpaid:
                 break
+            pool.pop()
             moved += rows
             self.moves.append((expert, rank, rows))
             self.room[rank] -= rows + price

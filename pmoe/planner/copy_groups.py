@@ -3,7 +3,8 @@
 The owner of an expert sends the weights once to each group of hosts: a different part to each host of the
 group. Then the hosts of the group send each other their parts. Gradients take the opposite way. Usually all
 hosts of an expert are one group. If some of them are on the owner's node and the others on one other node,
-these are two groups. Then only the owner sends the expert to the other node, and only once:
+these are two groups, for at most one expert of each owner. Then only the owner sends the expert to the other
+node, and only once:
 
     hosts     groups       between nodes (of 2 ranks; the owner is rank 0)
     1, 2, 3   {1} {2, 3}   rank 0 sends one half of the expert to rank 2, the other half to rank 3
@@ -51,10 +52,11 @@ def host_groups(
 def messages_between_nodes(
     pairs: Collection[tuple[int, int]], owners: Sequence[int], nodes: Sequence[int]
 ) -> int:
-    """Returns the largest number of experts that a rank sends to other nodes, or receives from them.
+    """Returns about the largest number of experts that a rank sends to other nodes, or receives from them.
 
-    An expert whose hosts are on several other nodes counts twice, because the hosts pass its parts on to each
-    other between the nodes.
+    It counts the experts that owners send, and the copies that a rank hosts. An expert whose hosts are on
+    several other nodes counts twice for its owner, because the hosts pass its parts on to each other between
+    the nodes. Other parts that hosts pass on between nodes are not counted.
 
     pairs: the copies that are sent, as pairs (expert, rank).
     owners: (E,) the rank that owns each of E experts.

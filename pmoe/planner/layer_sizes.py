@@ -44,8 +44,8 @@ class CopyNumbers:
     """Upper bounds, for any routing, of the copies of busy experts that one rank hosts or sends in a call.
 
     hosted: copies of other ranks' experts that this rank hosts.
-    sent: how many times this rank sends one of its experts. It sends at most one of them twice
-        (`pmoe.planner.copy_groups`).
+    sent: messages with a whole expert that this rank sends: one for each expert that has copies, and a second
+        one for at most one of them (`pmoe.planner.copy_groups`).
     relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
         weights on to each other.
     limits_rows: whether chunks with ring slots are cut as in a layer with copies

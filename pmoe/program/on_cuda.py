@@ -125,7 +125,7 @@ def make_communicator(ranks: Ranks, device: torch.device) -> Any:
 
 
 LOOK_SECONDS = 1.0
-"""Time between two looks at the passes that have not ended."""
+"""Time between two questions whether the passes have ended."""
 
 
 def _watch(communicator: weakref.ref[Any]) -> None:

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pmoe.arguments import check_flag, check_kind, check_number, check_one_of, list_of
-from pmoe.comm.failures import at_stage, meet_before_reduction
+from pmoe.comm.failures import at_stage, meet_before_reduction, reduce_to_largest
+from pmoe.comm.gradient_sum import sum_over_ranks
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import mark_all
 from pmoe.experts.dtensor_layout import hold_own_parts
@@ -327,14 +328,15 @@ def _norm(
         else:
             total = total + norms.pow(norm_type).sum() / copies
     if ranks.size > 1:
-        with at_stage("taking the norm of all gradients", ranks):
-            if is_largest:
-                # NaN is sent as a flag of its own, because a backend's maximum of NaN and x may be x.
-                both = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().double()])
-                dist.all_reduce(both, dist.ReduceOp.MAX, group=ranks.group)
-                total = both[0].where(both[1] == 0, math.nan)
-            else:
-                dist.all_reduce(total, group=ranks.group)
+        stage = "taking the norm of all gradients"
+        if is_largest:
+            # NaN is sent as a flag of its own, because a backend's maximum of NaN and x may be x.
+            both = torch.stack([total.nan_to_num(0.0, math.inf), total.isnan().double()])
+            with at_stage(stage, ranks):
+                reduce_to_largest(both, ranks.group)
+            total = both[0].where(both[1] == 0, math.nan)
+        else:
+            sum_over_ranks(ranks, stage, [total])
     return (total if is_largest else total.pow(1 / norm_type)).to(dtype)
 
 

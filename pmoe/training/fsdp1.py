@@ -11,9 +11,13 @@ which only the wrappers in the model know.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from pmoe.experts.base import Experts
 from pmoe.layer import MoELayer
 
 
@@ -22,7 +26,9 @@ def num_parts(model: nn.Module) -> dict[int, int]:
 
         parts = ranks that share the flat tensor  x  ranks over which the parameter's experts are spread
 
-    The second factor is 1 for parameters that belong to no experts. The first is 1 with NO_SHARD.
+    The second factor is 1 for parameters that belong to no experts. The first is 1 with NO_SHARD. The bias b2
+    of experts that are split over the "esp" mesh counts as spread over "ep" alone, because the ranks of "esp"
+    hold it whole.
 
     model: the model, with FullyShardedDataParallel around it or around parts of it.
 
@@ -40,7 +46,7 @@ def num_parts(model: nn.Module) -> dict[int, int]:
             continue
         shards = handle.world_size if handle.uses_sharded_strategy else 1
         flat = handle.flat_param
-        of_parameter = [spread.get(info.module, 1) for info in flat._param_infos]
+        of_parameter = [_ranks_of_values(spread, info) for info in flat._param_infos]
         if flat._params is not None:  # use_orig_params=True
             pairs = zip(flat._params, of_parameter, strict=True)
             parts |= {id(parameter): shards * experts_over for parameter, experts_over in pairs}
@@ -52,3 +58,15 @@ def num_parts(model: nn.Module) -> dict[int, int]:
                 f" has experts that are spread over {max(of_parameter)} ranks beside other parameters"
             )
     return parts
+
+
+def _ranks_of_values(spread: Mapping[nn.Module, int], info: Any) -> int:
+    """Returns over how many ranks the values of a parameter are spread, before FSDP1 splits them.
+
+    spread: for each module of experts, the number of ranks over which its experts are spread.
+    info: FSDP1's record of the parameter: its module, and its name there.
+    """
+    num_ranks = spread.get(info.module, 1)
+    if info.param_name == "b2" and isinstance(info.module, Experts):
+        return num_ranks // info.module.shard.count
+    return num_ranks

@@ -34,7 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from pmoe import arguments
-from pmoe.comm.failures import at_stage, meet_before_reduction
+from pmoe.comm.failures import meet_before_reduction
+from pmoe.comm.gradient_sum import sum_over_ranks
 from pmoe.comm.group_options import share_timeout
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import ACROSS, INSIDE
@@ -277,8 +278,7 @@ def _all_reduce(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) ->
     """
     for bucket in _take_tensors(gradients, BUCKET_BYTES):
         flat = _flatten_dense_tensors(bucket)
-        with at_stage("reducing gradients", Ranks(group)):
-            dist.all_reduce(flat, group=group)
+        sum_over_ranks(Ranks(group), "reducing gradients", [flat])
         torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))
 
 

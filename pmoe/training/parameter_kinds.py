@@ -77,6 +77,8 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
 
     The parameters, of any shape, are in the order of the model. If a gate or an embedding shares its
     parameter with other modules, the parameter is of the gate's or the embedding's kind.
+
+    Raises ValueError if FullyShardedDataParallel has wrapped the model.
     """
     gates, embeddings = set[Tensor](), set[Tensor]()
     for module in model.modules():
@@ -92,8 +94,8 @@ def kinds_of(model: nn.Module) -> dict[Tensor, ParameterKind]:
         if is_flattened(parameter):
             raise ValueError(
                 f"model (with {name} in FullyShardedDataParallel) must not be wrapped yet, because pieces of "
-                "flat parameters do not show what they are: make the groups or the optimizer before, and "
-                "wrap the model with use_orig_params=True"
+                "flat parameters do not show what they are: call parameter_groups, or make the optimizer, "
+                "before the model is wrapped, and wrap it with use_orig_params=True"
             )
         is_matrix = num_dims(parameter) >= 2 and not _is_bias(name)
         stacked = is_stacked(parameter)

@@ -440,12 +440,17 @@ void in_turns(bool thorough) {
   // The first step of tile 0 arrives long after the other stages. Tile 1, 2 or 3 is the next to use its
   // stage.
   c = Case{};
-  c.in_turns = true, c.eagerness = 100, c.grid = 1, c.groups = {3, 0, 2};
+  c.in_turns = true;
+  c.eagerness = 100;
+  c.grid = 1;
+  c.groups = {3, 0, 2};
   emu::late_boxes = 1;
   for (Sharing sharing : {Sharing::kNothing, Sharing::kA}) {
-    c.sharing = sharing, c.n = sharing == Sharing::kA ? 1024 : 512;
+    c.sharing = sharing;
+    c.n = sharing == Sharing::kA ? 1024 : 512;
     for (int steps = 1; steps <= 8; ++steps) {
-      c.seed = ++seed, c.k = 64 * steps;
+      c.seed = ++seed;
+      c.k = 64 * steps;
       test_plain<bf16, Form::kForward>(c);
     }
   }

@@ -40,9 +40,9 @@ class Branches(nn.Module):
         return h, self.first(h), self.second(h)
 
 
-def omits_job(rank: int, world: int, then: str) -> list[str]:
+def omits_job(rank: int, world: int, then: str, ep: int = 0) -> list[str]:
     """Returns the errors of three steps. The loss of the last rank leaves out a layer in the second one."""
-    meshes = make_meshes(ep=world)
+    meshes = make_meshes(ep=ep or world)
     model = Branches(mesh=meshes.experts)
     found = []
     for at in range(3):
@@ -72,6 +72,17 @@ def test_a_loss_that_leaves_out_a_layer_on_one_rank_is_told_to_all(world: int, t
         assert f"rank {world - 1} goes on without the backward pass of MoELayer 2, which rank" in message
         assert CURE in message
         assert bool(second) == (rank < world - 1 or then in ("clip", "reduce")), (then, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["clip", "reduce"])
+def test_ranks_of_another_group_of_experts_are_told_too(then: str) -> None:
+    """Ranks 0 and 1 hold copies of the experts of ranks 2 and 3. Rank 3 leaves out a layer."""
+    with Pool(4, TIMEOUT_SECONDS) as pool:
+        found = pool.run(omits_job, then, 2, timeout=100)
+    for first, second, _ in found:
+        assert first == "" and "took longer than the group's timeout" not in second
+        assert "goes on without the backward pass of MoELayer 2" in second and CURE in second
 
 
 def absent_job(rank: int, world: int) -> tuple[str, list[str]]:

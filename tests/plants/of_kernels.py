@@ -13,7 +13,8 @@ HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
 TURNS = "tests/unit/test_kernels_grouped_gemm.py -k in_turns_in_the_emulator_equal"
 FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
-ORDER, ORDERED = "pmoe/kernels/launch_order.py", "tests/unit/test_launch_order.py"
+ORDER_SOURCE = "pmoe/kernels/launch_order.py"
+ORDER_TEST = "tests/unit/test_launch_order.py"
 ROUTE = "tests/unit/test_kernels_route.py -k equal_plain_loops"
 
 KERNELS = (
@@ -28,18 +29,18 @@ KERNELS = (
     Plant(
         name="replays-that-nobody-awaits",
         breaks="a launch may overlap with a graph's replay on another stream",
-        file=ORDER,
+        file=ORDER_SOURCE,
         old="            recorded = self._replayed\n",
         new="            recorded = None\n",
-        tests=ORDERED,
+        tests=ORDER_TEST,
     ),
     Plant(
         name="a-capture-for-the-last-launch",
         breaks="after a capture, a launch waits for a stream on which nothing ran",
-        file=ORDER,
+        file=ORDER_SOURCE,
         old="        self._captured_stream = stream\n",
         new="        self._captured_stream = self._stream = stream\n",
-        tests=ORDERED,
+        tests=ORDER_TEST,
     ),
     Plant(
         name="a-lost-report",

@@ -121,8 +121,10 @@ def check(problem: Problem, plan: CopyPlan) -> None:
     # Owners compute while they send, so they get rows back from hosts: only hosts pay for copies of their
     # node.
     new = Counter(rank for expert, rank in plan.pairs - present)
-    of_all = limits.far * between_nodes(problem, set(plan.pairs))
-    times = [of_rank + max(limits.near * new[rank], of_all) for rank, of_rank in enumerate(rows)]
+    paid = [limits.near * new[rank] for rank in range(len(nodes))]
+    if between_nodes(problem, set(plan.pairs)):  # then owners get no rows back
+        paid = prices(problem, set(plan.pairs))
+    times = [of_rank + price for of_rank, price in zip(rows, paid, strict=True)]
     assert max(times) <= plan.after <= plan.before
     assert plan.before == max(CopyPlan(hosts={}, before=0, after=0).rows_of_ranks(loads, owners, len(nodes)))
 
@@ -259,8 +261,9 @@ def test_copies_stay_inside_nodes_where_messages_between_nodes_cost_more_than_un
 
 
 def test_an_expert_goes_to_several_nodes_where_one_cannot_take_its_rows() -> None:
-    loads = [8000, *[100] * 7]
-    plan = plan_copies(loads, range(8), range(8), CopyLimits(per_rank=1, near=1, far=1))
+    problem = ([8000, *[100] * 7], range(8), range(8), CopyLimits(per_rank=1, near=1, far=1), frozenset())
+    plan = plan_copies(*problem)
+    check(problem, plan)
     assert {rank for _, rank in plan.pairs} == set(range(1, 8))
 
 

@@ -79,7 +79,8 @@ def test_what_a_rank_sends_is_what_another_receives_and_every_copy_gets_the_whol
         num_ranks, num_local = draw.choice([(2, 3), (4, 2), (8, 1)])
         loads = [int(draw.lognormvariate(5, 1.5)) for _ in range(num_ranks * num_local)]
         owners = [expert // num_local for expert in range(len(loads))]
-        nodes = tuple(rank // draw.choice((2, 8)) for rank in range(num_ranks))
+        ranks_per_node = draw.choice((2, 8))
+        nodes = tuple(rank // ranks_per_node for rank in range(num_ranks))
         plan = plan_copies(loads, owners, nodes, CopyLimits(per_rank=draw.randint(1, 3)))
         if not plan.hosts:
             continue

@@ -407,7 +407,7 @@ def test_a_pass_that_failed_is_watched(cuda: ModuleType) -> None:
 
 
 def test_an_error_of_the_device_aborts_the_communicator(cuda: ModuleType) -> None:
-    """An event that can't be asked for is not one that the device has yet to reach."""
+    """An error of cudaEventQuery does not mean that the device has not reached the event yet."""
     one = s4(cuda)
     one.run()
     cuda.stub_break_device()

@@ -453,7 +453,7 @@ def _may_close(heap: Heap, ranks: Ranks) -> bool:
     Nothing reads the heap's reports any more once a larger heap has taken its place.
     """
     answers = CollectiveSteps(ranks, heap.device).gather((heap.is_in_graph, heap.new_failure()))
-    failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure]
+    failures = [failure for _, failure in answers if failure]  # each names its rank
     if failures:
         raise HeapError("; ".join(failures))
     return not any(is_in_graph for is_in_graph, _ in answers)

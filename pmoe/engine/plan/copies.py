@@ -10,8 +10,9 @@ receives more than about twice the size of the row:
     V            a b     a        b          the owner sends part a to host a, part b to host b
     VR                   a b      a b        host a sends part a to host b, and b sends b to a
 
-If there are hosts on the owner's node and on one other node, they form two groups, and only hosts of one
-group send each other parts (`pmoe.planner.copy_groups`). The owner then sends the whole row to each group.
+If there are hosts on the owner's node and on one other node, they form two groups, for at most one expert of
+each owner. Only hosts of one group send each other parts (`pmoe.planner.copy_groups`). The owner then sends
+the whole row to each group.
 
 Gradients are sent in the opposite direction. Each host has a gradient of the whole expert, from its own rows.
 First each host sends part a of its gradient to host a, part b to host b, and so on (task VGR). Then host a

@@ -31,8 +31,8 @@ py::list noted() {
 }
 
 // For another library that stands in for one of CUDA's, such as NCCL's: a function that writes a call down.
-// NCCL ends its kernels on the calling thread's device. A thread of its own does so, which leaves the journal
-// to others.
+// ncclCommAbort runs in a separate thread, so it is not written into the journal, which only the main thread
+// may change. It only checks that the device has a context.
 void note(const char* what, void* stream, int64_t first, int64_t second, int64_t third) {
   if (std::string(what) == "ncclCommAbort") return stub::need_context();
   stub::note(what, reinterpret_cast<uintptr_t>(stream), {first, second, third});

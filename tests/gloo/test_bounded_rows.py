@@ -411,8 +411,8 @@ def test_a_rank_that_does_not_come_to_a_step_on_the_device_is_named() -> None:
     )
     assert failed.startswith("PeerError: global rank 1 raised OSError: no data")
     assert stopped.endswith(
-        "the device has not finished step 5 after 1 s; the default group's store does not answer: the process "
-        "that holds it, often rank 0, may have ended"
+        "the device has not finished step 5 after 1 s; the default group's store does not answer: the "
+        "process that holds it, often rank 0, may have ended"
     )
 
 

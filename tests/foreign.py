@@ -423,6 +423,7 @@ NO_FOREIGN_FILE = {
     "pmoe/integrations/routing_trace.py:_writers": "writes a new file",
     "pmoe/integrations/routing_trace.py:_layers_in": "a line that read_routing has read",
     "pmoe/measure/store.py:save_json": "writes a new file",
+    "pmoe/comm/meeting.py:left_out": "a message of another rank",
     "pmoe/comm/mesh_agreement.py:_Board.last_call": "a message of another rank",
     "pmoe/comm/mesh_agreement.py:_refusal_of": "a message of another rank",
     f"{FILES}:_write_to_disk": "writes a new file",

@@ -56,6 +56,7 @@ KEPT: dict[int, KeptGraph] = {}
 """The kept graphs, by the number in the ticket."""
 
 _NUMBERS = itertools.count(1)
+_CALLS = itertools.count(1)
 
 
 def run_in_graph(
@@ -82,7 +83,7 @@ def run_in_graph(
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     operator = run_and_keep if communicates else run_and_keep_alone
     results: list[Tensor] = operator(
-        kind, _number(module), given, is_given, parameters, is_trained, needs_grad, autocast
+        kind, _number(module), _call(), given, is_given, parameters, is_trained, needs_grad, autocast
     )
     num_copies = len(given) if any(needs_grad) or any(is_trained) else 0
     return results[: len(results) - num_copies - 1]
@@ -94,12 +95,23 @@ def _number(module: nn.Module) -> int:
     return number_of(module)
 
 
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _call() -> int:
+    """Returns a new number for each call of a module in the traced code. In the graph it is a constant.
+
+    Compilers join operators that have equal arguments and no order. But each call keeps a graph of autograd,
+    which can run backward once.
+    """
+    return next(_CALLS)
+
+
 # ---- the operators
 
 
 def _run_and_keep(
     kind: str,
     number: int,
+    call: int,
     inputs: Sequence[Tensor],
     is_given: Sequence[bool],
     parameters: Sequence[Tensor],
@@ -111,6 +123,7 @@ def _run_and_keep(
 
     kind: the name of the module's `OperatorKind`, such as "layer" for a MoELayer.
     number: the number that stands for the module (`pmoe.graph.operators.number_of`).
+    call: the number of the call in the traced code (`_call`).
     inputs: the module's inputs that are not None.
     is_given: for each of the module's inputs, whether it is not None.
     parameters: the module's parameters. They are arguments so that the graph knows on which parameters the
@@ -176,6 +189,7 @@ def _check_own(module: nn.Module, own_parameters: Sequence[Tensor], parameters: 
 def _fake_run_and_keep(
     kind: str,
     number: int,
+    call: int,
     inputs: Any,
     is_given: Any,
     parameters: Any,
@@ -252,7 +266,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     - the tensors that the kept graph reads: copies of the module's inputs, and its trained parameters. The
       compiler does not overwrite saved tensors before backward.
     """
-    _, _, tensors, _, parameters, ctx.is_trained, ctx.needs_grad, _ = inputs
+    _, _, _, tensors, _, parameters, ctx.is_trained, ctx.needs_grad, _ = inputs
     trained = [each for each, trains in zip(parameters, ctx.is_trained, strict=True) if trains]
     ctx.num_inputs = len(tensors)
     ctx.num_results = len(output) - len(tensors) - 1
@@ -269,7 +283,7 @@ def _backward(operator: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
     found = iter(operator(gradients[: ctx.num_results], ticket, inputs, parameters, ctx.needs_grad))
     of_inputs = [next(found) if needed else None for needed in ctx.needs_grad]
     of_parameters = [next(found) if trains else None for trains in ctx.is_trained]
-    return None, None, of_inputs, None, of_parameters, None, None, None
+    return None, None, None, of_inputs, None, of_parameters, None, None, None
 
 
 def _defined(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:

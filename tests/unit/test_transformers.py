@@ -114,6 +114,28 @@ def test_a_compiled_model_with_gradient_checkpointing_is_one_graph(frozen: str) 
     assert worst[0] < 1e-5, worst
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_equal_calls_in_a_compiled_function_stay_two(backend: str) -> None:
+    """A compiler joins equal operators without an order. Each call keeps what its own backward pass needs."""
+    model = make_model("Mixtral", "pmoe")
+    block = model.model.layers[0].mlp
+
+    def both(x: Tensor) -> Tensor:
+        return (block(x) * 2 + block(x).square()).sum()
+
+    results = []
+    for function in (both, torch.compile(both, backend=backend, fullgraph=True)):
+        torch._dynamo.reset()
+        torch.manual_seed(5)
+        x = torch.randn(2, 8, model.config.hidden_size, requires_grad=True)
+        block.zero_grad()
+        function(x).backward()
+        results.append([x.grad, *(each.grad for each in block.parameters())])
+    torch._dynamo.reset()
+    assert max(map(relative, results[1], results[0])) < 1e-5
+
+
 # ---- whose the weights are
 
 

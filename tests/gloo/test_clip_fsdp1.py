@@ -175,4 +175,4 @@ def test_pieces_of_flat_parameters_are_refused_without_their_model() -> None:
             assert message.startswith("ValueError: parameters (parameter 0 is sharded by FullySharded")
             assert "must be the model with its wrapper" in message
         assert "0.weight in FullyShardedDataParallel) must not be wrapped yet" in grouped
-        assert "before, and wrap the model with use_orig_params=True" in grouped
+        assert "before the model is wrapped, and wrap it with use_orig_params=True" in grouped

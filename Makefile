@@ -1,6 +1,6 @@
 # make train   set up .venv once and train the example: 2 ranks on the CPU, or one rank per GPU
 # make test    set up .venv once and run the tests that are quick and need no GPU (6 minutes on 2 quiet cores)
-# make test-all        the slow ones, too (35 minutes on 2 cores)
+# make test-all        the slow ones, too (30 minutes on 2 cores)
 # make test-nightly    all that need no GPU: kills, jobs of several machines, planted mistakes, machine code
 # make fuzz            10,000 random layers, called in random ways, beside the definition
 # make soak            10,000 steps that change, and what they leave in memory (5 minutes)

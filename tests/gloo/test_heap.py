@@ -335,7 +335,7 @@ def grown_after_a_timeout(rank: int, world: int, is_in_graph: bool) -> tuple[str
 @pytest.mark.parametrize("is_in_graph", [False, True])
 def test_a_timeout_is_raised_on_all_ranks_before_a_larger_heap_takes_the_place(is_in_graph: bool) -> None:
     for told, is_made, left in ranks(2).run(grown_after_a_timeout, is_in_graph):
-        assert told.startswith("rank 1: pmoe: rank 1 waited ")
+        assert told.startswith("pmoe: rank 1 waited ")
         assert "in vain for rank 0: the grant of room for rank 1's rows" in told and "in round 3." in told
         assert is_made and left == 0
 

@@ -229,7 +229,7 @@ for path in sys.path:
         print(f"import site; site.addsitedir({path!r})")
 endef
 
-define VERSIONS
+define CONSTRAINTS
 import importlib.metadata as metadata
 for name in ("torch", "numpy"):
     try:
@@ -251,7 +251,7 @@ import shutil
 from tests.cuda.disassembly import _path
 print(shutil.which("cuobjdump", path=_path()) or "")
 endef
-export NEED_CUDA MISSING IDENTITY LINK_SITES VERSIONS FIND_SANITIZER FIND_CUOBJDUMP
+export NEED_CUDA MISSING IDENTITY LINK_SITES CONSTRAINTS FIND_SANITIZER FIND_CUOBJDUMP
 
 gpu: gpu-build gpu-ladder gpu-test gpu-sanitize gpu-bench gpu-comet
 
@@ -276,7 +276,7 @@ gpu-env:
 		"$(PYTHON)" -c "$$LINK_SITES" > "$$site/machine.pth"
 	fi
 	$$py -m pip --version >/dev/null 2>&1 || $$py -m ensurepip >/dev/null 2>&1 || true
-	"$(PYTHON)" -c "$$VERSIONS" > .venv-gpu/constraints.txt
+	"$(PYTHON)" -c "$$CONSTRAINTS" > .venv-gpu/constraints.txt
 	# One by one: matplotlib may be out of reach where pytest is not. Few retries: there may be no network.
 	for name in $$($$py -c "$$MISSING" $$needs); do
 		install="$$py -m pip install -q --disable-pip-version-check -c .venv-gpu/constraints.txt $$name"

@@ -57,6 +57,14 @@ def test_make_test_versions_holds_the_oldest_and_the_newest_tested_releases() ->
         assert (min(releases), max(releases)) == warn.TESTED[package]
 
 
+def test_no_variable_of_the_makefile_has_two_definitions() -> None:
+    """A `define` replaced the list of versions, and `make test-versions` ran none of them."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    defined = re.findall(r"^define (\w+)$", makefile, re.MULTILINE)
+    assigned = re.findall(r"^(\w+) [?:]?=", makefile, re.MULTILINE)
+    assert len(defined) == len(set(defined)) and not set(defined) & set(assigned)
+
+
 def test_pip_allows_all_releases_from_the_oldest_tested_one_on() -> None:
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     for package, ((major, minor), _) in warn.TESTED.items():

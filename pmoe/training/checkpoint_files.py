@@ -19,6 +19,7 @@ A folder that latest.json has named is never written to again.
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -279,6 +280,19 @@ def _complete(folder: Path) -> list[Path]:
     return [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / PLAIN).exists()]
 
 
+def _member(of_class: object, name: str) -> Any:
+    """Returns a member of an enum. Python 3.11.0 to 3.11.3 pickle a member as a call of ``getattr``.
+
+    of_class: the enum, from `RECORDS`.
+    name: the member's name.
+
+    Raises CheckpointError for anything else, because ``getattr`` could reach any function.
+    """
+    if isinstance(of_class, enum.EnumMeta) and name in of_class.__members__:
+        return of_class[name]
+    raise CheckpointError(f"it names {name} of {of_class!r}, which no checkpoint holds")
+
+
 class _Records(pickle.Unpickler):
     """Unpickles only plain data and the records of torch.distributed.checkpoint.
 
@@ -288,6 +302,8 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in PATHS:
             return PosixPath
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in RECORDS or module == "torch" and isinstance(getattr(torch, name), torch.dtype):
             return super().find_class(module, name)
         raise CheckpointError(f"it names {module}.{name}, which no checkpoint holds")

@@ -4,7 +4,9 @@ changes.
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import random
 import shutil
 from pathlib import Path
@@ -14,10 +16,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.optim import SGD, AdamW, Optimizer
 
 import pmoe
 from pmoe.training.checkpoint import CheckpointError
+from pmoe.training.checkpoint_files import _Records
 
 
 def make(width: int = 6, **options: Any) -> tuple[nn.Module, AdamW]:
@@ -370,3 +374,22 @@ def test_a_checkpoint_of_another_system_is_named_with_what_loads_it(tmp_path: Pa
     torch.save(model.state_dict(), tmp_path / "last.ckpt")
     with pytest.raises(CheckpointError, match=r"folder \(.*last.ckpt\) must be a folder .* torch.load"):
         pmoe.load_checkpoint(tmp_path / "last.ckpt", model)
+
+
+class AsInPython3112:
+    """A member of an enum, pickled as by Python 3.11.0 to 3.11.3, such as Debian 12's."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.reduced = (getattr, (of, name))
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def test_members_of_enums_are_read_as_any_python_pickles_them() -> None:
+    formats = _MEM_FORMAT_ENCODING
+    data = pickle.dumps(AsInPython3112(formats, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _Records(io.BytesIO(data)).load() is formats.TORCH_CONTIGUOUS_FORMAT
+    for of, name in ((formats, "__new__"), (torch.Size, "mro")):
+        with pytest.raises(CheckpointError, match=f"it names {name} of .*, which no checkpoint holds"):
+            _Records(io.BytesIO(pickle.dumps(AsInPython3112(of, name)))).load()

@@ -67,6 +67,20 @@ def warn_of_untested_release(package: str, version: str) -> None:
         )
 
 
+def warn_of_other_release(package: str, version: str, tested: str) -> None:
+    """Warns once if the installed release of a package is not the one that was tested.
+
+    package: the package's name on PyPI.
+    version: the version that is installed, such as "0.19.8".
+    tested: the release that was tested, such as "0.19".
+    """
+    if not version.startswith(f"{tested}."):
+        warn_once(
+            f"{package} {version} is not {tested}, with which pmoe was tested: if something fails, "
+            f'pip install "{package}=={tested}.*"'
+        )
+
+
 def warn_of_old_name(old: str, new: str) -> None:
     """Warns that a module has a new name. The module with the old name calls this function on import.
 

@@ -40,7 +40,7 @@ from pmoe.integrations.model_layers import check_not_wrapped
 from pmoe.layer import MoELayer
 from pmoe.measure.store import load_json
 from pmoe.training.clipping import clip_grad_norm_
-from pmoe.warn import warn_once
+from pmoe.warn import warn_of_other_release
 
 try:
     import deepspeed
@@ -501,16 +501,6 @@ def _check_trains_experts(model: nn.Module, stage: int) -> None:
         )
 
 
-def _warn_of_release() -> None:
-    """Warns once if the release of DeepSpeed is not the one that was tested."""
-    version = str(deepspeed.__version__)
-    if not version.startswith(f"{TESTED}."):
-        warn_once(
-            f"deepspeed {version} is not {TESTED}, with which pmoe was tested: if something fails, "
-            f'pip install "deepspeed=={TESTED}.*"'
-        )
-
-
 def _check_same(
     ranks: Ranks, values: Mapping[str, object], cure: str = "Pass the same arguments on all ranks"
 ) -> None:
@@ -529,7 +519,7 @@ def _checked_layers(model: nn.Module) -> dict[str, MoELayer]:
     Raises TypeError if the model is no module, ValueError if it has no layer or is in a wrapper.
     """
     check_module(model=model)
-    _warn_of_release()
+    warn_of_other_release("deepspeed", str(deepspeed.__version__), TESTED)
     check_not_wrapped(model, WRAPPERS, "DeepSpeed distributes the model itself. Pass the module inside")
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, MoELayer)}
     if not layers:

@@ -32,7 +32,7 @@ from pmoe.layer import MoELayer
 from pmoe.training import checkpoint_files as files
 from pmoe.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from pmoe.training.clipping import GradScaler
-from pmoe.warn import warn_once
+from pmoe.warn import warn_of_other_release
 
 try:
     import lightning
@@ -182,12 +182,7 @@ class _Checkpoint:
 
 def warn_of_release() -> None:
     """Warns once if the release of Lightning is not the one that was tested."""
-    version = str(lightning.__version__)
-    if not version.startswith(f"{TESTED}."):
-        warn_once(
-            f"lightning {version} is not {TESTED}, with which pmoe was tested: if something fails, "
-            f'pip install "lightning=={TESTED}.*"'
-        )
+    warn_of_other_release("lightning", str(lightning.__version__), TESTED)
 
 
 def _file_of(path: Path) -> Path:

@@ -309,7 +309,9 @@ def grown_after_a_timeout(rank: int, world: int, is_in_graph: bool) -> tuple[str
 
     is_in_graph: whether a CUDA graph of rank 0 uses the smaller heap, which then stays open.
     """
-    memory, group, told = FileMemory(), Ranks(), ""
+    memory = FileMemory()
+    group = Ranks()
+    told = ""
     with pytest.MonkeyPatch.context() as patch:
         use_layout(patch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -61,6 +62,13 @@ def test_inductor_gives_the_same_values_on_two_ranks() -> None:
     ranks(2).run(compiled_job, OPTIONS["chunks that reuse memory"], "inductor", timeout=280)
 
 
+def assert_close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Compares tensors; of a DTensor this rank's part."""
+    for pair in zip(found, wanted, strict=True):
+        local = [each.to_local() if hasattr(each, "to_local") else each for each in pair]
+        torch.testing.assert_close(*local, rtol=1e-12, atol=1e-12)
+
+
 def data_parallel_job(rank: int, world: int) -> None:
     """The dense part has a copy on each rank, whose gradients DDP averages; experts are spread."""
     torch._dynamo.reset()
@@ -72,9 +80,7 @@ def data_parallel_job(rank: int, world: int) -> None:
         forward = torch.compile(replicas, backend="aot_eager") if is_compiled else replicas
         x = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
         found.append(step(model, forward, x))
-    for value, wanted in zip(*found, strict=True):
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in (value, wanted)]
-        torch.testing.assert_close(*local, rtol=1e-12, atol=1e-12)
+    assert_close(*found)
 
 
 @pytest.mark.slow
@@ -98,9 +104,7 @@ def buckets_job(rank: int, world: int) -> None:
         x = torch.randn(9, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
         with torch._dynamo.config.patch(optimize_ddp=False):
             found.append(step(model, forward, x))
-    for value, wanted in zip(*found, strict=True):
-        local = [each.to_local() if hasattr(each, "to_local") else each for each in (value, wanted)]
-        torch.testing.assert_close(*local, rtol=1e-12, atol=1e-12)
+    assert_close(*found)
 
 
 @pytest.mark.slow

@@ -498,6 +498,13 @@ def test_the_failure_counter_is_the_first_counter_of_the_heap() -> None:
         heap.close()
 
 
+def watch(layer: pmoe.MoELayer, heap: Heap) -> None:
+    """Lets the steps of a bounded layer read the reports of a heap, as if its calls had used it."""
+    bound = layer.cache.row_bound
+    assert bound is not None
+    bound.heaps.add(heap)
+
+
 def test_the_optimizer_skips_a_step_in_which_a_kernel_waited_in_vain() -> None:
     heap, other = virtual_heaps(SHAPE, CPU, memory=FileMemory())
     layer = pmoe.MoELayer(16, 8, 4, 2, fused="persistent", slack=2.0)
@@ -511,9 +518,7 @@ def test_the_optimizer_skips_a_step_in_which_a_kernel_waited_in_vain() -> None:
         ctypes.c_int32.from_address(heap.counters).value = 1
 
     steps = pmoe.BoundedSteps(layer, optimizer, run)
-    bound = layer.cache.row_bound
-    assert bound is not None
-    bound.heaps.add(heap)
+    watch(layer, heap)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps.step(torch.ones(5, 16))
@@ -548,9 +553,7 @@ def test_a_wait_in_vain_is_raised_although_the_device_never_ends_the_step(
 
     monkeypatch.setattr(bounded_steps._Step, "note", note)
     steps = pmoe.BoundedSteps(layer, optimizer, lambda x: layer(x).sum().backward())
-    bound = layer.cache.row_bound
-    assert bound is not None
-    bound.heaps.add(heap)
+    watch(layer, heap)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         steps.step(torch.ones(5, 16))
@@ -583,9 +586,7 @@ def test_a_wait_in_vain_ends_a_step_that_also_replaces_the_heap() -> None:
         wanted(20)  # as another layer of the same sizes does, which has more tokens
 
     steps = pmoe.BoundedSteps(layer, optimizer, run)
-    bound = layer.cache.row_bound
-    assert bound is not None
-    bound.heaps.add(heap)
+    watch(layer, heap)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(HeapError, match=r"rank 0 waited 600 s in vain for rank 1: .* in round 7\."):

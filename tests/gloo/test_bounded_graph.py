@@ -25,7 +25,7 @@ from tests.emulated import emulated, load_kernels
 from tests.gloo.test_comet_emulated import BF16, D_HIDDEN, D_MODEL
 from tests.pool import ranks
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # the kernels are compiled for the CPU first
 TOKENS = (16, 9, 16, 0)
 SKEWED = {1: (0,), 2: (2, 0), 4: (0,)}
 """Batches whose rows go to the two experts of rank 0, and the ranks on which they do."""

@@ -27,11 +27,12 @@ from tests.emulated import emulated
 from tests.gloo.test_bounded_graph import InGraph
 from tests.pool import Pool
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.nightly]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]  # the kernels are compiled for the CPU first
 FAILS_AT = 1
 """The step in which rank 1 fails."""
-WAIT_SECONDS = 0.02
-"""How long kernels wait for a rank, in the emulator's time."""
+WAIT_SECONDS = 0.1
+"""How long kernels wait for a rank, in the emulator's time. On a busy machine, a living rank comes late:
+after 0.02 s it was taken for a dead one."""
 
 
 # ---- a rank that goes on without its kernels
@@ -169,7 +170,7 @@ def dying_job(rank: int, world: int, path: Path, folder: str, ends: str) -> str:
             "RuntimeError: the device has not finished step 2 after 3 s; rank 1 has not reported that it "
             "waits for it",
         ),
-        ("in a replay", r"HeapError: pmoe: rank 0 waited 0\.02 s in vain for rank 1"),
+        ("in a replay", r"HeapError: pmoe: rank 0 waited 0\.1 s in vain for rank 1"),
     ],
 )
 def test_a_rank_whose_process_ends_is_named_although_the_device_waits_for_it(

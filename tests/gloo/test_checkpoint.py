@@ -106,7 +106,7 @@ CASES = {
 }
 
 
-SLOW = CASES.keys() - {"modules"}
+SLOW = CASES.keys() - {"modules", "split"}
 
 
 @pytest.mark.parametrize(

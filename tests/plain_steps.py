@@ -60,10 +60,14 @@ class PlainSteps(Steps):
 
     traffic: counts what is sent.
     experts: the number of a rank's experts, for `fused_routing`.
+    room: the most rows that may arrive at a rank, as in a heap; None for no limit.
     """
 
-    def __init__(self, ranks: Ranks, traffic: Traffic | None = None, experts: int = 0) -> None:
+    def __init__(
+        self, ranks: Ranks, traffic: Traffic | None = None, experts: int = 0, room: int | None = None
+    ) -> None:
         self._experts, self._ranks, self._exchange = experts, ranks, FlatAllToAll()
+        self._room = room
         self._exchange.bind(ranks, Traffic() if traffic is None else traffic)
         self._arrived: _Arrived | None = None
 
@@ -84,6 +88,9 @@ class PlainSteps(Steps):
         if ranks.size > 1:
             recv_WE = torch.empty_like(send_WE)
             dist.all_to_all_single(recv_WE, send_WE, group=ranks.group)
+        # The kernels would write rows beyond the heap's room into other memory.
+        arriving = int(recv_WE.sum())
+        assert self._room is None or arriving <= self._room, f"{arriving} rows, room for {self._room}"
         return FusedRouting(
             rank=ranks.rank,
             expert_TK=expert_TK.int(),
@@ -91,7 +98,7 @@ class PlainSteps(Steps):
             slot_S=sent.slot[: int(send_WE.sum())],
             send_WE=send_WE,
             recv_WE=recv_WE,
-            num_received=int(recv_WE.sum()),
+            num_received=arriving,
         )
 
     def dispatch(self, fused_routing: FusedRouting, x_TM: Tensor, weight_TK: Tensor) -> None:
@@ -250,6 +257,14 @@ class PlainSteps(Steps):
 def plain_steps(request: Request) -> PlainSteps:
     """For `using`."""
     return PlainSteps(request.ranks, experts=request.experts)
+
+
+def steps_in_a_heap(request: Request) -> PlainSteps:
+    """For `using`. No more rows may arrive than a heap for this request has room for. A call whose counts are
+    known to exceed the room is not limited: the kernels would refuse it, and `using` asks no refusals."""
+    room = fused_steps.room_for_rows(request)
+    is_refused = request.max_rows > room
+    return PlainSteps(request.ranks, experts=request.experts, room=None if is_refused else room)
 
 
 class PlainPasses(FusedRunner):

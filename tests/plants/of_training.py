@@ -11,7 +11,8 @@ CHECKPOINT = "tests/gloo/test_checkpoint.py"
 STATE = "pmoe/training/checkpoint_state.py"
 
 CONVERT, LAYOUTS = "pmoe/convert/state_dicts.py", "tests/unit/test_convert.py"
-BOUNDED, BOUNDED_ROWS = "pmoe/decide/bounded_counts.py", "tests/gloo/test_bounded_rows.py -k without_a_bound"
+BOUNDED = "pmoe/decide/bounded_counts.py"
+BOUNDED_ROWS = "tests/gloo/test_bounded_rows.py -k without_a_bound or together"
 FILES, FOREIGN = "pmoe/training/checkpoint_files.py", "tests/unit/test_foreign_files.py"
 
 TRAINING = (

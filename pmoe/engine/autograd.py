@@ -127,8 +127,9 @@ class _Experts(torch.autograd.Function):
         with backward_pass(ctx.ranks, ctx.call):
             tensors = list(ctx.saved_tensors)
             for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-                # DTensors and adapters have this check. Saved tensors do not show that a DTensor was changed
-                # in place after forward, or that a recomputation used another adapter.
+                # The nodes of DTensors and adapters have this check. autograd's own check of saved tensors
+                # does not find a DTensor that was changed in place after forward, or a recomputation with
+                # another adapter.
                 if check is not None:
                     check()
             wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]

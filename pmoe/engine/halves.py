@@ -19,9 +19,10 @@ buffers (``memory_reuse``), the next chunk overwrites these operands. In that ca
 gradients, and keeps the gradients of the parameters for the second half. All implementations of a call other
 than the pipeline (`pmoe.runners`) do the same.
 
-A rank may have no parameters to train, although other ranks do, and train only its gate. Its second call then
-asks only for the gradient of the gate, which the first half has computed. So this rank divides its calls as
-the other ranks do, and its second call sends nothing, either.
+On some ranks only the gate may be trained, while other ranks train their experts, too. On such a rank the
+second call asks only for the gradient of the gate, which the first half has computed. The rank still divides
+its backward pass into the same two calls as the other ranks, and its second call communicates no more than
+theirs.
 """
 
 from __future__ import annotations
@@ -81,12 +82,12 @@ class Later:
     parameters: Callable[[], list[Tensor | None]]
 
     def is_for(self, grad_TM: Tensor, ranks: Ranks) -> bool:
-        """Returns whether the first half ran for the same gradient of the output; equal on all ranks.
+        """Returns whether both halves get the same gradient of the output. All ranks return the same.
 
         The result is True if autograd passes the tensor object of the first half, and the tensor was not
-        changed. All ranks run the same program, so this is true on all ranks or on none. Otherwise each rank
-        compares the values of the two tensors. A collective then makes the result False on all ranks if the
-        values differ on any rank.
+        changed since then. All ranks run the same program, so either all ranks return here or none does.
+        Otherwise each rank compares the values of the two tensors. A collective then makes the result False
+        on all ranks if the values differ on any rank.
 
         grad_TM: (T, M), the output's gradient that autograd passes to the second half, for T tokens with M =
             d_model columns.
@@ -160,7 +161,9 @@ def copies_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
 
 def no_gradients(ctx: Any) -> Callable[[], list[Tensor | None]]:
-    """Returns a function for a call in which autograd asks for no gradient of a parameter: None for each.
+    """Returns a function that computes no gradients: it returns None for each parameter.
+
+    It takes the place of the second half in a call in which autograd asks for no parameter's gradient.
 
     ctx: the context of the call's autograd Function.
     """
@@ -168,15 +171,20 @@ def no_gradients(ctx: Any) -> Callable[[], list[Tensor | None]]:
 
 
 def asked(ctx: Any) -> tuple[bool, bool, bool]:
-    """Returns whether autograd asks for all gradients, for the layer's input's, and for any parameter's.
+    """Returns three bools: which gradients autograd asks for in the running backward call.
+
+        1. whether it asks for all gradients
+        2. whether it asks for the gradient of the layer's input
+        3. whether it asks for the gradient of any parameter
 
     Autograd asks for all gradients in `y.backward()`, and for some in `torch.autograd.grad(y, inputs)`. The
-    anchor (`pmoe.engine.autograd.make_anchor`) tells them apart: no user can ask for its gradient.
+    anchor (`pmoe.engine.autograd.make_anchor`) shows which of the two it is: it is an input of the call, but
+    no user has it, so no user can ask for its gradient alone.
 
     ctx: the context of the call's autograd Function. Its ``next_functions`` are the nodes that get the
         gradients. Autograd asks for a gradient if it will run the node.
     """
-    nodes = [node for node, _ in ctx.next_functions]  # of tensors only: an argument that is None has no entry
+    nodes = [node for node, _ in ctx.next_functions]  # an argument that is None has no entry in this list
     first_parameter = len(nodes) - (len(ctx.inputs.all) - NUM_INPUTS)
     anchor, of_rows = nodes[:2]
     if getattr(of_rows, "passes_rows", False):  # the gate's node, which also runs for the gate's weight
@@ -236,8 +244,9 @@ class InputsFirst(Backward):
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
         self.wanted = saved.wanted
-        # Without wanted gradients, the base class allocates no sums for them. They are allocated in the
-        # second half, because a pipeline runs several other calls between the two halves.
+        # The base class is told that no gradient is wanted, so that it allocates no memory for their sums.
+        # `parameter_gradients` allocates it later, because a pipeline runs several other calls between the
+        # two halves, and the memory would be idle during these.
         super().__init__(plan, grad_TM, replace(saved, wanted=[False] * len(saved.wanted)))
         self.all_tasks = self.schedule
         self.schedule = self.all_tasks.halves[0]

@@ -49,8 +49,8 @@ class Arena:
             return
         spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
         self._memory = pool.take(total, like, self)
-        # unsafe_split gives each slot a version counter of its own. With other views, all slots would seem to
-        # change for autograd if one slot is written.
+        # unsafe_split gives each slot a version counter of its own. Ordinary views share one counter, so for
+        # autograd a write to one slot would change all slots.
         pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
         of_slot = dict(zip(spans, pieces, strict=True))
         # (slot, rows, columns) of each buffer that has rows. Buffers for which these are equal share a view.
@@ -86,7 +86,8 @@ class DevicePool:
     def __init__(self, device: torch.device) -> None:
         self.peak_bytes = 0
         self._device = device
-        # The bytes of each running pass. A pass that fails before it runs leaves this table with its arena.
+        # The bytes of each running pass, by its arena. The keys are weak: if a pass fails before it runs, it
+        # never calls `give_back`, but its entry disappears when the arena is freed.
         self._running: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     @property

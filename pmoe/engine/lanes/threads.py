@@ -44,7 +44,7 @@ class ThreadLanes(CpuLanes):
             begun = [self._works[name][1] for name in task.waits if name in self._works]
             awaited = [
                 work for work in begun if isinstance(work, Future)
-            ]  # that is all of them: with in_steps, every task in _works runs in a thread
+            ]  # these are all tasks to wait for: with in_steps, every task in _works runs in a thread
             future = _thread(task.lane).submit(self._communicate, task, action, awaited)
             self._works[task.name] = (task, future)
         else:

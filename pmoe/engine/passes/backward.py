@@ -49,9 +49,9 @@ class Backward(Pass):
                                      the tensor grad_weight_gathered
         grad_weight_home       (S,)  the S numbers that return to this rank
 
-    rows, hidden: the restored T_DI (rows) and T_M (hidden) that later tasks need, by `Unit` (the set of rows
-        of one task).
-    pending: the result of `Experts.input_gradient` that `Experts.weight_gradient` needs, by `Unit`.
+    rows, hidden: the restored T_DI (rows) and T_M (hidden) that later tasks need. The key is a `Unit`, which
+        names the set of rows of one task.
+    pending: for each `Unit`, the result of `Experts.input_gradient` that `Experts.weight_gradient` needs.
     grad_hooks: the gradients of the parameters of hooks, summed so far; None for a parameter without a
         gradient yet.
     chunks_done: the number of chunks whose gradients have been computed so far.
@@ -140,7 +140,7 @@ class Backward(Pass):
         grad_weight_TK = self.grad_weight.view_as(self.saved.inputs.weight_TK)
         grads: list[Tensor | None] = [self.result_TM, grad_weight_TK, self.grad_shared_weight]
         for sums in (self.sums, self.shared_sums):
-            while sums:  # frees each sum in float32 as soon as it is rounded
+            while sums:  # frees each float32 sum as soon as it is rounded to the parameter's dtype
                 total = sums.pop(0)
                 grads.append(None if total is None else total.result())
         return [*grads, *self.grad_hooks]
@@ -194,7 +194,8 @@ class Backward(Pass):
     def recompute(self, i: int, place: str = "") -> None:
         """Recomputes the hidden activation T_M from the experts' input T_DI (task M).
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because their experts are on this rank.
         """
         unit = (i, place)
@@ -293,7 +294,8 @@ class Backward(Pass):
         The gradients are added to the sums over chunks. Then the experts' input (T_DI) of these rows is
         freed.
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because their experts are on this rank.
         """
         unit = (i, place)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pmoe.experts.with_copies import ExpertsWithCopies
 
 METHODS = {kind: kind.name.lower().removeprefix("local_") for kind in Kind}
-"""The name of the method of `Pass` that runs each kind of task."""
+"""The name of the method of `Pass` that runs each kind of task. LOCAL_... kinds share a method."""
 
 LOCAL_KINDS = frozenset(kind for kind in Kind if kind.name.startswith("LOCAL_"))
 """Kinds of tasks for rows that stay on this rank. Their methods get place="_L"."""
@@ -320,7 +320,7 @@ class Pass:
             rows_kept = sum(piece.groups.num_rows for piece in pass_plan.pieces)
             self.home = self.new(rows_sent + rows_kept + pass_plan.has_drops, source_TM.shape[1])
             if pass_plan.has_drops:
-                self.home[-1].zero_()  # the last row, which dropped (token, choice) pairs add to their token
+                self.home[-1].zero_()  # one more row: the result of every dropped (token, choice) pair
 
     @property
     def weight_message(self) -> WeightMessage:
@@ -561,7 +561,8 @@ class Pass:
             if pass_plan.has_drops:
                 home[-1].zero_()
         if pass_plan.has_drops:
-            # Pairs without a row have a number beyond the last row. They read that row, which is zero.
+            # A dropped (token, choice) pair has no row: its number lies beyond the last row. Here it gets the
+            # number of the last row, which is zero, so it adds nothing to the token's result.
             row_SK = row_SK.clamp(max=home.shape[0] - 1)
         slot_token = self.plan.slot_token
         if slot_token is not None:
@@ -597,7 +598,7 @@ class Pass:
             )
         finally:
             self.arena.close()
-            self.own.clear()  # frees them now: a lane's thread may refer to this pass a moment longer
+            self.own.clear()  # frees the buffers now: a lane's thread may refer to this pass a moment longer
             self.home = None
 
 

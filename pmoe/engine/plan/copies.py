@@ -10,9 +10,9 @@ receives more than about twice the size of the row:
     V            a b     a        b          the owner sends part a to host a, part b to host b
     VR                   a b      a b        host a sends part a to host b, and b sends b to a
 
-If there are hosts on the owner's node and on one other node, they form two groups, for at most one expert of
-each owner. Only hosts of one group send each other parts (`pmoe.planner.copy_groups`). The owner then sends
-the whole row to each group.
+Usually all hosts of an expert are one group. For at most one expert of each owner there may be two groups:
+the hosts on the owner's node, and the hosts on one other node (`pmoe.planner.copy_groups`). The owner then
+sends the whole row to each group, and only hosts of the same group send each other parts.
 
 Gradients are sent in the opposite direction. Each host has a gradient of the whole expert, from its own rows.
 First each host sends part a of its gradient to host a, part b to host b, and so on (task VGR). Then host a
@@ -58,11 +58,9 @@ class ExpertPart(NamedTuple):
     of_all: int
 
     def of(self, num_elements: int) -> slice:
-        """Returns the range of elements that this part has of an expert's weights.
+        """Returns the slice of an expert's row of weights, or of gradients, that is this part.
 
-        The elements of all weights of the expert are counted in one row.
-
-        num_elements: P, the number of elements of the whole expert.
+        num_elements: P, the number of elements in the whole row.
         """
         start = num_elements * self.number // self.of_all
         return slice(start, num_elements * (self.number + 1) // self.of_all)
@@ -72,8 +70,8 @@ class ExpertPart(NamedTuple):
 class KeptCopies:
     """The weights of the copies of busy experts that a rank hosts, kept from one call to the next.
 
-    Later calls use them as long as no rank's experts change (`pmoe.decide.unchanged_experts`), instead of
-    sending the weights again.
+    Later calls use these weights instead of sending them again, as long as no rank's experts change
+    (`pmoe.decide.unchanged_experts`).
 
     pairs: all copies of all ranks, as pairs (expert, rank). The set is the same on every rank.
     sent_experts: this rank's experts that have copies on other ranks.
@@ -92,7 +90,7 @@ class KeptCopies:
 
     @property
     def per_rank(self) -> int:
-        """The largest number of copies that any rank hosts."""
+        """The number of copies on the rank that hosts the most."""
         return max(Counter(rank for _, rank in self.pairs).values())
 
 
@@ -140,7 +138,7 @@ class HostedCopies:
 
     @functools.cached_property
     def hosted_by(self) -> list[list[int]]:
-        """Lists, one for each rank: the experts of which the rank hosts copies, in rising order."""
+        """A list for each rank: the indices of the experts of which it hosts copies, in rising order."""
         hosted: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for expert in sorted(self.plan.hosts):
             for rank, _ in self.plan.hosts[expert][1:]:
@@ -154,12 +152,12 @@ class HostedCopies:
 
     @functools.cached_property
     def per_rank(self) -> int:
-        """The largest number of copies that any rank hosts."""
+        """The number of copies on the rank that hosts the most."""
         return max(map(len, self.hosted_by))
 
     @functools.cached_property
     def relays(self) -> bool:
-        """Whether some group has several hosts. They then send each other the weights of an expert."""
+        """Whether some group has several hosts, which then send each other the weights of an expert."""
         return any(len(group) > 1 for groups in self.groups.values() for group in groups)
 
     @functools.cached_property
@@ -187,8 +185,9 @@ class HostedCopies:
         """Returns a layer's stages with the stages of these copies added.
 
         stages: the stages of the layer without copies.
-        rotates: whether chunks take turns in ring slots. A ring slot has room for the rows that stay on a
-            rank for its copies, among the rows that the rank receives. So these rows are sent.
+        rotates: whether chunks take turns in ring slots (buffers of fixed size). If they do, a rank also
+            sends to itself the rows of its own tokens for copies that it hosts: ring slots have room for
+            these rows among the rows that the rank receives, but not beside them.
         """
         return replace(
             stages,

@@ -273,8 +273,8 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     token_bounds = chunk_bounds(tokens.count, n)
     bypass_local = modules.stages.local
     rank = modules.grid.all.rank
-    # Counts on the device are only needed where rows must be sorted, by bin. All other numbers are sums of
-    # the counts on the host, because a sum on a GPU is a launch.
+    # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
+    # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
     shared = bins.on_host() if bins.recv_device.is_cuda and bins.sent_once is None else bins
     shared = shared if shared.send.shape[0] == n else shared.joined(n)
     local_counts: list[list[int]] = []
@@ -283,7 +283,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     order = None if bins.messages is None else _order_by_kernel(orders, n, bins)
     received_ends, local_ends = _ends(bins, n, num_pieces, rank, len(modules.staying), order)
     slot_bounds = [end * top_k for end in token_bounds]
-    if tokens.of_slot is not None:  # no slot is dropped then, so the counts are the numbers of slots
+    if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
         slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
     # The values for a single rank, which sends nothing.
     sent_by_chunk = come_by_chunk = [[0]] * n
@@ -309,7 +309,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
             if shared.sent_once is None and any(are_several):
                 regroups = _regroup_chunks(fine, come_by_chunk, are_several)
-            if comes_from_several:  # a single chunk has the order of the whole message
+            if comes_from_several:  # if there is a single chunk, its index also sorts the message of weights
                 message_regroup = regroups[0] if n == 1 else None
                 if message_regroup is None:
                     message_regroup = _regroup(fine.flatten(1), come_by_source.tolist())
@@ -348,8 +348,8 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             )
         )
         first_row += sum(send_rows)
-        # The order of `sort_rows`: with a piece for each chunk, piece i follows the rows that chunk i sends.
-        # Fewer pieces follow the rows of all chunks.
+        # The order of `sort_rows`: if there is a piece for each chunk, piece i follows the rows that chunk i
+        # sends. If there are fewer pieces than chunks, all pieces follow the rows of the last chunk.
         following_pieces = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
         for j in following_pieces:
             end = first_row + sum(local_counts[j])
@@ -358,7 +358,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             first_row = end
     travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
-    # Passes find the rows by position if kernels have sorted them, and need no tokens.
+    # If kernels have sorted the slots (int32), passes copy rows by ``position``, and need no token numbers.
     token = row_slot[:0] if row_slot.dtype == torch.int32 else row_slot if top_k == 1 else row_slot // top_k
     position = travelling.position
     if position.is_cuda and _takes_positions(orders):
@@ -412,10 +412,10 @@ def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> 
 
 
 def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
-    """Launches the kernel that computes the orders of rows and of their routing weights in n chunks.
+    """Launches the kernel that computes the order of received rows in n chunks, and of routing weights.
 
-    orders: the sorted (token, choice) pairs. The order of weights is computed only if kernels sorted these
-        pairs.
+    orders: the sorted (token, choice) pairs. The order of the routing weights is computed only if kernels
+        sorted these pairs.
     bins: the row counts of bins (ranges of tokens), which kernels exchanged.
     """
     modules = orders.modules
@@ -572,7 +572,7 @@ def _regroup_chunks(
     chunk_rows = [sum(come_W) for come_W in come_by_chunk]
     rows = group.reshape(-1).repeat_interleave(counts_nWG.reshape(-1), output_size=sum(chunk_rows))
     of_chunk = rows.argsort(stable=True).split(chunk_rows)
-    # An index counts the rows of all chunks, and must count those of its own chunk only.
+    # The sort numbered the rows of all chunks together. The index of a chunk must number its rows from 0.
     first_row = 0
     for index, num_rows, is_needed in zip(of_chunk, chunk_rows, are_several, strict=True):
         if first_row and is_needed:
@@ -604,7 +604,8 @@ def _ends(
     if order is not None:
         lines = order.ends.unbind(0)
         return lines[:n], lines[n:]
-    # A CUDA graph would read memory of the host again at each replay, so its offsets are computed.
+    # A CUDA graph would copy from the same host memory at each replay, when the memory may have other
+    # content. So in a capture the offsets are computed on the device.
     computes = is_captured(on_device.device)
     counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)
     if num_staying:
@@ -614,7 +615,7 @@ def _ends(
     else:
         counts_nE = counts_nWE.sum(1)
     ends = counts_nE.cumsum(1).int()
-    if not computes:  # from pinned memory, because the host waits for any other copy
+    if not computes:  # copies from pinned memory, because the host would wait for a copy from pageable memory
         ends = ends.pin_memory().to(on_device.device, non_blocking=True)
     rows = ends.unbind(0)
     return rows[:n], rows[n:]

@@ -12,9 +12,10 @@ pieces than chunks, all pieces come after the last chunk:
     2 chunks, 2 pieces   | chunk 0 sends | piece 0 | chunk 1 sends | piece 1 | dropped slots |
     3 chunks, 2 pieces   | chunk 0 sends | chunk 1 sends | chunk 2 sends | piece 0 | piece 1 | dropped slots |
 
-If rows for copies of busy experts stay, too (`Stages.local_copies`), each piece is divided in two: first the
-rows for own experts, then the rows for copies. With m pieces, these parts have the numbers 0 to m - 1, and m
-to 2 m - 1.
+A rank may host copies of other ranks' busy experts. If the rows of its own tokens for these copies are not
+sent, either (`Stages.local_copies`), each piece is divided in two: first the rows for the rank's own experts,
+then the rows for copies. With m pieces, the parts for own experts have the numbers 0 to m - 1, and the parts
+for copies m to 2 m - 1.
 
 The rows of a chunk change their order on the way to the experts (T_I is the layer's input, T_DI the experts'
 input):
@@ -121,7 +122,7 @@ class Chunk:
 
     @property
     def num_gathered(self) -> int:
-        """The number of rows after the all-gather inside the node; without it the same as `num_arrived`."""
+        """The number of rows after the all-gather inside the node; `num_arrived` if there is none."""
         return sum(self.gathered) if self.gathered else self.num_arrived
 
 
@@ -244,8 +245,9 @@ class PassPlan:
         """The number of rows of each buffer of the pass, for each chunk.
 
         Rows that stay on this rank are computed in blocks (`pieces`), and ``local`` has a number for each
-        block. If there are fewer blocks than chunks, rows of several chunks share a block. The field ``home``
-        of the result then has no meaning, and is not read. Neither is it if rows for copies stay.
+        block. The field ``home`` of the result has a meaning only if each chunk has one block. It is not read
+        if rows of several chunks share a block (fewer blocks than chunks), or if rows for copies of experts
+        stay, too.
         """
         chunks = self.chunks
         n = len(self.chunks)

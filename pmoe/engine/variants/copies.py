@@ -298,8 +298,8 @@ class CopiesForward(_WithCopies, Forward):
 class CopiesBackward(_WithCopies, Backward):
     """A backward pass with copies of busy experts.
 
-    The attributes listed after `tasks_left` are set after the last task that adds gradients of copies. If the
-    experts are frozen, they are never set.
+    If no rank trains its experts, ``copy_sums`` is empty, and the attributes after `tasks_left` are not set.
+    The four messages are only allocated after the last task that adds gradients of copies.
 
     copy_sums: for each parameter, the gradients of the copies, summed over chunks. The entry is None for a
         parameter that no rank trains. For a parameter that all experts share, the entry is the sum to which
@@ -354,10 +354,10 @@ class CopiesBackward(_WithCopies, Backward):
         return sum(shape.numel() for shape in self.gradient_shapes())
 
     def _make_sums(self) -> None:
-        """Allocates the gradients of the copies, and the sums over chunks.
+        """Allocates the gradients of the copies, and the sums over chunks from which they are computed.
 
-        The sums are later copied to the gradients. If both have the same dtype, they share one memory, and
-        nothing is copied.
+        After the last chunk the sums are copied to the gradients. On the CPU a sum of the same dtype as the
+        gradient is made in the gradient's memory, and nothing is copied.
         """
         new = self.pool.new
         self.copied_gradients = new(self.parameters[0], len(self.hosted.hosted), self.gradient_elements)
@@ -367,7 +367,7 @@ class CopiesBackward(_WithCopies, Backward):
             self.copy_sums[at] = GradientSum(view, self.tasks_left, memory)
 
     def sums_that_stay(self) -> list[GradientSum | None]:
-        """Returns the first values of `copy_sums`: sums that are not sent to owners; None for the others."""
+        """Returns the initial `copy_sums`: only the sums of parameters that all experts share, else None."""
         stacked = set(self.stacked)
         return [None if at in stacked else total for at, total in enumerate(self.sums)]
 
@@ -417,12 +417,13 @@ class CopiesBackward(_WithCopies, Backward):
         After the last of these tasks, the method writes the sums to `copied_gradients`, one row for each
         copy, and allocates the messages in which they are sent.
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because copies of their experts are on this rank.
         """
         unit = (i, place)
         self.experts.copy_gradient(self.pending[unit], self.groups(unit), self.copy_sums)
-        if place:  # no task of own experts reads these operands
+        if place:  # rows for copies only: no task for the rank's own experts will free the operands
             self._free(unit)
         self.tasks_left -= 1
         if self.tasks_left:

@@ -1,8 +1,9 @@
-"""Passes on a GPU that keep T_M in e4m3, which CUDA kernels pack and unpack (the fate "e4m3").
+"""Passes on a GPU that keep the hidden activation T_M in e4m3, packed and unpacked by CUDA kernels.
 
-One launch packs T_M of all rows of a task, and one launch for each run of rows unpacks it. The kernels need
-no temporary memory. If the kernels cannot read T_M, PyTorch operations pack it block by block
-(`pmoe.engine.variants.hidden_e4m3`), and a warning gives the reason once.
+e4m3 is a float8 type; a layer keeps T_M in it if its restore pair has the fate "e4m3" for T_M
+(`pmoe.schedule.restore`). One launch packs T_M of all rows of a task. In backward one launch unpacks each
+range of rows. The kernels need no temporary memory. If the kernels cannot read T_M, PyTorch operations pack
+and unpack it block by block (`pmoe.engine.variants.hidden_e4m3`), and a warning gives the reason once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pmoe.warn import warn_once
 
 
 class _KernelsOfHidden(Pass):
-    """A pass that packs or unpacks T_M with the kernels that pack and unpack messages of rows.
+    """A pass that packs or unpacks T_M by the kernels that also pack and unpack messages of rows.
 
     hidden_kernels: launches the kernels; None before the first launch.
     """

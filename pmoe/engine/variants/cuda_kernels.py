@@ -102,7 +102,7 @@ class _OnCuda(Pass):
 
     @functools.cached_property
     def weight_by_number(self) -> Tensor | None:
-        """Routing weights of this rank's rows in the order of `PassPlan.by_kernel`; None without an order."""
+        """Routing weights of this rank's rows in the order `PassPlan.by_kernel`; None if that is None."""
         by_kernel = self.pass_plan.by_kernel
         return None if by_kernel is None else by_kernel.sort(self.weight)
 
@@ -127,7 +127,7 @@ class _OnCuda(Pass):
         self.moves.place(*self.copy_of_sent(source_TM, out, i))
 
     def copy_of_sent(self, source_TM: Tensor, out: Tensor, i: int) -> RowCopy:
-        """Returns the copy of tokens that fills the send buffer of chunk i.
+        """Returns the arguments of the kernel that copies tokens to the send buffer of chunk i.
 
         source_TM: (T, M), T tokens with M = d_model columns; in backward, the gradients of their outputs.
         out: (rows of the chunk, M), the send buffer.
@@ -388,15 +388,16 @@ class CudaBackward(_OnCuda, Backward):
         super().recompute(i, place)
 
     def _copies_of_piece(self, j: int) -> list[RowCopy]:
-        """Returns the copies that make the input of block j and the gradients of its output.
+        """Returns the copies of tokens that fill two buffers of block j, which one launch then makes.
 
-        It also records that these copies have been made. The task that recomputes the hidden activation needs
-        only the input. The next task of the compute lane needs the gradients, which may be copied early.
-        Blocks take turns in the memory for the gradients. This memory is free already, because the tasks that
-        read the previous block's gradients ran earlier in the same lane.
+        The two buffers are the experts' input, and the gradients of their output. The method also records
+        both buffers as filled. The task that recomputes the hidden activation needs only the input. The
+        gradients are needed by the next task of the compute lane, so they may be copied early: blocks take
+        turns in the memory for gradients, and the tasks that read the previous block's gradients ran earlier
+        in the same lane.
 
-        There are no copies if backward does not read the input from the tokens again, or if the copies have
-        been made.
+        The list is empty if backward does not read the input from the tokens again, or if the buffers have
+        been filled already.
 
         j: number of the block of rows that stay on this rank.
         """

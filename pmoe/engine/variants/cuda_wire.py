@@ -1,9 +1,10 @@
-"""Passes on a GPU that send rows in a narrower number format, which CUDA kernels pack and unpack.
+"""Passes on a GPU that send rows in a narrower number format (a wire), which CUDA kernels pack and unpack.
 
-One launch packs the rows of a chunk while it gathers them from the tokens. Another launch unpacks the rows
-while it sorts them by expert. Without a wire (a narrower format), the second launch would not be needed if
-rows arrive sorted, or if the experts' first product can sort them. If the kernels cannot pack or unpack,
-PyTorch operations do so (`pmoe.engine.variants.wire`), and a warning gives the reason once.
+One launch gathers the rows of a chunk from the tokens, and packs each row into a message: the bytes in which
+the row is sent. On the receiving rank another launch unpacks the messages and sorts the rows by expert. This
+second launch is a cost of the wire: without one, rows that arrive sorted need no launch, nor do rows that the
+experts' first product sorts while it loads them. If the kernels cannot pack or unpack, PyTorch operations do
+so (`pmoe.engine.variants.wire`), and a warning gives the reason once.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class _WiredOnCuda(WiredPass):
 
 
 class WiredForwardOnCuda(_WiredOnCuda, WiredForward):
-    """A forward pass on a GPU that sends rows to the experts as messages."""
+    """A forward pass on a GPU that packs rows into shorter messages before it sends them to the experts."""
 
 
 class WiredBackwardOnCuda(_WiredOnCuda, WiredBackward):
-    """A backward pass on a GPU that sends gradients, and T_DI if it is sent again, as messages."""
+    """A backward pass on a GPU that packs gradients, and T_DI if it is sent again, into shorter messages."""

@@ -1,4 +1,4 @@
-"""Passes that keep the hidden activation T_M in e4m3 until backward (the fate "e4m3").
+"""Passes that keep the hidden activation T_M in e4m3 until backward (its fate "e4m3" in a restore pair).
 
 e4m3 is a float8 type. Every 128 columns of a row share a float32 scale, as in the messages of ``wire="e4m3"``
 (`pmoe.comm.wire`). The last scale of a row may be for fewer columns. The experts' tasks also pack and unpack:
@@ -11,8 +11,9 @@ computes with the rounded T_M. So the rounding changes three results of backward
 derivative, the gradient of the second matrix, and the gradients of routing weights.
 
 On the CPU, T_M is packed after the experts have computed the rows of a task, and not while the nonlinearity
-reads it. So it is read once more: 2 or 4 bytes of each element, beside the 2 * d_model multiply-adds of the
-two products that compute and read the element. In return, experts need not know messages.
+reads T_M. This reads T_M once more: 2 or 4 bytes for each element. That is little beside the 2 * d_model
+multiply-adds of the two products that compute and read the element. In return, the code of the experts need
+not know the packed form.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from pmoe.warn import warn_once
 class OffloadingForward(Forward):
     """A forward pass that copies the experts' input T_DI or hidden activation T_M to host memory.
 
-    leaving_device: the copies that are still to be made, as pairs (host tensor, device tensor), by tensor
-        name and `Unit` (the rows of one task).
+    leaving_device: the copies that are still to be made, as pairs (host tensor, device tensor). The key is
+        ("T_DI" or "T_M", `Unit`), where the `Unit` names the rows of one task.
     host_bytes_due: the bytes of host memory that will be needed for T_DI of rows that are not computed yet.
     """
 
@@ -51,7 +51,8 @@ class OffloadingForward(Forward):
     def copy_rows_out(self, i: int, place: str = "") -> None:
         """Copies the experts' input T_DI of the rows of one task to host memory (task DI).
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because their experts are on this rank.
         """
         self._copy_out("T_DI", (i, place))
@@ -59,7 +60,8 @@ class OffloadingForward(Forward):
     def copy_hidden_out(self, i: int, place: str = "") -> None:
         """Copies the hidden activation T_M of the rows of one task to host memory (task DM).
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because their experts are on this rank.
         """
         self._copy_out("T_M", (i, place))
@@ -76,7 +78,7 @@ class OffloadingForward(Forward):
                 kept.rows_NM = rows_NM.clone()
         if hidden is not None and restore.hidden == "offload":
             try:
-                # Leaves the host memory that T_DI of rows not yet computed will need.
+                # Leaves free the host memory that will be needed for T_DI of rows that are not computed yet.
                 tensors = self._to_host(unit, "T_M", hidden.tensors, leave=self.host_bytes_due)
                 kept.hidden = replace(hidden, tensors=tensors)
             except HostMemoryError as error:
@@ -162,7 +164,8 @@ class OffloadingBackward(Backward):
 
         The source is host memory, or chunks that forward kept on the device.
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because their experts are on this rank.
         """
         unit = (i, place)
@@ -179,7 +182,8 @@ class OffloadingBackward(Backward):
         The source is host memory, or chunks that forward kept on the device. If a part of T_M did not fit on
         the host, nothing is copied, and a later task recomputes T_M.
 
-        i, place: with place="" the rows received in chunk i; with place="_L" block i of the rows that are not
+        i: the number of a chunk; with place="_L", the number of a block of rows.
+        place: "" for the rows that this rank received in chunk i; "_L" for block i of the rows that are not
             sent, because their experts are on this rank.
         """
         unit = (i, place)

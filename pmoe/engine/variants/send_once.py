@@ -9,8 +9,8 @@ choice) pair:
     carrier            0        1        0         the slot whose row carries the token
     row                sent     sent     -         2 rows are sent instead of 3
 
-A routing weight is still sent for every slot. With each weight, the number of the row that carries the
-weight's token is sent. The rows that go to one rank in one chunk are numbered from 0.
+A routing weight is still sent for every slot. A number is sent with each weight: it says which row carries
+the weight's token. The rows that go to one rank in one chunk are numbered from 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def carriers(rank_TK: Tensor, keep_TK: Tensor | None) -> tuple[Tensor, Tensor]:
     same_TKK = rank_TK.unsqueeze(2) == rank_TK.unsqueeze(1)
     if keep_TK is not None:
         same_TKK = same_TKK & keep_TK.unsqueeze(1)
-    carrier_TK = same_TKK.int().argmax(2)  # the first of equals
+    carrier_TK = same_TKK.int().argmax(2)  # argmax returns the first of several equal values
     carries_TK = carrier_TK == torch.arange(rank_TK.shape[1], device=rank_TK.device)
     return carrier_TK, carries_TK if keep_TK is None else carries_TK & keep_TK
 
@@ -106,7 +106,7 @@ class DeduplicatedSlots(SortedSlots):
         slot = weights.slot
         row = self.sent(n).position[slot // top_k * top_k + self._carrier_TK.view(-1)[slot]]
         token = slot // top_k if tokens.of_slot is None else tokens.of_slot[slot]
-        # A row's number counts from the first row of its (chunk, destination rank) among the rows sent.
+        # The rows that one chunk sends to one rank are contiguous. Each row's number counts from the first.
         sent = self.count_once(n).view(-1)
         chunk = ((token + 1) * n - 1) // max(tokens.count, 1)
         destination = self._rank_TK.reshape(-1)[slot]
@@ -166,7 +166,7 @@ class OnceForward(_Once, Forward):
         self.scalars.append(self.number)
 
     def weights(self, _: int) -> dist.Work | None:
-        # The schedule has one task for both messages, and the engine waits for one Work.
+        # The schedule has one task for both messages, but the engine waits for a single Work.
         begun = [work for work in map(self.send_scalars, self.scalars) if work is not None]
         waits_for_all: Any = SimpleNamespace(wait=lambda: [work.wait() for work in begun])
         waited: dist.Work | None = waits_for_all if begun else None

@@ -72,7 +72,9 @@ class SharedExpertForward(_WithSharedExpert, Forward):
         x_TM = inputs.x_TM
         has_version = expert.are_modules and not x_TM.is_inference()
         version = x_TM._version if has_version else 0
-        if expert.are_modules and not has_version:  # inference tensors have no version: gives it a copy
+        # A module that changes its input is found by the input's version counter. Inference tensors have
+        # none, so the module gets a copy, which it may change.
+        if expert.are_modules and not has_version:
             expert_rows = replace(expert_rows, rows_NM=x_TM.clone())
         with inputs.autocast_for(expert):
             _, hidden = expert.compute(expert_rows, inputs.shared_weight_T, keep=self.keep)

@@ -1,8 +1,9 @@
 """Passes of a trial, which take part in every collective even if this rank runs out of memory.
 
-A trial measures the time of a choice: a number of chunks n and a restore pair, which says how backward gets
-saved rows (`pmoe.choose.trials`). The choice may need too much memory on one rank, while the other ranks wait
-for that rank in an all-to-all. So the rank goes on with its tasks:
+A trial measures the time of a choice: a number of chunks n, and a restore pair, which says how backward gets
+the experts' input and hidden activation (`pmoe.choose.trials`). If the choice needs too much memory on one
+rank, the other ranks wait for that rank in an all-to-all. So after the failed allocation the rank goes on
+with the tasks of the pass:
 
     task of computation or of a copy     does nothing
     task of communication                sends and receives rows with any values, in memory that the pass has
@@ -76,7 +77,7 @@ class _OnTrial(Pass):
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self.failure = error.with_traceback(None)  # frames would keep their tensors alive
+                self.failure = error.with_traceback(None)  # the traceback's frames would keep tensors alive
         return action(chunk) if sends else None
 
     def buffer(self, name: str, i: int) -> Tensor:

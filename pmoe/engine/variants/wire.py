@@ -12,8 +12,9 @@ the rows by expert:
 
     T_I  -G-> messages of tokens  -G-> send  -S-> T_DI, messages  -C-> T_DI_sorted, rows  -C-> T_DO
 
-If the pass has few tokens, the first chunk packs all of them. In a small pass the host's work for each
-operator counts more than memory. Otherwise each chunk packs its own tokens; or its rows, if they are fewer.
+If the pass has few tokens, the first chunk packs all of them: in a small pass the host's time for each
+operator matters more than memory. Otherwise each chunk packs its own tokens, or, if it sends fewer rows than
+it has tokens, each of these rows.
 
 A message is a row of bytes (`pmoe.comm.wire`), so any all-to-all can send it. Rows that stay on their rank
 are not packed. If backward sends T_DI again, the rows are packed into the same bytes as in forward. If the

@@ -15,10 +15,10 @@ number of rows that a rank could compute while the copy is sent. The predicted t
     m = most experts that any rank sends to other nodes, or receives from other nodes
 
 m is an estimate (`pmoe.planner.copy_groups.messages_between_nodes`). Copies that ranks have from an earlier
-call count neither in c nor in m. An owner counts an expert only once,
-because the hosts pass the weights on to each other (`pmoe.planner.copy_groups`). Messages between nodes cost
-all ranks time: the link between nodes is the slowest, and ranks that send no weights over it wait, with their
-rows, for those that do. Messages inside nodes have a link of their own.
+call count neither in c nor in m. An owner counts an expert only once, because the hosts pass the weights on
+to each other (`pmoe.planner.copy_groups`). Messages between nodes cost all ranks time: the link between nodes
+is the slowest, and ranks that send no weights over it wait, with their rows, for the ranks that do. Messages
+inside nodes have a link of their own.
 
 So copies go to other nodes only if copies inside nodes leave a clear gain. Then each rank sends at most one
 expert to another node, and receives at most one, as far as this suffices.
@@ -366,7 +366,8 @@ class _Search:
             low = max(low, self.bound)
         between = self.mean + far * (not self.present)
         beside = near * (far < BESIDE * near)
-        # For each reach: the least time that it can bring, the price of a copy, and the first target.
+        # (the least time that copies within this reach can bring, the reach, the price of a copy, the first
+        # target of the search)
         searches = [
             (low, Reach.NODE, near, low),
             (between, Reach.ONE_EXPERT, beside, self.mean),
@@ -410,7 +411,7 @@ class _Search:
         return max(time + max(near * count, of_all) for time, count in zip(times, copies, strict=True))
 
     def _best_within(self, reach: Reach, price: int, low: int, largest: int) -> tuple[Moves, int]:
-        """Returns the best copies with a given reach, and the largest time of a rank with these copies.
+        """Returns the best copies within ``reach``, and the largest time of a rank with these copies.
 
         A target is a time, in rows, that no rank may exceed. The search tries targets between a lower bound
         and the time without copies. A target fails if, even with copies, some ranks have more rows than the
@@ -418,7 +419,7 @@ class _Search:
         the number of ranks. The search ends when the shortest target that succeeded is close to the longest
         that failed.
 
-        reach: how far copies may go.
+        reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
         low: a lower bound of the time.
         largest: the largest time of a rank without copies, in rows.
@@ -429,7 +430,7 @@ class _Search:
         uses = (self.present, []) if self.present else ([],)
         options = [(reach, price, way, use) for way in ways for use in uses]
         is_coarse = EFFORT // num_ranks <= 1
-        # To even out nodes, a second combination of options is tried at once if the first fails.
+        # Copies between nodes (ONE_EXPERT) get at least two combinations of options for each target.
         options = options[: max(1 + (reach is Reach.ONE_EXPERT), EFFORT // num_ranks)]
         step = max(1, sum(self.times) // (num_ranks * (COARSE if is_coarse else FINE)))
         best: tuple[Moves, int] = ([], largest)
@@ -599,8 +600,8 @@ class _Attempt:
         The busiest experts of a node are sent. Each rank sends at most one of its experts.
         """
         search = self.search
-        # A rank that needs longer than the target will also send a copy inside its node. Two ranks pay for
-        # it.
+        # A rank that needs longer than the target will also send a copy inside its node. Its price counts
+        # twice: for this rank, and for the rank that hosts the copy.
         self._find_hosts(
             {
                 node: sum(self.room[rank] - 2 * self.price * (self.room[rank] < 0) for rank in ranks)

@@ -2,17 +2,17 @@
 
 The owner of an expert sends the weights once to each group of hosts: a different part to each host of the
 group. Then the hosts of the group send each other their parts. Gradients take the opposite way. Usually all
-hosts of an expert are one group. If some of them are on the owner's node and the others on one other node,
-these are two groups, for at most one expert of each owner. Then only the owner sends the expert to the other
-node, and only once:
+hosts of an expert are one group. If some hosts are on the owner's node and all others on one other node, the
+hosts of each node may be a group of their own; each owner has at most one expert with two groups. Then only
+the owner sends the expert to the other node, and only once:
 
     hosts     groups       between nodes (of 2 ranks; the owner is rank 0)
     1, 2, 3   {1} {2, 3}   rank 0 sends one half of the expert to rank 2, the other half to rank 3
     2, 4, 6   {2, 4, 6}    rank 0 sends a third to each host, then each host sends a third to two others
 
-In the first line one group would send a third to ranks 2 and 3 each, and then rank 1 would send them its
-third and get theirs: 4 thirds more between nodes. In the second line, a group for each node would make rank 0
-send the whole expert three times.
+With two groups, the first line sends 3 thirds of an expert between the nodes. With one group it would send 6
+thirds: rank 0 a third to each of ranks 2 and 3, rank 1 its third to both, and both their thirds to rank 1. In
+the second line, a group for each node would make rank 0 send the whole expert three times.
 
 A rank sends at most one of its experts to two groups, so its messages have room for one more expert than it
 owns.

@@ -7,12 +7,12 @@ other rank has. There are two ways to divide its rows:
     by shares    every source divides its rows in the proportion of the hosts' shares
     near first   rows stay on their node if hosts there need them, and on their rank if it is such a host
 
-Near first sends fewer rows, above all between nodes. For each node it compares the rows that its hosts shall
-compute with the rows that its ranks have. The smaller number stays on the node, an equal part from each of
-its ranks. Each host of the node gets its part of them: a host computes its own rows first, and what hosts
-still need comes from the other ranks of the node. The remaining rows go to the nodes whose hosts need more,
-in the proportion of what they still need. On one node all rows stay. Example: 2 ranks of one node have 20
-rows each for an expert, and the shares are (24, 16):
+"Near first" sends fewer rows, above all between nodes. For each node it compares two numbers: the rows that
+the node's hosts shall compute, and the rows that the node's ranks have. The smaller of the two is the number
+of rows that stay on the node, an equal part from each of its ranks. A host takes rows of its own rank first.
+If it needs more of the rows that stay, they come from the other ranks of the node. All remaining rows go to
+nodes whose hosts need more, in proportion to the rows that are missing there. With a single node all rows
+stay on it. Example: 2 ranks of one node have 20 rows each for an expert, and the shares are (24, 16):
 
                  rank 0 sends   rank 1 sends
     by shares    8              12
@@ -96,7 +96,8 @@ class RankNodes:
 class _NearFirst:
     """The rows of one expert, divided near first among the nodes of its hosts.
 
-    Numbers of rows are multiplied by the number of ranks: a source has ``load`` rows.
+    The attributes count every row W times, for W ranks, so that an expert's load can be divided evenly among
+    the sources without fractions: a source with load / W rows counts as ``load`` rows.
 
     hosts: pairs (rank, rows), from `CopyPlan.hosts`: how many rows of all ranks each host computes.
     nodes: the nodes of the ranks.
@@ -152,7 +153,7 @@ class _NearFirst:
         return own, lacking
 
     def between(self, node: int) -> tuple[int, int]:
-        """Returns the part of all rows between nodes that a host gets for each of its rows, as a fraction.
+        """Returns a fraction f: a host that computes r rows gets r * f of all rows between nodes.
 
         node: the node of the host.
 
@@ -219,9 +220,10 @@ def near_first_parts(
 ) -> dict[int, int]:
     """Returns for each expert with copies the part of its rows that is divided near first, in 1024ths.
 
-    If sources have unequal numbers of rows, near first gives a host at most so many rows too many:
+    If sources have unequal numbers of rows, "near first" may give a host more rows than planned. The excess
+    is at most
 
-        largest deviation of a source's rows from the mean * sum over sources of |f - g|
+        (largest deviation of a source's rows from the mean) * (sum over sources of |f - g|)
 
     f is the fraction of a source's rows that go to the host, and g any number. Here g is the fraction for a
     source on a node without hosts; or, if no row travels between nodes, for a source that is not a host. The
@@ -246,7 +248,9 @@ def near_first_parts(
 
 
 def _spread(rows: _NearFirst, node: int) -> int:
-    """Returns the largest sum over sources of |f - g| of a host of a node (`near_first_parts`), in `UNIT`.
+    """Returns the sum over sources of |f - g| for the host of a node for which it is largest, times `UNIT`.
+
+    `near_first_parts` has the meaning of f and g.
 
     rows: the rows of an expert.
     node: the node.

@@ -140,8 +140,8 @@ class CopyWork:
     def shared_wgrad(self, seconds: float) -> dict[Kind, float]:
         """Divides the seconds of a chunk's weight gradients between own experts (W) and copies (KW).
 
-        The seconds are divided as on the rank whose copies compute most rows, because gradients are sent to
-        the owners (VG) only after this rank's last KW.
+        Ranks differ in the part of their rows that copies compute. The result is for the rank with the
+        largest part, because gradients can be sent to the owners (VG) only after this rank's last task KW.
 
         seconds: seconds of the weight gradients of all rows that a chunk has received.
         """

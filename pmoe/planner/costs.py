@@ -235,7 +235,7 @@ class GeneralizedLayer:
     gradient_bytes: int
 
     def best(self, t_gar: float) -> DegreeSeconds:
-        """Returns the element of ``degrees`` with the fastest MoE part while an all-reduce runs.
+        """Returns the element of ``degrees`` whose MoE part takes the fewest seconds beside an all-reduce.
 
         If several elements are equally fast, the element with fewest chunks is returned. The paper's
         Algorithm 1 computes the same minimum, for FSMoE's Eq. 5.

@@ -129,7 +129,7 @@ class ScheduleOptions:
 
     @property
     def copies_stay(self) -> bool:
-        """Whether tasks of their own compute the rows that stay on a rank for its copies."""
+        """Whether separate tasks compute the rows that stay on their rank for its copies of experts."""
         return bool(self.copies.scattered) and self.stays > 0 and self.restore is None
 
     def schedule(self, n: int) -> Schedule:
@@ -167,13 +167,15 @@ def stage_seconds(
     first = options.stays * (1 - (pieces - 1) / n)
     other = options.stays / n
     gathers_again = options.restore is not None and options.restore.dispatched in GATHERED_AGAIN
-    # How often a task on rows that stay copies them: in backward their gradients, and their tokens again.
+    # How many copies a task makes for rows that stay. Forward copies their tokens, and backward the gradients
+    # of their outputs. Backward copies the tokens again, too, if the restore pair says so for T_DI.
     copies = 2 if is_backward and gathers_again else 1
 
     remote = costs.exp(travelling)
     rearranging = costs.rearrange(travelling)
 
-    # With tasks for copies on rows that stay, tasks of own experts have the rest of these rows.
+    # Fraction of the rows that stay which are for copies of experts, if these rows have separate tasks. The
+    # tasks of a rank's own experts have the rest.
     of_copies = options.copies.computed * options.copies_stay
 
     def local(share: float, task: Task) -> float:
@@ -182,7 +184,7 @@ def stage_seconds(
         moved = copies * costs.order(fraction) + costs.rearrange(fraction) if task.kind is Kind.LOCAL else 0.0
         return costs.exp(fraction) * share + moved
 
-    first_product = 1 / 4  # backward has 4 products; recomputing T_M repeats one
+    first_product = 1 / 4  # backward has 4 products, and recomputing T_M repeats one product of forward
     gathering = costs.order(travelling)
     by_kind: dict[Kind, float | Callable[[Task], float]] = {
         Kind.GATHER: gathering,

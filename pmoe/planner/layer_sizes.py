@@ -48,9 +48,8 @@ class CopyNumbers:
         one for at most one of them (`pmoe.planner.copy_groups`).
     relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
         weights on to each other.
-    limits_rows: whether chunks with ring slots are cut as in a layer with copies
-        (`pmoe.comm.counts.Slots.total_slack`). It is so in all calls of the layer, also in calls without
-        copies.
+    limits_rows: whether the layer may have copies. If it has ring slots, its chunks are then cut by a limit
+        of their own (`pmoe.comm.counts.Slots.total_slack`), also in calls in which no expert has copies.
     """
 
     hosted: int = 0

@@ -41,8 +41,10 @@ SMALL = 4096
 """Bytes added for all tensors too small to list, such as scalars and counts, and for sizes rounded up."""
 
 DOT_COLUMNS = 128
-"""Hidden columns for which the kernels for sm_80 make two partial sums of a row, in float32, and those for
-sm_90a at most one (cuda/grouped_gemm/parts.h).
+"""Number of hidden columns for which a kernel makes at most two partial sums of each row, in float32.
+
+The gradient of a routing weight is an inner product over the hidden columns, which kernels sum in parts: two
+for so many columns in the kernels for sm_80, at most one in those for sm_90a (cuda/grouped_gemm/parts.h).
 """
 
 WIDE = 4
@@ -155,8 +157,8 @@ def predict(
     forward_peak = max(in_forward, saved + inner_bytes + rows_T * sizes.top_k * (call.spread == "padded"))
     beside_work = saved + (inner_bytes or rows_T) + wide_dx + around.of_shared - around.not_in_backward
     in_backward = beside_work + backward_work
-    # The sums of gradients are rounded after the last task, when only the buffers still exist. Programs have
-    # freed these, too.
+    # The sums of gradients are rounded after the last task, when only the buffers still exist. Compiled pass
+    # programs (``sizes.programs``) have freed the buffers, too.
     at_the_end = beside_work + backward_held.summing * (not sizes.programs) + rounding
     at_the_end += held_weights + rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
@@ -452,7 +454,7 @@ def _forward_work(
     # The pass also holds the routing weights of rows that stay, in sorted order.
     in_messages = (3 if _has_more_messages(sizes) else 1) * (forward.received + forward.sent)
     weights = (in_messages + call.slots) * sizes.weight_size
-    if sizes.programs:  # their kernels compute in the buffers
+    if sizes.programs:  # the kernels of compiled pass programs compute in the buffers
         return buffers.summing + weights + SMALL
     shared = call.tokens * sizes.element_size * sizes.shared_columns.scratch
     largest = max(
@@ -501,7 +503,8 @@ def _backward_work(
     restore: the restore pair.
     held_weights: bytes of routing weights and their gradients (`_held_weights`).
     """
-    if sizes.programs:  # their kernels compute in the buffers, and sum routing weights' gradients in parts
+    # Compiled pass programs compute in the buffers. They sum the gradients of routing weights in parts.
+    if sizes.programs:
         units = backward.num_chunks * (sizes.bypass_local + sizes.sends_rows)
         summed_rows = min(units, 2) * backward.largest_unit  # two products' sums are added up in one launch
         parts = 2 * math.ceil(sizes.columns.scratch / DOT_COLUMNS) * summed_rows * WIDE
@@ -561,10 +564,11 @@ def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows, rearran
 
 
 def _has_more_messages(sizes: LayerSizes) -> bool:
-    """Returns whether routing weights, or numbers beside them, take more messages than one.
+    """Returns whether a pass holds more tensors of routing weights than those of a single message.
 
-    Experts that are split over ranks gather weights inside the node. With ``send_once`` a second message has
-    numbers of rows. Programs hold all weights until their end.
+    There are three cases. Experts that are split over ranks gather the weights inside the node. With
+    ``send_once`` a second message has the numbers of rows. Compiled pass programs hold all weights until they
+    end.
 
     sizes: sizes of the layer.
     """
@@ -836,7 +840,8 @@ def _expert_gradients(sizes: LayerSizes, backward: PassRows) -> int:
 def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
     """Returns whether the experts' gradients are summed in float32 although their dtype is narrower.
 
-    This is so if there are several gradients to add for the same parameter, or if programs run the pass.
+    This is so if there are several gradients to add for the same parameter, or if a compiled program runs the
+    pass (``LayerSizes.programs``).
 
     sizes: sizes of the layer.
     backward: numbers of rows of the backward pass.
@@ -847,10 +852,11 @@ def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
 
 
 def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
-    """Returns the bytes of a weight's gradient in its own dtype, which exists beside its float32 sum.
+    """Returns the bytes of one weight's gradient in the weight's dtype, which exists beside its float32 sum.
 
-    Sums are rounded one after another, after the last task of backward. The result is 0 if sums have the
-    dtype of the parameters.
+    After the last task of backward, the sums are rounded to the dtype of their weights, one after another. So
+    one rounded gradient, the largest in the worst case, exists beside its sum. The result is 0 if sums have
+    the dtype of the parameters already.
 
     sizes: sizes of the layer.
     sums: bytes of all sums (`_expert_gradients`).
@@ -1010,14 +1016,15 @@ ENDS = {
 
 
 class PassBytes(NamedTuple):
-    """Bytes that the buffers of a pass take at four moments, and at a fifth with ring slots.
+    """Bytes that the buffers of a pass take at several moments of the pass.
 
     first: bytes at the start of the pass.
     computing: the most bytes while experts compute.
     leaving: the most bytes when experts are done and results are prepared for combine.
     summing: bytes at the end, while the rows of each token are summed.
-    staying: bytes while the last chunk's rows that stay on their rank are computed. Messages with the results
-        of its other rows exist at the same time. 0 without ring slots, where ``computing`` includes this.
+    staying: only with ring slots: bytes while the last chunk's rows that stay on their rank are computed.
+        Messages with the results of the chunk's other rows exist at the same time. Without ring slots it is
+        0, and ``computing`` includes this moment.
     """
 
     first: int

@@ -107,7 +107,7 @@ def bound(
 
 
 def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:
-    """Returns upper bounds of the bytes that two predictions of a layer have, number by number."""
+    """Returns a prediction whose numbers are upper bounds: each is the larger one of the two predictions."""
     return replace(
         one,
         saved=max(one.saved, other.saved),

@@ -14,7 +14,7 @@ from pmoe.schedule.buffer_sizes import ChunkRows
 class PassRows:
     """Numbers of rows that one rank sends, receives and keeps in one pass.
 
-    extent: the numbers chunk by chunk.
+    extent: the numbers of rows of each chunk: sent, received, staying on this rank, and others.
     received: rows that arrive from other ranks, all chunks together.
     local: rows whose expert is on this rank, so that they are not sent; all chunks together.
     sent: rows that are sent to other ranks, all chunks together.
@@ -26,7 +26,7 @@ class PassRows:
     busiest_local: the most rows of one expert among the rows that stay, chunk by chunk.
     local_copies: rows that stay for copies of busy experts, chunk by chunk; () if no such rows stay. They
         count in ``local``, but not in ``extent.local``.
-    busiest_copies: the most rows of one copy among these rows, chunk by chunk.
+    busiest_copies: the most rows of one copy among the rows in ``local_copies``, chunk by chunk.
     """
 
     extent: ChunkRows
@@ -169,15 +169,16 @@ def worst_rows(
     if sizes.rotates:
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, finest)))
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
-        # larger number, because a ring has at most two slots. With copies, one chunk that does not fit is cut
-        # as two chunks, so the caller asks for these.
+        # larger number, because a ring has at most two slots. In a layer that may have copies, a single chunk
+        # that does not fit is cut as two chunks are, so the caller also asks for n = 2.
         is_cut = sources > 0 and not (is_limited and n == 1)
         chunks = max(n, 3) if is_cut else n
     local = own if own_rows_stay else 0
     sent = own
     if is_limited and own_rows_stay:
-        # A slot needs no more bytes for a row that stays than for one that arrives. So the largest number of
-        # rows that arrive, and the rest of the limit of both, need the most memory.
+        # The limit is for rows that arrive and rows that stay, together. A row that stays needs no more bytes
+        # in a slot than one that arrives. So memory is largest if as many rows as possible arrive, and only
+        # the rest of the limit stays.
         of_bin = _most_of_chunk(call, finest)
         local = min(own, max(staying_rows, of_bin))
         sent = min(own, max(slot_rows, of_bin))
@@ -187,7 +188,7 @@ def worst_rows(
         received=(received,) * chunks,
         local=(local,) * chunks,
         home=(own + (sizes.has_drops or sizes.merges),) * chunks,
-        # A single row for a copy on its own rank is one more source.
+        # Rows for a copy on their own rank count as rows from one more source, so they must be sorted, too.
         regrouped=(sources > 1 or sizes.merges or has_local_messages,) * chunks,
         arrived=(min(received, sizes.ep_size * own),) * chunks if apart else None,
         gathered=(received,) * chunks if apart else None,

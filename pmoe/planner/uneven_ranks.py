@@ -1,4 +1,4 @@
-"""Simulates passes in which ranks compute different numbers of rows. It simulates all ranks together.
+"""Simulates all ranks together in passes in which they compute different numbers of rows.
 
 The other simulations of this folder simulate one rank, and assume that all ranks are equal. In this file each
 rank has its own tasks on its compute lane. A collective is one task of all ranks: it starts when all ranks
@@ -197,7 +197,7 @@ def _task_costs(
     }
     own_arriving, copies_arriving = (_arriving(rows) for rows in (of_experts, of_copies))
 
-    # Times the products of a row: gradients of rows, and of parameters if the same task computes them.
+    # A task computes the products of a row once; twice if it computes gradients of rows and of parameters.
     in_one_task = 2 if layer.are_modules and direction == "backward" else 1
 
     def products(rows: float, times: int) -> float:
@@ -266,8 +266,8 @@ def _weights(layer: UnevenLayer, cluster: Cluster, plan: CopyPlan) -> tuple[_Tra
     """Returns the bytes of copies' weights that ranks send: (owners to hosts, hosts to each other).
 
     The owner of an expert sends each host of a group of C hosts one of C parts (V), and each host sends its
-    part to the other hosts of the group (VR), as `pmoe.engine.plan.copies` says. Gradients take the same ways
-    back.
+    part to the other hosts of the group (VR), as `pmoe.engine.plan.copies` says. Gradients are sent in the
+    opposite direction.
 
     layer: sizes of the layer.
     cluster: the machines.

@@ -16,5 +16,5 @@ lora                    low-rank adapters of experts; lora_files saves and loads
 checkpoint              checkpoints; checkpoint_files and checkpoint_state have their files and tensors
 export                  weights in the names and layout of other systems
 bounded_steps           a bound on the rows of each step, and exact repetition of steps that exceed it
-batch_invariant         results for a token with the same bits in every batch
+batch_invariant         makes the bits of a token's output independent of the rest of its batch
 """

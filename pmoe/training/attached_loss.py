@@ -2,9 +2,9 @@
 
 A backward pass through the tensor also computes the gradients of the attached losses.
 
-`AttachedLosses.attach` returns a tensor. If a program does not use this tensor in the loss that it
-differentiates, the attached loss has no gradients, and no error shows the mistake. So each attached loss has
-a record in the autograd graph:
+`AttachedLosses.attach` returns such a tensor. If a program does not use it in the loss that the program
+differentiates, the attached loss has no gradients, and torch raises no error. So each attached loss has a
+record in the autograd graph:
 
     backward reaches the record                      the loss was differentiated
     the graph is freed, backward never reached it    the record adds an entry to a list

@@ -362,7 +362,8 @@ class BalanceLoss:
         if is_shape_run() and not is_second_pass():
             return y
         if is_second_pass():
-            # The first pass has attached the loss. It leaves calls behind only if it had no gradients.
+            # The first pass of the checkpoint has attached the loss already, and taken the sums of its calls.
+            # If the sums are still here, the first pass ran without gradients, and attached nothing.
             if any(calls.has_constants for calls in self._calls.values()):
                 raise RuntimeError(
                     "attach must be outside of activation checkpoints with use_reentrant=True, whose first "
@@ -451,9 +452,11 @@ class BalanceLoss:
         calls.num_tokens += num_tokens
 
     def _lengths_of(self, num_tokens: int) -> list[int]:
-        """Returns the lengths of the sequences of a call with this number of tokens.
+        """Returns the number of tokens of each sequence in a call, in the order of the sequences.
 
-        Raises ValueError if the lengths are not known, or do not add up to the number of tokens.
+        num_tokens: the number of tokens of the call.
+
+        Raises ValueError if the lengths are not known, or do not add up to ``num_tokens``.
         """
         if self.sequence_length is not None:
             whole, rest = divmod(num_tokens, self.sequence_length)

@@ -1,4 +1,4 @@
-"""`make_batch_invariant`: makes a model's MoELayers give a token's results the same bits in every batch."""
+"""`make_batch_invariant`: makes the bits of a token's output independent of the rest of its batch."""
 
 from __future__ import annotations
 

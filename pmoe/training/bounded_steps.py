@@ -6,16 +6,17 @@ The host reads no row counts in two kinds of layers, so a CUDA graph can hold th
     fused="persistent"      sends only rows that exist, into memory for ``slack`` times the rows of balanced
                             routing (`pmoe.call.row_bound`). If they do not fit, it computes nothing
 
-`BoundedSteps` takes this as a bound that is exceeded rarely, and trains as if nothing had ever been dropped.
-Example, in which a row of batch 3 does not fit:
+`BoundedSteps` is for bounds that are exceeded rarely. It repeats each step that exceeded a bound, so the
+model is trained as if nothing had ever been dropped. Example, in which a row of batch 3 does not fit:
 
     the device computes      batch 1   batch 2   batch 3    batch 4    batch 3 exactly   batch 4
     the optimizer            changes   changes   skips      skips      changes           changes
     the host reads about     -         batch 1   batch 2    batch 3    -                 -
 
 The device itself decides whether the optimizer skips a step. The host reads the answer of a step only after
-it has launched the next step, so it does not wait for the device. Once a step is skipped, all later steps are
-skipped, too, until the host has read it. All ranks share one answer, so all skip and repeat the same steps.
+it has launched the next step, so it does not wait for the device. Once a step is skipped, the device skips
+all later steps, too, until the host has read that answer. All ranks share one answer, so all ranks skip and
+repeat the same steps.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ SGD does so, too. But if it skips the first step of a parameter, its momentum ke
 
 
 class BoundedSteps(Generic[Batch, Result]):
-    """Runs training steps with bounded rows, and repeats those in which rows were dropped.
+    """Runs training steps with bounded rows, and repeats the steps in which rows were dropped.
 
-    It makes the optimizer's steps in place of the training loop:
+    The object, and not the training loop, calls the optimizer's ``step``:
 
         steps = pmoe.BoundedSteps(model, optimizer, run)
         for batch in batches:
@@ -63,8 +64,9 @@ class BoundedSteps(Generic[Batch, Result]):
     ``capacity_factor`` nor ``pad_to_capacity``. Two kinds of layers have a bound, others stay as they are:
 
         pad_to_capacity=True                      ``capacity_factor`` is the bound
-        fused="persistent", without a capacity    ``slack`` is the bound. The first call of a kind is not
-                                                  bounded: the ranks agree on the size of their memory in it
+        fused="persistent", without a capacity    ``slack`` is the bound. The first call of each kind (such as
+                                                  training) is not bounded: in this call the ranks agree on
+                                                  the size of their memory
 
     Args:
         model: a model with at least one `MoELayer` of these two kinds.
@@ -88,7 +90,7 @@ class BoundedSteps(Generic[Batch, Result]):
     If a step is repeated, buffers of the model and random numbers start again from their values before it.
     All else that ``run`` changes is changed a second time: metrics, objects such as `BalanceLoss`, the state
     of iterators. GradScaler, several optimizers, and averages of weights that are updated after `step` do not
-    know which steps are skipped, so they do not go together with this class.
+    know which steps are skipped, so they cannot be used with this class.
 
     The attribute ``repeated`` is the number of steps that were repeated so far.
 
@@ -190,17 +192,18 @@ class BoundedSteps(Generic[Batch, Result]):
 
     @contextlib.contextmanager
     def bounded_calls(self) -> Iterator[None]:
-        """Bounds the rows of the layers' calls in its block: for the capture of a CUDA graph.
+        """Returns a with-block in which the layers' calls are bounded, for the capture of a CUDA graph.
 
-        `step` does so by itself. Make each call once before the block, because the ranks agree in it on the
-        size of their memory. Example:
+        `step` bounds calls by itself. Make each call once before the block, because in a first call the ranks
+        agree on the size of their memory. Example:
 
             run(batch)
             with steps.bounded_calls(), torch.cuda.graph(graph):
                 run(batch)
 
         Rows may be dropped in the block, so its results must not be used. All ranks must enter the block
-        together, and before the capture begins: heaps that were replaced by larger ones are found there.
+        together, and before the capture begins, because at its start they find the heaps (memory for rows)
+        that have been replaced by larger ones.
         """
         with publishing_failures(self._ranks, "finding the heaps of bounded calls"):
             for bound in self._bounds:
@@ -210,7 +213,7 @@ class BoundedSteps(Generic[Batch, Result]):
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Bounds the rows of the layers' calls in its block."""
+        """Returns a with-block in which the rows of the layers' calls are bounded."""
         for bound in self._bounds:
             bound.is_on = True
         try:
@@ -231,7 +234,7 @@ class BoundedSteps(Generic[Batch, Result]):
                 layer.cache.row_bound = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoundedSteps[Batch, Result]:
-        """Returns this object itself, because a copy of the model also copies the hooks that refer to it."""
+        """Returns this object itself. A copy of the model has copied hooks, which refer to this object."""
         return self
 
     @property
@@ -261,7 +264,7 @@ class BoundedSteps(Generic[Batch, Result]):
         return result
 
     def _agreed(self) -> Tensor:
-        """Returns two numbers, the largest of all ranks: 1 if rows were dropped, and 1 if no hook ran."""
+        """Returns two numbers, maxima over the ranks: 1 if rows were dropped, and 1 if no hook ran."""
         answer = self._rows.answer()
         for bound in self._bounds:
             for heap in bound.open_heaps:  # a kernel that waited too long has left wrong values
@@ -347,7 +350,8 @@ class BoundedSteps(Generic[Batch, Result]):
                 result = self._run_exactly(step.batch)
             dropped = bool(self._agreed()[0].item())
             with publishing_failures(self._ranks, "a repeated training step"):
-                self._raise_if_failed()  # also a kernel that waited too long counts as dropped rows
+                # ``dropped`` is also True if a kernel waited too long. Then this raises the cause.
+                self._raise_if_failed()
             if dropped:
                 raise RuntimeError(
                     "rows were dropped in a repeated step, or a kernel of another rank waited too long: "
@@ -369,7 +373,7 @@ class BoundedSteps(Generic[Batch, Result]):
 
     @contextlib.contextmanager
     def _without_bound(self) -> Iterator[None]:
-        """Lets the layers keep every row within the with-block."""
+        """Returns a with-block in which the layers keep every row."""
         factors = {name: layer.capacity_factor for name, layer in self._padded.items()}
         try:
             for layer in self._padded.values():
@@ -391,7 +395,7 @@ class BoundedSteps(Generic[Batch, Result]):
     def _set(self, settings: list[dict[str, Any]]) -> None:
         """Sets the options of each parameter group of the optimizer.
 
-        settings: what `_settings` returned.
+        settings: the result of `_settings`.
         """
         for group, options in zip(self.optimizer.param_groups, settings, strict=True):
             for name, value in options.items():
@@ -413,7 +417,7 @@ class BoundedSteps(Generic[Batch, Result]):
             )
 
     def _forget_skipped(self, *_: object) -> None:
-        """Forgets a step that waits to be repeated, because other values are loaded."""
+        """Drops the step that waits to be repeated. A hook that runs when other values are loaded."""
         self._unread = None
         self._skips.zero_()
 

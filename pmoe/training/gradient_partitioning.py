@@ -291,7 +291,7 @@ def backward_degrees(layer: MoELayer, most_bytes: float | None = None) -> tuple[
     parameter = next(layer.experts.parameters())
     rows_TM = parameter.new_empty((0, options.row_columns), dtype=ran.dtype)
     restore = ran.restore or KEEP
-    # A module as expert computes rows of another dtype than its parameters only under autocast.
+    # An expert that is a user's module computes rows of another dtype than its own only under autocast.
     with torch.autocast(rows_TM.device.type, dtype=ran.dtype, enabled=ran.dtype != parameter.dtype):
         costs = step_costs(modules, rows_TM, layer.max_tokens, restore, most_bytes)
     n = options.fixed_degree

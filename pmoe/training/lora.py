@@ -417,7 +417,7 @@ def _check_layer(
     is_known_class = experts.is_sharded or type(experts) in (
         *CLASSES,
         *CLASSES.values(),
-    )  # FSDP2 has subclasses
+    )  # FSDP2 replaces the class of sharded experts by a subclass, so any class is allowed for these
     if not isinstance(experts, StackedExperts) or not is_known_class:
         raise TypeError(
             f"{layer_name} (experts {type(experts).__name__}) must have plain ffn or swiglu experts to get "
@@ -528,7 +528,7 @@ def _attach(layer: MoELayer, experts: LoraExperts, adapter: Adapter, name: str) 
     name: the name of the adapter.
     """
     experts.adapters[name] = adapter
-    # FSDP2 shards an adapter only if it was merged before. Its parts then stayed on their ranks (`_remove`).
+    # An adapter that FSDP2 shards was merged before: each rank has kept its part of it since (`_remove`).
     of_adapter = {f"{ADAPTERS}{name}.{own}": cut for own, cut in adapter.copy_parts.items()}
     experts.copy_parts = {**experts.copy_parts, **of_adapter}
     share_ranks(experts, layer.grid)
@@ -593,7 +593,7 @@ def _activate(layer: MoELayer, experts: LoraExperts, name: str) -> None:
     reduce = experts.reduce
     if isinstance(reduce, MeanOverRanks | DividedByOwnRanks):
         experts.reduce = reduce.with_names(experts.call_names)
-    # The layer's record of its modules holds what follows from them.
+    # The layer caches properties of its modules. Assigning a module makes the layer compute them again.
     layer.experts = layer.experts
 
 
@@ -618,7 +618,7 @@ def _remove(layer: MoELayer, experts: LoraExperts, name: str) -> None:
         own: cut for own, cut in experts.copy_parts.items() if not own.startswith(f"{ADAPTERS}{name}.")
     }
     _activate(layer, experts, "")
-    # Sharded experts keep their class: FSDP2 has made a subclass of it.
+    # Sharded experts keep the class of experts with adapters, because FSDP2 has made a subclass of it.
     if not experts.adapters and not experts.is_sharded:
         without_adapters(experts)
         layer.experts = layer.experts

@@ -98,7 +98,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": (None, []),
-    # With others ("pissa", "olora", "corda", "loftq"), PEFT changes the weights beside the adapters.
+    # With other values ("pissa", "olora", "corda", "loftq"), PEFT changes not only adapters but also weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 """The values that `load_lora` accepts for each field of PEFT's configuration.

@@ -257,13 +257,14 @@ def _summand(
         )
     (wanted_placement,), (gradient_placement,) = parameter.placements, gradient.placements
     if wanted_placement.is_replicate() and gradient_placement == Partial():
-        # Partial: `redistribute` would sum it now, in a collective of its own. It is summed with its bucket.
+        # A Partial gradient must still be summed. `redistribute` would do so now, in one collective for this
+        # gradient alone. It is summed later, together with the other gradients of its bucket.
         local = local_gradient(gradient)
         parameter.grad = DTensor.from_local(local, mesh, (wanted_placement,), run_check=False)
         return "all", 1, local
     if gradient_placement != wanted_placement:
-        # torch leaves the gradient of an embedding that is split by rows whole on each rank. It is brought to
-        # the parameter's placement, so that all ranks reduce gradients of the same size.
+        # If an embedding is split by rows, torch leaves its whole gradient on each rank. The gradient is
+        # brought to the parameter's placement, so that all ranks reduce gradients of the same size.
         parameter.grad = gradient = gradient.redistribute(placements=(wanted_placement,))
     if wanted_placement.is_replicate():
         return "all", meshes.size(MP), local_gradient(gradient)

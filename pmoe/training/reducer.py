@@ -357,8 +357,8 @@ class CarriedGradients:
     def inside(self) -> dist.Work | None:
         """Starts an all-reduce of other layers' gradients, if the reducer sends any during this layer.
 
-        The layer's backward pass calls it as a task, in its queue of collectives between nodes. Returns the
-        running collective, or None.
+        A task of the layer's backward pass calls this method, in the queue of collectives between nodes.
+        Returns the running collective; None if nothing is sent.
         """
         return self.step().inside_layer()
 

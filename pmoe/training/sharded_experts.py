@@ -107,21 +107,22 @@ class DividedByOwnRanks:
 
 @dataclass
 class BeforeGather:
-    """Frees what FSDP2 must not use in a forward pass. It is a forward pre-hook of sharded experts.
+    """A forward pre-hook of sharded experts, which frees tensors that FSDP2 must not use in the pass.
 
-    FSDP2 alone would use, without an error:
+    Without the hook FSDP2 would use two kinds of tensors, and raise no error:
 
-    - gathered parameters from before an optimizer's step. With ``reshard_after_forward=False`` they stay
+    - Gathered parameters from before an optimizer's step. With ``reshard_after_forward=False`` they stay
       after a forward pass without a backward pass, such as an evaluation.
-    - whole gradients of a backward pass that ended with an error. It would add them to those of the next one.
+    - Whole gradients of a backward pass that ended with an error. FSDP2 would add them to the gradients of
+      the next backward pass.
 
-    versions: the version of each part when the experts were called last.
+    versions: torch's version counter of each sharded parameter at the last call of the experts.
     """
 
     versions: tuple[int, ...] = ()
 
     def __call__(self, experts: Any, args: object) -> None:
-        """Frees gathered parameters that were changed since, and gradients of a pass that has failed.
+        """Frees gathered parameters if they are out of date, and the gradients of a pass that has failed.
 
         experts: this rank's experts.
         args: the arguments of the call; not used.
@@ -130,7 +131,8 @@ class BeforeGather:
         was not called.
         """
         state = experts._get_fsdp_state()
-        # FSDP2 resets this at the end of a pass. In backward, activation checkpointing runs the experts too.
+        # FSDP2 resets this flag at the end of a backward pass. If it is still set, the last pass has failed.
+        # The second condition leaves out calls within a backward pass (activation checkpointing).
         if state._state_ctx.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
             if not state._is_root:
                 raise RuntimeError(
@@ -162,9 +164,9 @@ def _forget_gradients(experts: Any) -> None:
 def _check_undivided() -> None:
     """Raises ValueError if a pipeline schedule now asks for the gradients of a stage's inputs alone.
 
-    In its next call the schedule would ask for the gradients of the stage's parameters. It takes these from
-    the stage, which then has this rank's parts of the experts. But autograd's graph has the gathered weights.
-    So the schedule would leave the experts without gradients, and raise no error.
+    In a second call such a schedule asks for the gradients of the stage's parameters. The parameters that it
+    finds in the stage are then this rank's parts of the experts, but the autograd graph has the gathered
+    weights. So the experts would get no gradients, and no error would be raised.
     """
     backward = sys.modules.get("torch.distributed.pipelining._backward")
     if backward is None:
@@ -270,7 +272,8 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
             continue
         assert isinstance(parameter, DTensor)
         if parameter.device_mesh is not mesh:
-            # torch may have put in an equal mesh of an earlier call, from a cache. fully_shard wants ours.
+            # torch caches meshes, and may have put an equal mesh of an earlier call into the parameter.
+            # fully_shard accepts only the mesh that is passed to it.
             parameter._spec = replace(parameter._spec, mesh=mesh)
         dims[parameter] = _dimension(experts, name, local_part(parameter).shape, count, experts.shard.count)
         copy_parts[name] = dims[parameter], part
@@ -289,7 +292,7 @@ def shard(experts: Experts, mesh: DeviceMesh, copies: Sequence[str], options: di
 
 
 def leave_out(experts: Experts, module: nn.Module) -> list[Any]:
-    """Makes FSDP2 gather a module's parameters no longer. Returns FSDP2's records of these parameters.
+    """Stops FSDP2 from gathering a module's parameters. Returns FSDP2's records of these parameters.
 
     fully_shard has no public way to take parameters out, so the function changes the lists in which FSDP2
     keeps its records. Call it on every rank, and while no parameter is gathered (``experts.reshard()``).
@@ -307,7 +310,8 @@ def leave_out(experts: Experts, module: nn.Module) -> list[Any]:
             group._module_to_pre_load_state_dict_hook_handle.pop(left_out, None)
     for record in records:
         if hasattr(record, "_unsharded_param"):
-            # A backward pass that still needs the parameter then raises an error. Its memory has been freed.
+            # The gathered parameter's memory has been freed. Because of the new version, autograd raises an
+            # error in a backward pass that still needs the parameter.
             increment_version(record._unsharded_param)
     return records
 
@@ -324,7 +328,8 @@ def take_in(experts: Experts, records: Sequence[Any]) -> None:
         return
     group = _groups_of(experts)[0]
     for record in records:
-        # FSDP2 takes these two steps before the first forward pass, when the record may have been left out.
+        # FSDP2 itself does these two steps once, before the first forward pass. If the record was left out at
+        # that time, they are missing.
         record.reset_sharded_param()
         record.init_dtype_attrs(group.mp_policy)
     group.fsdp_params += records
@@ -356,7 +361,7 @@ def whole_value(parameter: Any, cut: tuple[int, Part]) -> Tensor:
     Collective over these ranks.
 
     parameter: the DTensor, of any shape.
-    cut: the dimension that is sharded, and this rank's part of it. If there is only one part, nothing is
+    cut: (the dimension that is sharded, this rank's part of it). If there is only one part, nothing is
         communicated.
     """
     dim, part = cut

@@ -272,7 +272,8 @@ def version_refusal(built: str, library: str) -> str | None:
 def load_puts() -> ModuleType | None:
     """Returns the extension `pmoe._nvshmem`; None if it cannot be loaded (`why_no_puts` gives the reason).
 
-    It has FlashDMoE's kernels that send rows by NVSHMEM's puts to ranks whose memory cannot be mapped.
+    It has FlashDMoE's kernels that also send rows to ranks whose memory cannot be mapped, by NVSHMEM's puts
+    (messages that write into another rank's memory).
     """
     return _load_puts()[0]
 

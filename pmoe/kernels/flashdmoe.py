@@ -3,7 +3,7 @@
 Each thread block of a launch has a role. One block schedules tasks and checks whether data from other ranks
 has arrived. All other blocks are processors. Tile by tile, they compute the gate's scores, choose experts,
 assign positions to rows, send rows, multiply rows, and sum results. The kernels are in cuda/flashdmoe
-(thesis, chapters 4 and 5; the backward pass is pmoe's own).
+(chapters 4 and 5 of the thesis on FlashDMoE; the backward pass is pmoe's own).
 
 Rows are written into the symmetric heap (`pmoe.kernels.heap`) of their expert's rank. A cell is the part of a
 rank's heap for the rows that one rank sends to one expert (section 5.3). With W ranks and E experts of each,

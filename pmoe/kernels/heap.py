@@ -439,9 +439,11 @@ class Heap:
         self.order.let_graphs_wait()
 
     def check_repeatable(self) -> None:
-        """Raises RuntimeError if a CUDA graph would repeat a launch with the number of a past round.
+        """Raises RuntimeError if launches on this heap cannot be captured in a CUDA graph.
 
-        Call it for a launch that is captured.
+        Call it for each launch that is captured. If rounds are counted on the host, the round's number is an
+        argument of the launch. Each replay of the graph would then repeat the number of a past round
+        (`count_on_device`).
         """
         if self.round is None:
             raise RuntimeError(

@@ -61,7 +61,10 @@ class LaunchOrder:
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[int]:
-        """Context for one launch on the current stream. Gives the address of the stream; 0 on the CPU."""
+        """Returns a with-block for one launch on the current stream.
+
+        The value of the with-block is the address of the stream; 0 on the CPU.
+        """
         if self._device.type != "cuda":
             yield 0
             return
@@ -79,8 +82,9 @@ class LaunchOrder:
     def _wait(self, stream: torch.cuda.Stream) -> None:
         """Makes a stream wait for the last launch outside graphs, and for the last replay.
 
-        A stream that is captured by now is not waited for, because the wait would add ``stream`` to the
-        capture. Its event can be waited for.
+        If there is an event behind the last launch, ``stream`` waits for the event. Without events, it waits
+        for the stream of the last launch. It does not wait for that stream if a graph is being captured on it
+        now, because the wait would make ``stream`` a part of the capture.
 
         stream: a stream that is not captured.
         """
@@ -98,8 +102,8 @@ class LaunchOrder:
     def _wait_in_capture(self, stream: torch.cuda.Stream) -> None:
         """Makes replays wait for the last launch outside graphs, and for earlier launches of the capture.
 
-        ``_stream`` stays as it is: a stream that belongs to a capture runs nothing, so the next launch
-        outside graphs must wait for the last launch before the capture.
+        ``_stream``, the stream of the last launch outside graphs, does not change: a stream that is captured
+        runs nothing, so the next launch outside graphs must wait for the last launch before the capture.
 
         stream: the stream that is captured.
         """

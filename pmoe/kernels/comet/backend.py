@@ -43,7 +43,8 @@ class Steps:
     def repeatable(self) -> tuple[Heap, ...]:
         """Lets CUDA graphs repeat launches of these kernels from now on. Returns the heaps of the launches.
 
-        In a capture it may only be called if `is_repeatable` is True; it then changes nothing.
+        While a CUDA graph is being captured, the method may only be called if `is_repeatable` is True. It
+        then changes nothing.
         """
         heaps = self.launcher.heaps
         for heap in heaps:
@@ -57,7 +58,7 @@ class Steps:
 
     @contextlib.contextmanager
     def all_or_give_up(self) -> Iterator[None]:
-        """Context for all launches of one pass. If the code in it raises, this rank's heap becomes unusable.
+        """Returns a with-block for all launches of one pass. If it raises, this rank's heap becomes unusable.
 
         Ranks set flags in each other's heaps when they have written rows. If this rank fails between two
         launches, for example because it runs out of memory, the other ranks wait for the flags of this pass.

@@ -73,10 +73,10 @@ def path_facts(hopper: bool) -> dict[str, int]:
     """Returns sizes that are compiled into the kernels, by name.
 
         tile_rows, tile_columns   rows and columns of a product's tile
-        board_words               size, in int32 numbers, of a table in each block's shared memory. For each
-                                  of a rank's E experts, the table has the index of the first row that arrives
-                                  from each of the W ranks, and the index behind the expert's last row. So
-                                  (W + 1) * E numbers must fit
+        board_words               number of int32 values that fit into a table in each block's shared memory.
+                                  The table needs (W + 1) * E values. For each of a rank's E experts it has
+                                  the index of the first row from each of the W ranks (W values), and the
+                                  index behind the expert's last row (1 value)
 
     hopper: True for the kernels' sm_90a code, False for their sm_80 code.
     """
@@ -192,7 +192,7 @@ class Launcher:
         why = why or ranks_refusal(self.device, shape.num_ranks, shape.experts)
         if why is not None:
             raise ValueError(f"the fused kernels cannot run: {why}")
-        # Kernels that send by puts have the instructions of sm_80 on every device (cuda/nvshmem).
+        # Kernels that send by NVSHMEM's puts have only instructions of sm_80, on every device (cuda/nvshmem).
         self.hopper = code == "sm_90a" and not shape.is_staged
         # Multiprocessors are left to NCCL, which only several processes use: count processes, not ranks.
         spare = spare_blocks(shape.num_ranks // len(heaps))
@@ -241,15 +241,16 @@ class Launcher:
 
     @contextlib.contextmanager
     def launching(self, *, is_round: bool = True) -> Iterator[dict[str, int]]:
-        """Context for one launch: the launch waits for earlier launches, and later launches wait for it.
+        """Returns a with-block for one launch, which orders it among all launches that use the same heaps.
+
+        The launch waits for earlier launches, and later launches wait for it. The value of the with-block is
+        a dict with the launch's arguments that do not depend on the rank: device, stream, dtype code, number
+        of blocks.
 
         A round is one launch that dispatches rows, and the later launches that use these rows.
 
         is_round: whether the launch begins a new round, as dispatch does. A combining launch belongs to the
             round of the dispatch before it.
-
-        Gives the launch's arguments that do not depend on the rank: device, stream, dtype code, number of
-        blocks.
 
         Raises HeapError for a broken heap. Raises RuntimeError if a CUDA graph is being captured and a heap
         counts its rounds on the host.

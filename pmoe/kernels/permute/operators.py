@@ -145,8 +145,8 @@ def check_given(
 
     position_TK: (T, K) int32 or int64, the row of each of the K choices of T tokens.
     weight_TK: (T, K), float32, or float64 if the rows are float64; or None.
-    num_rows: number of rows that are sorted by expert; None takes it from a tensor of ``rows``.
-    rows: tensors by name. The first tensor determines the dtype and number of columns of all. Tensors with
+    num_rows: number of rows that are sorted by expert, from 0 to T * K; None checks no number.
+    rows: tensors by name. All must have the dtype and the number of columns of the first tensor. Tensors with
         names that end with "rows" may have any number of rows; the other tensors must have T rows.
     """
     first = next(iter(rows.values()))

@@ -67,7 +67,12 @@ class RowMoves:
             )
 
     def place_several(self, copies: Sequence[RowCopy]) -> None:
-        """Makes up to four copies of tokens into rows by one launch, each as `place` does."""
+        """Makes up to four copies of tokens into rows (`RowCopy`) in one launch.
+
+        Each copy is the same as one call of `place`.
+
+        copies: the arguments of these calls.
+        """
         with_rows = [copy for copy in copies if copy.rows_NM.shape[0] and copy.tokens_TM.shape[0]]
         if len(with_rows) < 2:
             for copy in with_rows:

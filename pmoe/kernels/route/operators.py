@@ -418,6 +418,6 @@ def gate_operands(grad_TE: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor]:
         )  # fmt: skip
         return halves, twice
     upper_TE, lower_TE = halves.chunk(2, 1)
-    # Operators that write a narrower result round it, and save a launch.
+    # Both operators write bfloat16, so they also round their results, and no further launch is needed for it.
     torch.sub(grad_TE, upper_TE.copy_(grad_TE), out=lower_TE)
     return halves, torch.cat([weight_EM, weight_EM])

@@ -51,9 +51,9 @@ class Rounded:
 
 
 def round_operand(products: ProductsName, values: Tensor) -> Rounded:
-    """Rounds a matrix to a number format.
+    """Rounds a matrix, or several of the same shape, to e4m3 numbers with scales.
 
-    products: the format.
+    products: the number format: "e4m3" (a scale for each row) or "mxfp8" (a scale for each block of a row).
     values: (..., R, K) of any strides, R rows of K columns, float32 or narrower.
     """
     columns = values.shape[-1]

@@ -255,7 +255,8 @@ class Marker(MoE):  # type: ignore[misc]
             for name, tensor in tensors.items()
             if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
         }
-        # DeepSpeed looks for a file of each expert. If no parameter of a layer would be in it, it has all.
+        # DeepSpeed expects a file for each expert. If all parameters of a layer are frozen, none can be left
+        # out, because there would be no files.
         if self.excludes_frozen and any(tensor.requires_grad for tensor in tensors.values()):
             tensors = trained
         return {
@@ -311,7 +312,8 @@ def _take_experts(layer: MoELayer, state: dict[str, Any], prefix: str, *_: objec
     for name, adapter in layer.experts.named_modules() if found else ():
         key = f"{prefix}experts.{name}._extra_state"
         if isinstance(adapter, Adapter) and key in state:
-            # It says of which experts the saved matrices were, and these were replaced above.
+            # The adapter's extra state names the experts to which its matrices belong. It still names those
+            # of rank 0, although the matrices have been replaced above by those of this rank's experts.
             state[key] = {**state[key], "experts": adapter.get_extra_state()["experts"]}
 
 
@@ -330,7 +332,7 @@ def _load_own_frozen_experts(engine: Any) -> None:
         if saved is not None:
             layers = [module for module in engine.module.modules() if isinstance(module, MoELayer)]
             experts = [parameter for layer in layers for parameter in layer.experts.parameters()]
-            # DeepSpeed then copies each parameter of an expert into itself.
+            # With these entries DeepSpeed copies each parameter of an expert into itself, so nothing changes.
             own = {engine.param_names[parameter]: parameter for parameter in experts}
             checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: {**saved, **own}}
         load(checkpoint, *args, **options)

@@ -83,8 +83,8 @@ class SpreadDeepSpeedStrategy(DeepSpeedStrategy):  # type: ignore[misc]
         filepath: the folder of the checkpoint.
         storage_options: must be None.
 
-        Raises ValueError on every rank if a callback has put the model's weights into Lightning's dict, and
-        what Lightning's strategy raises.
+        Raises ValueError on every rank if a callback has put the model's weights into Lightning's dict. Also
+        raises the errors of Lightning's own strategy.
         """
         with all_fail_together(Ranks(), stage="saving Lightning's part of a checkpoint"):
             check_no_weights(checkpoint)

@@ -35,7 +35,7 @@ def check_not_wrapped(model: nn.Module, wrappers: tuple[type, ...], cure: str) -
 
     model: the model.
     wrappers: the classes of wrappers.
-    cure: why the stack takes no wrapper and what to do, as the end of the error's text.
+    cure: why the integration takes no wrapper, and what to do: the end of the error's text.
     """
     for name, module in model.named_modules():
         if isinstance(module, wrappers):

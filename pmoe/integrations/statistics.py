@@ -1,8 +1,8 @@
 """`pmoe.stats`: reports what the MoE layers of a model did in their last forward and backward pass.
 
-Layers store the numbers after each call in any case, so steps do not take longer. On CUDA nothing waits for
-the device until `stats` is called. How long computation waited for communication is known only for steps
-inside a ``with pmoe.recording()`` block.
+Every call of a layer stores these numbers anyway, so `stats` does not make steps longer. On CUDA nothing
+waits for the device until `stats` is called. How long computation waited for communication is known only for
+steps inside a ``with pmoe.recording()`` block.
 
 Letters in this file: T tokens of a rank, K experts that each token chooses, N rows (copies of tokens) that a
 rank's experts compute, E experts of all ranks, M = d_model. Tensors have the names of the MPipeMoE paper: T_I

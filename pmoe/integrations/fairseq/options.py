@@ -79,8 +79,8 @@ PLACES = (
 def layer_options() -> tuple[CommandOption, ...]:
     """Returns an option of the command line for each argument of MoELayer that is not in `NOT_OPTIONS`.
 
-    The default of an option is MoELayer's default, with one exception: it is "none" if fairseq has an option
-    that gives the argument's value.
+    The default of an option is MoELayer's default, with one exception: if one of fairseq's own options
+    already sets the argument, the default is "none", which stands for the value of fairseq's option.
     """
     described = _descriptions(inspect.getdoc(MoELayer) or "")
     parameters = inspect.signature(MoELayer).parameters

@@ -38,9 +38,9 @@ def _run_in_graph(
 
     Arguments and result are those of `run_experts_module`.
 
-    If weights are DTensors, transformers spreads the experts by an implementation of its own. It replaces
-    their parameters only while the experts are called. A compiled graph would run the operator after that
-    call, too late. So the graph breaks here.
+    If weights are DTensors, transformers spreads the experts by an implementation of its own. transformers
+    then replaces the parameters of the experts, but only while it calls them. A compiled graph would run the
+    operator later, when the module has its own parameters again. So the graph breaks here.
     """
     from pmoe.graph.one_operator import run_in_graph
 

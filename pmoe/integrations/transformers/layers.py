@@ -145,7 +145,11 @@ class _Known:
 
     @staticmethod
     def of(module: Any, stacks: Stacks) -> _Known:
-        """Returns the layout of a module with the tensors ``stacks``. It has only weak references to them."""
+        """Returns the layout of a module that was checked. It refers to the module's tensors only weakly.
+
+        module: the experts module.
+        stacks: the module's tensors.
+        """
         names = {id(tensor): name for name, tensor in module._parameters.items() if tensor is not None}
         own = {key: (names.get(id(tensor), ""), weakref.ref(tensor)) for key, tensor in stacks.named.items()}
         name = stacks.activation if isinstance(stacks.activation, str) else None

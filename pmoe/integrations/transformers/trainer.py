@@ -80,7 +80,8 @@ class SpreadCheckpoints(Trainer):
             return
         super().save_model(output_dir, _internal_call)
 
-    # The Trainer has no public place for what follows: its callbacks run after data and state were decided.
+    # The methods below override private methods of the Trainer. Its callbacks would run too late: after the
+    # Trainer has chosen the data and the state with which it resumes.
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Saves a checkpoint: first pmoe's files, then the Trainer's.

@@ -184,7 +184,7 @@ class BorrowedActivation(BorrowedExperts):
 
     @property
     def fused_activation(self) -> str | None:
-        """Always None: pmoe's kernels cannot compute the other module's function."""
+        """Always None: the activation is the other module's own function, for which pmoe has no kernels."""
         return None
 
     def columns(self, device_type: str) -> HiddenColumns:
@@ -227,8 +227,8 @@ class BorrowedActivation(BorrowedExperts):
         hidden_NG: (N, G), the hidden activation; H = d_hidden, and G is H, or 2H for gated experts.
         """
         if self._writes_over is None:
-            # A call with one row of zeros shows it. Tensors made under inference_mode have no version number
-            # that would count changes.
+            # A call with one row of zeros shows whether the function writes to its argument. Tensors that are
+            # made under inference_mode have no version number, so the question stays open there.
             probe = torch.zeros_like(hidden_NG[:1]) if hidden_NG.shape[0] else None
             if probe is not None and not probe.is_inference():
                 version = probe._version

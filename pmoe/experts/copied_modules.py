@@ -87,7 +87,7 @@ def _from_numbers(numbers: Tensor, like: Tensor) -> Tensor:
 class _CopyGraph(Graph):
     """The autograd graph of one copy's rows of a chunk.
 
-    first: the number of the copy's first parameter among the C * Q parameters of all copies.
+    first: the number of the copy's first parameter among the parameters of all C copies, Q parameters each.
     parameters: the autograd edges of the copy's parameters; None for a parameter without a gradient.
     """
 
@@ -140,11 +140,11 @@ class CopiedModules(ModuleExperts):
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """The index of each parameter and buffer among the values of a copy, by its name.
+        """Maps the name of each parameter and buffer to its index among the values of a copy.
 
-        A parameter that two modules share has two names, and both are listed. If a module has two names, its
-        parameters are listed under only one of them: with both names, `functional_call` would leave a copy's
-        values in the module (pytorch issue 164759).
+        If two modules share a parameter, the parameter has two names, and both are in the dict. But if one
+        module is reached by two names, only the first of them is used: with both, `functional_call` would
+        leave a copy's values in the module (pytorch issue 164759).
         """
         template = self._template[0]
         place_of = {id(value): place for place, value in enumerate(values_of(template))}

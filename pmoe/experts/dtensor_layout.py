@@ -135,7 +135,8 @@ class Local(torch.autograd.Function):
         ctx.parameters = parameters
         if saves_plainly():
             own_parts = getattr(reduce, "own_parts", None)
-            # A step changes this rank's parts, from which FSDP2 gathers the parameters again in backward.
+            # Checks the parts on this rank: an optimizer's step changes the parts, and FSDP2 gathers the
+            # parameters from them again in backward.
             present = parameters if own_parts is None else own_parts(parameters)
             laid_out = [parameter for parameter in present if hasattr(parameter, "to_local")]
             ctx.check_unchanged = functools.partial(_check_unchanged, [(p, p._version) for p in laid_out])

@@ -133,8 +133,8 @@ class SavedTensorSlots:
             self.own.append(_Own(tensor.detach(), tensor._version))
             return self.own[-1]
         if tensor.numel() and storage == rows.untyped_storage().data_ptr():
-            # The caller restores T_DI as it was when it entered. A tensor that the expert changed in place,
-            # or reads under another dtype, would be lost, so it is copied.
+            # The caller restores T_DI as it was before the expert ran. If the expert has changed it in place,
+            # or reads its memory under another dtype, the saved tensor would be lost, so it is copied.
             if tensor._version != self._rows_version or tensor.dtype != rows.dtype:
                 return self._keep(tensor.detach().clone())
             return _InRows(

@@ -254,16 +254,17 @@ def _place(adapter: Adapter) -> dict[str, list[int]]:
 
 
 def _record_place(adapter: Adapter, state: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Records in the metadata of a state dict whose adapters it holds. This is a hook of ``state_dict()``."""
+    """Records in a state dict's metadata which part of all adapters it has. A hook of ``state_dict()``."""
     local_metadata[PLACE] = _place(adapter)
 
 
 def _check_place(
     adapter: Adapter, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
-    """Checks whose adapters are loaded if they are DTensors from a file. A hook of ``load_state_dict()``.
+    """Checks that adapters loaded as DTensors from a file are this rank's. A hook of ``load_state_dict()``.
 
-    torch copies the local values of a DTensor, even if another rank has written the file.
+    torch copies the local values of a DTensor, even if a rank with another part of the adapters has written
+    the file.
 
     adapter: the module that loads.
     state: the state dict of the whole model.
@@ -562,7 +563,9 @@ class LoraExperts(StackedExperts):
             call_values += [down.to(like.dtype), scaled.to(like.dtype)]
         if torch.is_grad_enabled() and not saves_plainly():
             trained = [at for at, value in enumerate(call_values) if value.requires_grad]
-            if trained:  # one matrix is enough: a call's backward pass reads the saved tensors of all
+            # One matrix is enough: the backward pass of the call reads all saved tensors, and so makes the
+            # comparison of `_OfAdapter`.
+            if trained:
                 last = trained[-1]
                 call_values[last] = _OfAdapter.apply(self, call_values[last])  # type: ignore[no-untyped-call]
         return call_values

@@ -184,8 +184,8 @@ class ModuleExperts(Experts):
             saved_slots = SavedTensorSlots(own_storages)
             graph, output = record(functools.partial(self._run, expert), rows_NM[at], at, saved_slots)
             if saved_slots.rows_changed:
-                # The graph's rows have a version counter of their own (`_Enter`). The engine reads the
-                # counter of rows_NM.
+                # The expert has changed its rows in place. The rows in the graph have a version counter of
+                # their own (`_Enter`), but the engine reads the counter of rows_NM.
                 increment_version(rows_NM)
             yield graph, output
 

@@ -2,7 +2,7 @@
 
 The values are read by attribute name and not from the list of parameters. The reason: an attribute such as
 ``experts.w1`` may be computed from parameters (weight_norm, LoRA, fake quantisation, pruning), be quantised,
-or be another tool's tensor. The names of parameters and of the values that they stand for:
+or be another tool's tensor. `value_names` turns the names of parameters into the names of these attributes:
 
     named_parameters()                                   value_names()
     w2, parametrizations.w1.original0, ....original1     w2, w1
@@ -51,7 +51,7 @@ class FrozenReturnedRows:
     """A hook of a parameter that sets returned gradients of frozen experts to zero.
 
     torch.autograd.grad returns gradients and adds nothing to ``parameter.grad``, so `FrozenRows` does not
-    run. Zero-bubble pipeline schedules call it, and add the result themselves.
+    run. Zero-bubble pipeline schedules call torch.autograd.grad, and add the result to ``grad`` themselves.
 
     module: the module that has the parameter, under any name: pruning, for example, gives it another one. A
         weak reference to the parameter itself would keep torch from exchanging its tensor
@@ -116,9 +116,9 @@ def freeze_rows(module: nn.Module, name: str, experts: Tensor) -> None:
 
 
 def train_frozen_rows(parameter: Tensor) -> None:
-    """Removes the hook that keeps a parameter's frozen experts, if it has one.
+    """Removes the hooks of frozen experts from a parameter, so that all of its experts are trained again.
 
-    parameter: of any shape.
+    parameter: of any shape. Nothing happens if it has no such hooks.
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, FrozenRows)]:

@@ -439,8 +439,9 @@ class StackedExperts(Experts):
             if in_place:
                 scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
             row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
-            # A block at a time, so that its rows stay in the cache. grad_bH is the first columns of grad_bG:
-            # it comes in as the gradient of the activated hidden, and grad_bG leaves as the gradient of T_M.
+            # Computes a block of rows at a time, so that the block stays in the cache. grad_bH is a view of
+            # the first columns of grad_bG. It has the gradient of the activated hidden. At the end of the
+            # block, the gradient of T_M has overwritten it and fills all columns of grad_bG.
             for hidden_bG, active_bH, grad_bG, grad_bH, grad_weight_b, scale_b1 in _blocks(
                 rows, *row_tensors
             ):
@@ -517,7 +518,7 @@ def split_parameters(values: Sequence[V]) -> tuple[V, V, V | None, V | None]:
 
 
 def put_expert(parameter: Tensor, local_expert: int, values: Tensor, cut: tuple[int, Shard]) -> None:
-    """Writes the values of one expert into a parameter, or those of them that this rank holds.
+    """Writes the values of one expert into a parameter, or only the values that this rank holds.
 
     If FSDP2 shards the experts over the ranks that hold copies of them, a rank has a part of the parameter.
 
@@ -537,9 +538,10 @@ def put_expert(parameter: Tensor, local_expert: int, values: Tensor, cut: tuple[
 
 
 def part_of_cut(values: Tensor, cut: tuple[int, Shard]) -> Tensor:
-    """Returns the part of a tensor, of any shape, that FSDP2 leaves on this rank, as a view.
+    """Returns the part of a tensor, of any shape, that this rank holds if FSDP2 shards it. It is a view.
 
-    cut: the dimension that FSDP2 shards, and this rank's part of it.
+    values: the whole tensor.
+    cut: (the dimension that FSDP2 shards, this rank's part of that dimension).
     """
     dim, own = cut
     at = own.of(values.shape[dim])

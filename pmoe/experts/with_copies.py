@@ -274,7 +274,7 @@ class _SharedSpace:
         self._whole: dict[str, Tensor] = {}
 
     def of(self, part_rows: slice) -> Allocate:
-        """Returns the function (name, rows, columns) that gives one part of the rows its memory.
+        """Returns a function (name, rows, columns) that returns memory for one part of the chunk's rows.
 
         part_rows: the slice of the chunk's rows that belongs to the part.
         """

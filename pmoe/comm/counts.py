@@ -266,10 +266,14 @@ class Slots:
         experts. Only rows for its own experts stay on the rank; rows for copies are sent. None if there are
         no copies.
     total_slack: None if only the rows that arrive are limited. In layers with copies of busy experts it is a
-        number, and there are three more limits. The rows of a chunk that this rank sends must fit into a
-        slot; so must the rows of a chunk that stay on this rank. The third limit is
-        A + S <= ceil(total_slack * max_tokens * top_k / n): A rows arrive in the chunk with the most arriving
-        rows, and S rows stay in the chunk with the most staying rows.
+        number, and three more numbers of rows are limited:
+
+            rows of a chunk that this rank sends       must fit into a slot
+            rows of a chunk that stay on this rank     must fit into a slot
+            A + S                                      <= ceil(total_slack * max_tokens * top_k / n)
+
+        A is the number of arriving rows in the chunk with the most of them, S the number of rows that stay in
+        the chunk with the most of these.
     """
 
     slack: float
@@ -303,8 +307,8 @@ class Slots:
             if self.total_slack is not None:
                 assert own_F is not None
                 rows_GF = torch.cat([rows_GF, staying_GF, own_F - staying_GF])
-        # {number of chunks: the most rows of any chunk that arrive and, if these are limited, that stay and
-        # that are sent}. Several n may be cut into the same number of chunks, so the numbers are kept.
+        # For each number of chunks, the most rows of any chunk: rows that arrive; and, with total_slack, rows
+        # that stay and rows that are sent. They are cached, because several n are cut into the same chunks.
         largest: dict[int, Tensor] = {}
         depths = []
         for n in self.degrees:
@@ -349,10 +353,11 @@ class Slots:
 class Loads:
     """A request to the exchange of row counts: for the load of each expert, and maxima of other numbers.
 
-    The load of an expert is the number of rows that all ranks together have for it. Its deviation is the
-    largest difference between the load and W times the rows of one of W ranks. When the row counts have
-    arrived, each rank knows the loads and deviations of its own experts. A max-reduction then gives all of
-    them to all ranks: each rank passes its own numbers, and 0 for the experts of other ranks.
+    The load of an expert is the number of rows that all W ranks together have for it. The deviation of the
+    expert says how unevenly the ranks have these rows: it is the largest |load - W * rows of a rank| of any
+    rank, and 0 if all ranks have equally many. When the row counts have arrived, each rank knows the loads
+    and deviations of its own experts. A max-reduction then gives all of them to all ranks: each rank passes
+    its own numbers, and 0 for the experts of other ranks.
 
     own_place: this rank's number in `Grid.ep`, the ranks over which experts are spread. If each rank has
         E_local experts, expert i of this rank has the number own_place * E_local + i among the E experts. If

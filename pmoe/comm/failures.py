@@ -457,9 +457,10 @@ def _warn_of_waiting(record: GroupRecord, group: dist.ProcessGroup) -> None:
 
 
 def _silent_ranks(record: GroupRecord, group: dist.ProcessGroup) -> str:
-    """Returns the ranks that have not written that they wait in this rank's pass, such as "rank 3 has".
+    """Returns a text about the ranks that have not reported that they wait in the same pass as this rank.
 
-    Returns "" if all have written it, or if the store does not answer within 2 seconds.
+    The text is the subject of a sentence with its verb, such as "rank 3 has". It is "" if all ranks have
+    reported, or if the store does not answer within 2 seconds.
 
     record: this rank's record of the group.
     group: the group.

@@ -1,6 +1,7 @@
 """Sums gradients over ranks, in place.
 
-The gradients are of copies of an expert, or of parameters that all experts share.
+Each rank has a part of the sum. Examples are an expert of which several ranks hold copies, and a parameter
+that all experts share.
 """
 
 from __future__ import annotations

@@ -74,9 +74,11 @@ class GroupRecord:
 
     @property
     def place_of_pass(self) -> str:
-        """A text for the pass that this rank is running. Ranks that run the same pass get the same text.
+        """A text that identifies the pass that this rank is running; the same on all ranks that run it.
 
-        Calls inside of a reentrant checkpoint have no number (`backward_of` is 0 in their backward pass).
+        It consists of the number of the last exchange of row counts, the number of the call whose backward
+        pass is running, and the direction. The second number is 0 if no backward pass is running, and for
+        calls inside of a reentrant checkpoint, which have no number.
         """
         return f"{self.exchanges} {self.backward_of} {'backward' if self.backward_of_layer else 'forward'}"
 

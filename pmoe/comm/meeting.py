@@ -13,8 +13,8 @@ There are two reasons for a meeting.
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-   The rank also waits before it reduces or clips gradients of the layer, and if its last backward pass has
-   left out the call of another layer.
+   There are two more occasions for the same reason. The rank also waits before it reduces or clips gradients
+   of the layer. And it waits before a call if its last backward pass has left out a call of another layer.
 
 2. Comparisons of options. A rank may compare its options in a call while its peers do not. Their messages
    would have different sizes, which would abort processes. So the rank waits in a meeting before it compares
@@ -53,7 +53,7 @@ CURE = (
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which other ranks may be running: {CURE}"
-"""Why a rank waits that has not run a backward pass. In an error it follows the rank, such as "rank 3"."""
+"""Why a rank waits if it has not run a backward pass. In errors the text follows a word such as "rank 3"."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.

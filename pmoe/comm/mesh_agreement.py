@@ -130,7 +130,8 @@ def agree_on_mesh(text: str, members: Sequence[int], check: Callable[[], T]) -> 
             reason = f"rank {dist.get_rank()}: {error}"
             refusal = board.refuse(own, Refusal(reason, own_calls.num_calls, frozenset([own])))
             own_calls.left.update(refusal.calls)
-            # The refusal comes before the announcement, so nobody reads of this call as of one under way.
+            # The call may not be announced yet (`check` has failed). It is announced after its refusal, so
+            # that a rank which reads the call finds the refusal, too, and does not wait for this rank.
             board.announce(own, members)
         raise
     own_calls.agreed[text] = own[1]

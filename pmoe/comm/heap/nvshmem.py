@@ -1,7 +1,8 @@
 """Memory of symmetric heaps from NVSHMEM.
 
-Ranks can read and write each other's memory, or FlashDMoE's kernels send by NVSHMEM's puts to those ranks
-whose memory they cannot map. So far this code has been run with a single process only.
+Kernels read and write the memory of other ranks by loads and stores. If a rank's memory cannot be mapped for
+this, FlashDMoE's kernels send rows to it by NVSHMEM's puts. So far this code has been run with a single
+process only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NVSHMEM can be started only once in a process.
 
 
 PROBE_BYTES = 1024
-"""Bytes of the memory with which ranks find out whose memory they can map."""
+"""Bytes that each rank allocates for a short time, to find out which ranks can map each other's memory."""
 
 
 class NvshmemMemory(DeviceMemory):

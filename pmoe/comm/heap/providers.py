@@ -244,9 +244,11 @@ class _HeapBuilder(CollectiveSteps):
         return sizes | {"bytes": self.shape.bytes, "kernels": kernels, "puts": heap_module.has_puts()}, host
 
     def stage_for(self, mapped: Sequence[Sequence[bool]]) -> None:
-        """Leaves out ranks whose memory cannot be mapped, and gives the heap room for outgoing rows.
+        """Prepares the heap for ranks whose memory cannot be mapped: kernels send to these by NVSHMEM's puts.
 
-        Nothing changes if all ranks can map each other's memory. All ranks make the same heap.
+        This rank will not open the memory of a rank if one of the two cannot map the other's memory. If there
+        are any such ranks in the group, the heaps of all ranks get room for outgoing rows, so that all heaps
+        are the same. If all ranks can map each other's memory, nothing changes.
 
         mapped: mapped[rank][peer] is whether the rank can map the peer's memory.
         """

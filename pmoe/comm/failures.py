@@ -162,7 +162,7 @@ _reported_constructors: collections.Counter[int] = collections.Counter()
 
 
 def _construction(number: int) -> str:
-    """Returns the text for a rank's failed constructor in a report, by its number, counted from 1."""
+    """Returns the text that stands in a report for a rank's failed constructor ``number``, counted from 1."""
     return f"{CONSTRUCTION}{number}"
 
 

@@ -85,9 +85,9 @@ class Later:
         """Returns whether both halves get the same gradient of the output. All ranks return the same.
 
         The result is True if autograd passes the tensor object of the first half, and the tensor was not
-        changed since then. All ranks run the same program, so either all ranks return here or none does.
-        Otherwise each rank compares the values of the two tensors. A collective then makes the result False
-        on all ranks if the values differ on any rank.
+        changed since then. All ranks run the same program, so this is the case on all ranks or on none. In
+        the other case each rank compares the values of the two tensors. A collective then makes the result
+        False on all ranks if the values differ on any rank.
 
         grad_TM: (T, M), the output's gradient that autograd passes to the second half, for T tokens with M =
             d_model columns.

@@ -276,7 +276,7 @@ class Marker(MoE):  # type: ignore[misc]
 def _tensors_of(layer: MoELayer) -> dict[str, Tensor]:
     """Returns the parameters and buffers of a layer's experts that a state dict has, by name.
 
-    Dimension 0 of each counts this rank's experts (`_check_layer`).
+    Index i of their dimension 0 is this rank's expert i (`_check_layer`).
     """
     state = layer.experts.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

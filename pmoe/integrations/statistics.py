@@ -180,9 +180,9 @@ class Stats:
     def scalars(self) -> dict[str, float]:
         """Returns a few numbers about all layers together, for a logger such as ``wandb.log``.
 
-        There are equally many numbers for any number of layers and experts. Each quantity in this list gives
-        two: its mean over the layers and its value in the worst layer, such as "moe/entropy_mean" and
-        "moe/entropy_min":
+        How many numbers are returned does not depend on the numbers of layers and experts. Each quantity in
+        this list gives two: its mean over the layers and its value in the worst layer, such as
+        "moe/entropy_mean" and "moe/entropy_min":
 
         - entropy: entropy of the experts' shares of rows / entropy of equal shares; 1 is an even load.
         - max_share: the largest share of an expert in the rows.

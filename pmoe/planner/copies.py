@@ -515,7 +515,7 @@ class _Attempt:
 
     search: holds the loads, owners and limits of the problem.
     target: the longest time, in rows, that a rank may need.
-    reach: how far copies may go.
+    reach: the ranks on which copies may be made.
     price: price of each new copy, for its owner and for the rank that hosts it.
     way: the other options of the attempt.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). They get rows before any

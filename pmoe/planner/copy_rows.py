@@ -225,9 +225,11 @@ def near_first_parts(
 
         (largest deviation of a source's rows from the mean) * (sum over sources of |f - g|)
 
-    f is the fraction of a source's rows that go to the host, and g any number. Here g is the fraction for a
-    source on a node without hosts; or, if no row travels between nodes, for a source that is not a host. The
-    part is chosen so that all experts together add at most `TOLERATED` percent of a rank's mean rows to a
+    f is the fraction of a source's rows that go to the host. g is one number for all sources. The bound holds
+    with any g. This function takes for g the fraction f of a source on a node without hosts. If no row
+    travels between nodes, it takes the fraction f of a source that is not a host.
+
+    The part is chosen so that all experts together add at most `TOLERATED` percent of a rank's mean rows to a
     host.
 
     plan: the copies.

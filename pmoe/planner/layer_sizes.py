@@ -104,8 +104,9 @@ class LayerSizes:
         autocast.
     esp_size: number of ranks that each expert is split over.
     rotates: whether chunks share a few buffers of fixed size (ring slots), which they use in turn.
-    programs: whether compiled programs may run the passes. They sum gradients of parameters that are narrower
-        than float32 in float32, also if there is only one to add, and keep the sorted routing weights.
+    programs: whether compiled programs may run the passes. A program keeps the sorted routing weights. For
+        parameters that are narrower than float32, it sums the gradients in float32, even if there is only one
+        gradient to add.
     places: whether the experts store the results of sorted rows in the order in which the rows arrived.
     relays: number of ranks for which this rank passes on rows, in a hierarchical all-to-all: the ranks of a
         node. 0 if every row is sent straight to its destination.

@@ -499,7 +499,13 @@ class PartitionedStep(BackwardStep):
         return work
 
     def _is_ready(self, at: int) -> bool:
-        """Returns whether the buffer has the gradient of a parameter: zeros if it was frozen since."""
+        """Returns whether the buffer has the gradient of a parameter.
+
+        For a frozen parameter backward makes no gradient, so this method first fills it in, mostly with zeros
+        (`GradientBuffers.take`).
+
+        at: the parameter's number.
+        """
         if at not in self._ready and self._buffers.is_frozen(at):
             self._buffers.take(at)
             self._ready.add(at)

@@ -449,10 +449,10 @@ def heap_for(ranks: Ranks, device: torch.device, shape: HeapShape, *, make: Make
 def _may_close(heap: Heap, ranks: Ranks) -> bool:
     """Returns whether no CUDA graph of any rank uses a heap. A collective: all ranks get the same answer.
 
-    Perhaps only some ranks have captured a graph.
+    A rank alone cannot tell, because another rank may have captured a graph that it has not.
 
     Raises HeapError on every rank if a kernel of any rank has waited too long, and no call has raised it yet.
-    Nothing reads the heap's reports any more once a larger heap has taken its place.
+    It must be raised now, because nothing reads the heap's reports once a larger heap has taken its place.
     """
     answers = CollectiveSteps(ranks, heap.device).gather((heap.is_in_graph, heap.new_failure()))
     failures = [failure for _, failure in answers if failure]  # each names its rank

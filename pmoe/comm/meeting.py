@@ -53,7 +53,7 @@ CURE = (
 
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which other ranks may be running: {CURE}"
-"""Why a rank waits if it has not run a backward pass. In errors the text follows a word such as "rank 3"."""
+"""Why a rank waits that has not run a backward pass. In an error it follows the rank, such as "rank 3"."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.

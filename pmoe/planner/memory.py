@@ -40,11 +40,10 @@ INDEX = 8
 SMALL = 4096
 """Bytes added for all tensors too small to list, such as scalars and counts, and for sizes rounded up."""
 
+# The gradient of a routing weight is an inner product over the hidden columns, which kernels sum in parts.
 DOT_COLUMNS = 128
-"""Number of hidden columns for which a kernel makes at most two partial sums of each row, in float32.
-
-The gradient of a routing weight is an inner product over the hidden columns, which kernels sum in parts: two
-for so many columns in the kernels for sm_80, at most one in those for sm_90a (cuda/grouped_gemm/parts.h).
+"""Hidden columns for which the kernels for sm_80 make two partial sums of a row, in float32, and those for
+sm_90a at most one (cuda/grouped_gemm/parts.h).
 """
 
 WIDE = 4

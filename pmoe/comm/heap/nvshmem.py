@@ -22,7 +22,7 @@ NVSHMEM can be started only once in a process.
 
 
 PROBE_BYTES = 1024
-"""Bytes that each rank allocates for a short time, to find out which ranks can map each other's memory."""
+"""Bytes of the memory with which ranks find out whose memory they can map."""
 
 
 class NvshmemMemory(DeviceMemory):

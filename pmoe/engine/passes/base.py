@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from pmoe.experts.with_copies import ExpertsWithCopies
 
 METHODS = {kind: kind.name.lower().removeprefix("local_") for kind in Kind}
-"""The name of the method of `Pass` that runs each kind of task. LOCAL_... kinds share a method."""
+"""The name of the method of `Pass` that runs each kind of task."""
 
 LOCAL_KINDS = frozenset(kind for kind in Kind if kind.name.startswith("LOCAL_"))
 """Kinds of tasks for rows that stay on this rank. Their methods get place="_L"."""

@@ -59,7 +59,7 @@ def make_stacked(
 ) -> StackedExperts:
     """Builds feed-forward or SwiGLU experts, with parameters that have no values yet.
 
-    One tensor holds a parameter of all experts ("stacked"); its dimension 0 counts the experts of this rank.
+    One tensor holds a parameter of all experts ("stacked"); its dimension 0 indexes the experts of this rank.
 
     kind: "ffn" or "swiglu".
     d_model, d_hidden: columns of a row, and hidden columns of an expert.
@@ -83,7 +83,7 @@ def make_stacked(
 def initialise(experts: StackedExperts, *, first_expert: int) -> None:
     """Draws random values for all local experts' parameters, in place. Does nothing on the meta device.
 
-    experts: experts whose parameters are stacked: dimension 0 of each tensor counts the experts.
+    experts: experts whose parameters are stacked: dimension 0 of each tensor indexes the experts.
     first_expert: global index of local expert 0. The random seed of an expert follows from its global index,
         so its values do not depend on the number of ranks (`seeded`).
     """

@@ -44,7 +44,7 @@ gpt-oss's clamped gate.
 class Stacks:
     """The parameters and the activation of another module of experts.
 
-    Dimension 0 of each parameter counts the experts. Letters: E experts of this rank, N rows, M = d_model, H
+    Dimension 0 of each parameter indexes the experts. Letters: E experts of this rank, N rows, M = d_model, H
     = d_hidden, G = H, or 2H for gated experts.
 
     w1: (E, G, M), or (E, M, G) if transposed.

@@ -3,7 +3,7 @@
 ``allreduce = False`` makes data-parallel wrappers leave a parameter alone, because ranks hold different
 experts.
 
-``stacked = True`` says that dimension 0 of a parameter counts experts. Optimizers that distinguish matrices
+``stacked = True`` says that dimension 0 of a parameter indexes experts. Optimizers that distinguish matrices
 from vectors by the number of dimensions need it:
 
     w1, w2  (E, out, in)   three dimensions; for each expert one matrix
@@ -23,7 +23,7 @@ STACKED = re.compile(r"(parametrizations\.)?(w1|w2|b1|b2)(_orig|\..*)?")
 
 
 def mark_stacked(experts: nn.Module) -> None:
-    """Sets ``stacked = True`` on the experts' parameters whose dimension 0 counts experts: w1, w2, b1, b2.
+    """Sets ``stacked = True`` on the experts' parameters whose dimension 0 indexes experts: w1, w2, b1, b2.
 
     Call it again whenever tools make new Parameter objects, because these have no attribute ``stacked``.
     """
@@ -33,7 +33,7 @@ def mark_stacked(experts: nn.Module) -> None:
 
 
 def is_stacked(parameter: Tensor) -> bool:
-    """Returns whether `mark_stacked` has marked a parameter: its dimension 0 counts experts.
+    """Returns whether `mark_stacked` has marked a parameter: its dimension 0 indexes experts.
 
     parameter: of any shape.
     """
@@ -41,7 +41,7 @@ def is_stacked(parameter: Tensor) -> bool:
 
 
 def num_dims(parameter: Tensor) -> int:
-    """Returns the number of dimensions of a parameter, without dimension 0 if that counts experts.
+    """Returns the number of dimensions of a parameter, without dimension 0 if that indexes experts.
 
     So the result is 2 for a weight, which is a matrix for each expert, and 1 for a bias.
 

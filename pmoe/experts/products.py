@@ -73,7 +73,7 @@ class RowGroups:
         A tensor is split by one operation, or by none if a single expert has all rows. Indexing expert by
         expert would keep the host busy while the GPU waits for the next product.
 
-        tensors: tensors whose first dimension counts the N rows of all experts.
+        tensors: tensors whose first dimension indexes the N rows of all experts.
         """
         if len(self.with_rows) < 2:
             return [(expert, *tensors) for expert in self.with_rows]

@@ -226,7 +226,7 @@ def parameter_groups(
         lr, weight_decay: options for the parameters of a model. If either is not None, parameters are also
             grouped by kind. The number of dimensions does not show the kind: the biases of all experts are
             one tensor of two dimensions. Each group then has the two options and two further entries:
-            "stacked" is True if dimension 0 counts experts, and "kind" is one of:
+            "stacked" is True if dimension 0 indexes experts, and "kind" is one of:
 
             - "matrices": weights of two or more dimensions; stacked: experts' w1 and w2, a matrix for each
               expert;

@@ -1,7 +1,7 @@
 """Kinds of parameters (matrices, embeddings, gates, biases), which optimizers treat differently.
 
 The number of dimensions alone does not show the kind: the biases of all experts are one tensor of two
-dimensions, (experts, columns). Such a tensor, whose dimension 0 counts experts, is called stacked.
+dimensions, (experts, columns). Such a tensor, whose dimension 0 indexes experts, is called stacked.
 
     kind          parameters                                          weight decay
     matrices      weights of products, of two or more dimensions      as the caller says
@@ -35,7 +35,7 @@ class ParameterKind(NamedTuple):
     """Kind of a parameter, with the two further properties that its parameter group depends on.
 
     kind: "matrices", "embeddings", "gates" or "biases".
-    stacked: True if dimension 0 of the parameter counts experts.
+    stacked: True if dimension 0 of the parameter indexes experts.
     decays: True if weight decay applies to it.
     """
 

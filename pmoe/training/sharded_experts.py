@@ -91,8 +91,8 @@ class DividedByOwnRanks:
         wanted: requires_grad of each parameter of the experts on this rank.
         device: device of these parameters.
 
-        Raises ValueError on every rank if requires_grad differs between copies, and in the first half of a
-        backward pass that a pipeline schedule divides.
+        Raises ValueError on every rank if requires_grad differs between copies. Raises it also in the first
+        half of a backward pass that a pipeline schedule divides.
         """
         _check_undivided()
         for mean in self.over_copies:
@@ -401,9 +401,9 @@ def _shapes(experts: StackedExperts, num_experts: int, grid: Grid) -> dict[str, 
 
 
 def _rows_dim(experts: StackedExperts, name: str) -> int:
-    """Returns the dimension of a parameter that counts the rows of a matrix.
+    """Returns the dimension of a parameter that indexes the rows of a matrix.
 
-    It is 1, because dimension 0 counts experts. In parameters that all experts share it is 0.
+    It is 1, because dimension 0 indexes experts. In parameters that all experts share it is 0.
     """
     return 0 if name in experts.replicated_dims else 1
 
@@ -411,7 +411,7 @@ def _rows_dim(experts: StackedExperts, name: str) -> int:
 def _dimension(experts: StackedExperts, name: str, shape: Sequence[int], count: int, num_parts: int) -> int:
     """Returns the first dimension of a parameter that can be cut into ``count`` equal parts.
 
-    Dimension 0 counts experts. It is tried first for two reasons: each rank then has whole experts, and for
+    Dimension 0 indexes experts. It is tried first for two reasons: each rank then has whole experts, and for
     any other dimension FSDP2 makes one more copy of the parameter.
 
     experts: this rank's experts.

@@ -234,7 +234,7 @@ class Experts(ModuleWithSettings, abc.ABC):
     replicated_dims: Mapping[str, int | None] = {}
     """The parameters that all experts of all ranks share, by name; an adapter may have some.
 
-    They have no dimension that indexes experts, so every rank holds a copy. The value is the dimension along
+    They have no dimension that counts experts, so every rank holds a copy. The value is the dimension along
     which a parameter is split if each expert's hidden columns are split over ranks; None for a parameter that
     stays whole.
     """

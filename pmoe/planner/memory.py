@@ -851,7 +851,7 @@ def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
 
 
 def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
-    """Returns the bytes of one weight's gradient in the weight's dtype, which exists beside its float32 sum.
+    """Returns the bytes of one weight's rounded gradient, which exists beside its float32 sum.
 
     After the last task of backward, the sums are rounded to the dtype of their weights, one after another. So
     one rounded gradient, the largest in the worst case, exists beside its sum. The result is 0 if sums have

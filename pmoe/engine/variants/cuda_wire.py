@@ -1,10 +1,11 @@
-"""Passes on a GPU that send rows in a narrower number format (a wire), which CUDA kernels pack and unpack.
+"""Passes on a GPU that send rows in a narrower number format, which CUDA kernels pack and unpack.
 
-One launch gathers the rows of a chunk from the tokens, and packs each row into a message: the bytes in which
-the row is sent. On the receiving rank another launch unpacks the messages and sorts the rows by expert. This
-second launch is a cost of the wire: without one, rows that arrive sorted need no launch, nor do rows that the
-experts' first product sorts while it loads them. If the kernels cannot pack or unpack, PyTorch operations do
-so (`pmoe.engine.variants.wire`), and a warning gives the reason once.
+This number format is called a wire. One launch gathers the rows of a chunk from the tokens, and packs each
+row into a message: the bytes in which the row is sent. On the receiving rank another launch unpacks the
+messages and sorts the rows by expert. This second launch is a cost of the wire: without one, rows that arrive
+sorted need no launch, nor do rows that the experts' first product sorts while it loads them. If the kernels
+cannot pack or unpack, PyTorch operations do so (`pmoe.engine.variants.wire`), and a warning gives the reason
+once.
 """
 
 from __future__ import annotations

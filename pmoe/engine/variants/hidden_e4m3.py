@@ -1,7 +1,8 @@
-"""Passes that keep the hidden activation T_M in e4m3 until backward (its fate "e4m3" in a restore pair).
+"""Passes that keep the hidden activation T_M in e4m3 until backward.
 
-e4m3 is a float8 type. Every 128 columns of a row share a float32 scale, as in the messages of ``wire="e4m3"``
-(`pmoe.comm.wire`). The last scale of a row may be for fewer columns. The experts' tasks also pack and unpack:
+In a restore pair, "e4m3" stands for this. e4m3 is a float8 type. Every 128 columns of a row share a float32
+scale, as in the messages of ``wire="e4m3"`` (`pmoe.comm.wire`). The last scale of a row may be for fewer
+columns. The experts' tasks also pack and unpack:
 
     forward    T_DI -> T_M -> T_DO    then T_M -> packed T_M, which is saved
     backward   packed T_M -> T_M      then the gradients, from this rounded T_M

@@ -347,7 +347,8 @@ class BalanceLoss:
 
         Args:
             y: the output of the stage, of any shape.
-            factor: the factor of the loss.
+            factor: the factor of the loss. With a loss scale, multiply the factor by ``scaler.get_scale()``,
+                because the scale of the task's loss does not reach an attached loss.
             totals: the numbers of the whole step, as `loss` takes them. Not None if there are several
                 micro-batches.
 

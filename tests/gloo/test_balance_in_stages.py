@@ -139,3 +139,15 @@ def test_stages_get_the_gradients_of_no_pipeline(world: int, schedule: Any, over
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, ScheduleInterleaved1F1B])
 def test_stages_with_checkpoints_do_so_too(schedule: Any) -> None:
     ranks(2).run(job, schedule, "window", True)
+
+
+def test_a_loss_scale_is_a_factor_of_the_attached_loss_too() -> None:
+    """The scale multiplies the task's loss alone. Without it in the factor, the balance loss is too small."""
+    found = []
+    for scale in (1.0, 1024.0):
+        stage = Stage(0, None)
+        stage.balance = balanced(stage, "batch", None)
+        x = batch(5)
+        (scale * stage.balance.attach(stage.inner(x), scale * FACTOR, None).square().mean()).backward()
+        found.append(stage.layer.gate.weight.grad / scale)
+    assert relative_error(found[1], found[0]) <= 1e-12

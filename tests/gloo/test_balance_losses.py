@@ -245,6 +245,37 @@ def test_the_loss_does_not_depend_on_data_and_expert_parallel_degrees(ep: int, o
     ranks(4).run(wrapped_job, ep, over)
 
 
+def unequal_job(rank: int, world: int, cut: list[int]) -> list[tuple[float, Tensor]]:
+    """Returns the mean over ranks of l_aux, then of a `BalanceLoss`, each with the gradient of the gate."""
+    own = tokens(24).split(cut)[rank]
+    found = []
+    for by_balance_loss in (False, True):
+        layer = build()
+        balance = pmoe.BalanceLoss(layer) if by_balance_loss else None
+        layer(own)
+        loss = layer.l_aux if balance is None else balance.loss()
+        (gradient,) = torch.autograd.grad(loss, [layer.gate.weight])
+        value = loss.detach().clone()
+        dist.all_reduce(value)
+        dist.all_reduce(gradient)
+        found.append((value.item() / world, gradient / world))
+    return found
+
+
+@pytest.mark.parametrize("cut", [[12, 12], [20, 4], [24, 0]])
+def test_l_aux_depends_on_how_tokens_are_divided_and_a_balance_loss_does_not(cut: list[int]) -> None:
+    """A rank without tokens has l_aux = 0, so it halves the loss of the other rank."""
+    layer = build(group=Ranks.single())
+    layer(tokens(24))
+    (wanted,) = torch.autograd.grad(layer.l_aux, [layer.gate.weight])
+    whole = layer.l_aux.item()
+    (l_aux, gradient), (balanced_loss, balanced_gradient) = ranks(2).run(unequal_job, cut)[0]
+    assert abs(balanced_loss - whole) <= 1e-12 * whole and relative_error(balanced_gradient, wanted) <= 1e-12
+    assert abs(l_aux - whole) > 1e-4
+    if cut == [24, 0]:
+        assert abs(l_aux - whole / 2) <= 1e-12 * whole and relative_error(gradient, wanted / 2) <= 1e-12
+
+
 # ---- the bias of the gate without a loss
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,17 @@ def as_launched(rank: int, world: int) -> None:
 # ---- models of transformers
 
 
+def arguments_of(out: Path, world: int, **changes: Any) -> Any:
+    """Returns TrainingArguments for 8 steps of `SAMPLES` samples, with a checkpoint every 4 steps."""
+    import transformers
+
+    options: dict[str, Any] = {"save_only_model": True, "save_steps": 4, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": SAMPLES // world // 2, "max_steps": 8, "learning_rate": 1e-2}
+    options |= {"lr_scheduler_type": "cosine", "optim": "adamw_torch", "optim_args": "foreach=False"}
+    options |= {"output_dir": str(out), "use_cpu": True, "logging_steps": 1, "report_to": [], "seed": 1}
+    return transformers.TrainingArguments(disable_tqdm=True, **(options | changes))
+
+
 def trainer_of(model: Any, out: Path, world: int, rows: list[dict[str, Any]], **changes: Any) -> Any:
     import transformers
 
@@ -49,11 +62,7 @@ def trainer_of(model: Any, out: Path, world: int, rows: list[dict[str, Any]], **
     class SpreadTrainer(SpreadCheckpoints, transformers.Trainer):
         pass
 
-    options: dict[str, Any] = {"save_only_model": True, "save_steps": 4, "gradient_accumulation_steps": 2}
-    options |= {"per_device_train_batch_size": SAMPLES // world // 2, "max_steps": 8, "learning_rate": 1e-2}
-    options |= {"lr_scheduler_type": "cosine", "optim": "adamw_torch", "optim_args": "foreach=False"}
-    options |= {"output_dir": str(out), "use_cpu": True, "logging_steps": 1, "report_to": [], "seed": 1}
-    arguments = transformers.TrainingArguments(disable_tqdm=True, **(options | changes))
+    arguments = arguments_of(out, world, **changes)
     return SpreadTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
 
 
@@ -247,6 +256,22 @@ def test_another_number_of_samples_a_step_is_warned_of(tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=True)
     assert [entry["step"] for entry in other.state.log_history if "loss" in entry] == [1, 2]
     assert json.loads((tmp_path / "checkpoint-1" / "trainer_state.json").read_text())["global_step"] == 1
+
+
+def test_another_weight_of_auxiliary_losses_is_warned_of(tmp_path: Path) -> None:
+    """The Trainer adds up one auxiliary loss for each micro-batch, whatever the size of a micro-batch."""
+    rows = [{"input_ids": row, "labels": row} for row in batch(16)]
+    for has_loss, message in ((True, "adds up another number of auxiliary losses .*: 1, not 2"), (False, "")):
+        model = make_model("OLMoE", "eager", output_router_logits=has_loss)
+        out = tmp_path / str(has_loss)
+        trainer_of(model, out, 1, rows, max_steps=1, save_steps=1).train()
+        whole = {"per_device_train_batch_size": SAMPLES, "gradient_accumulation_steps": 1}
+        other = trainer_of(model, out, 1, rows, max_steps=2, **whole)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            other.train(resume_from_checkpoint=True)
+        told = [str(one.message) for one in found if "a step of the Trainer" in str(one.message)]
+        assert len(told) == has_loss and all(re.search(message, text) for text in told), told
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:

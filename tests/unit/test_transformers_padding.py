@@ -123,6 +123,14 @@ def test_a_batch_of_padding_alone_computes_nothing_and_has_gradients() -> None:
     assert len(found) == 4 and not any(gradient.any() for gradient in found.values())
 
 
+@pytest.mark.parametrize("experts", ["eager", "pmoe"])
+def test_transformers_auxiliary_loss_of_padding_alone_is_not_a_number(experts: str) -> None:
+    """It is 0 / 0, a limit of transformers that docs/training.md states."""
+    inputs = padded("right") | {"attention_mask": torch.zeros(4, 12, dtype=torch.int64)}
+    model = make_model("OLMoE", experts, output_router_logits=True)
+    assert model(**inputs).aux_loss.isnan()
+
+
 def test_under_autocast_outputs_have_the_type_that_they_had() -> None:
     inputs = padded("left")
     ours, theirs = skipping("Mixtral").eval(), make_model("Mixtral", "pmoe").eval()

@@ -11,12 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from pmoe.integrations.transformers.layout import check
 from pmoe.integrations.transformers.padding import run_tokens
 from pmoe.integrations.transformers.spread_in_graph import MESHES, run_spread_module
+from pmoe.warn import warn_once
+
+DIVIDED_TWICE = (torch.float16, torch.float64)
+"""Types in which FSDP2 divides gradients before and after the sum over ranks, not by the sum itself."""
 
 
 class PipelinedEP(EPImplementation):
@@ -45,6 +50,8 @@ class PipelinedEP(EPImplementation):
         top_k_index: (T, K) integers, the experts of each token, numbered from 0 over all ranks of the group.
         top_k_weights: (T, K), their weights.
         """
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            warn_of_double_division(self.module)
         return run_tokens(self.module, self._run, hidden_states, top_k_index, top_k_weights)
 
     def _run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -63,6 +70,30 @@ class PipelinedEP(EPImplementation):
         rows, index, weights = (_part(tensor, self.tp_mesh) for tensor in batch)
         y = run_spread_module(self.module, rows, index, weights)
         return _whole(y, self.tp_mesh, hidden_states.shape)
+
+
+def warn_of_double_division(experts: nn.Module) -> None:
+    """Warns once if FSDP2 will divide the gradients of an experts module twice by the same factor.
+
+    transformers lets FSDP2 divide experts' gradients by the number of batches. If no other rank has copies of
+    the experts, there is no sum over ranks, and FSDP2 of torch 2.13 divides in place of the sum. In the types
+    `DIVIDED_TWICE` it has already divided before. The same happens with transformers' own implementations.
+
+    experts: the experts module.
+    """
+    if not isinstance(experts, FSDPModule):
+        return
+    dtypes = {parameter.dtype for parameter in experts.parameters() if parameter.requires_grad}
+    if dtypes.isdisjoint(DIVIDED_TWICE):
+        return
+    groups: Any = experts._get_fsdp_state()._fsdp_param_groups
+    for group in groups:
+        factor = group.gradient_divide_factor
+        if factor is not None and factor > 1 and group.mesh_info.shard_mesh_size == 1:
+            warn_once(
+                f"FSDP2 divides gradients of experts in {min(map(str, dtypes))} by {factor:g} twice, also "
+                "without pmoe: they are too small. Load the model in bfloat16, or in float32 with autocast"
+            )
 
 
 def _part(batch: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -46,8 +46,10 @@ class SpreadCheckpoints(Trainer):
     the Trainer then leaves out. `Trainer.train(resume_from_checkpoint=...)` works as usual.
 
     If a step has as many samples as before (per_device_train_batch_size * gradient_accumulation_steps *
-    number of ranks), losses after resuming equal those of a run without an interruption. Random numbers,
-    such as those of dropout, also continue if the number of ranks is the same.
+    number of ranks), losses after resuming equal those of a run without an interruption. A model with an
+    auxiliary loss (output_router_logits=True) also needs the same per_device_train_batch_size, because the
+    Trainer adds the auxiliary losses of all micro-batches of all ranks. Random numbers, such as those of
+    dropout, also continue if the number of ranks is the same.
 
     A model of transformers is also saved as a whole, for from_pretrained. Other models are not, because a
     file from one rank would lack experts.
@@ -99,6 +101,7 @@ class SpreadCheckpoints(Trainer):
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "samples": self._samples_of_step(),
+            "auxiliary_losses": self._num_auxiliary_losses(),
         }
         save_checkpoint(folder, self._own_model(), self.optimizer, step=step, extra=extra)
         super()._save_checkpoint(model, trial)
@@ -150,6 +153,15 @@ class SpreadCheckpoints(Trainer):
                 f"{self._samples_of_step()}, not {saved}. Data are skipped by steps, so some samples come "
                 "twice or not at all; change per_device_train_batch_size or gradient_accumulation_steps"
             )
+        num_losses = self._num_auxiliary_losses()
+        num_saved = loaded.extra.get("auxiliary_losses", num_losses)  # older checkpoints do not have it
+        if num_saved != num_losses:
+            warn_once(
+                "a step of the Trainer now adds up another number of auxiliary losses than in the "
+                f"checkpoint: {num_losses}, not {num_saved}. So their weight has changed, and losses differ "
+                "from those of a run without an interruption; keep per_device_train_batch_size, and change "
+                "gradient_accumulation_steps"
+            )
 
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint (``load_best_model_at_end``)."""
@@ -175,6 +187,25 @@ class SpreadCheckpoints(Trainer):
         arguments = self.args
         each: int = self._train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
         return each
+
+    def _num_auxiliary_losses(self) -> int:
+        """Returns how many auxiliary losses of the model the Trainer adds up in an optimizer step.
+
+        The Trainer lets the model divide the labels' loss by the labels of the whole step, and then adds up
+        the losses of all micro-batches and ranks. The auxiliary loss of a micro-batch is in that sum, but it
+        is not divided by anything (https://github.com/huggingface/transformers/issues/48690).
+
+        0 if the model has no auxiliary loss, 1 if the Trainer takes the mean.
+        """
+        config = getattr(self.model, "config", None)
+        if not getattr(config, "output_router_logits", False):
+            return 0
+        if not self.model_accepts_loss_kwargs:
+            return 1
+        count: int = self.args.gradient_accumulation_steps
+        if self.args.average_tokens_across_devices:
+            count *= self.args.world_size // self.get_tp_size()
+        return count
 
 
 def _is_complete(path: Path) -> bool:

@@ -37,12 +37,16 @@ BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 """The backends that run programs, by the type of the rows' device."""
 
 _agreed: dict[tuple[object, ...], Programs | str] = {}
-"""A cache: the programs on which ranks agreed, or the reason against them, by layer shape and group."""
+"""A cache of `_programs_of`: the programs on which ranks agreed, or the reason why there are none.
+
+A key has everything on which the answer depends: group, device, dtype, backend, and sizes of the layer.
+"""
 
 FIRST_PAUSE = 100
-"""The number of calls that the engine runs after ranks failed to connect, before the next attempt.
+"""The length of the first pause, in calls: after ranks failed to connect, the engine runs so many calls.
 
-Each later pause is `LONGER` times as long, because an attempt may last until a time limit.
+Then the ranks try again. Each later pause is `LONGER` times as long, because a failing attempt may last until
+a time limit.
 """
 
 LONGER = 10
@@ -63,13 +67,14 @@ class _Pause:
 
 
 _pauses: dict[tuple[object, ...], _Pause] = {}
-"""The pauses after failed attempts to connect, by the same facts as `_agreed`."""
+"""The pauses after failed attempts to connect. The keys are those of `_agreed`."""
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why no call of a layer can run as compiled pass programs; None if some calls may.
+    """Returns why no call of a layer can run as programs; None if some calls may.
 
-    All ranks get the same answer.
+    A program is a pass that was compiled into a list of kernel launches and collectives. All ranks get the
+    same answer.
     """
     if not modules.rotates:
         return f"chunks have buffers of their own (memory_reuse={modules.options.restore})"
@@ -77,9 +82,10 @@ def layer_refusal(modules: LayerModules) -> str | None:
 
 
 def takes_layer(modules: LayerModules) -> bool:
-    """Returns whether calls of a layer may run as compiled pass programs. If not, warns of the reason.
+    """Returns whether calls of a layer may run as programs. If not, warns of the reason.
 
-    All ranks get the same answer.
+    A program is a pass that was compiled into a list of kernel launches and collectives. All ranks get the
+    same answer.
     """
     why = layer_refusal(modules)
     if why is not None:
@@ -98,9 +104,10 @@ def _warn(why: str) -> None:
 
 
 def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> str | None:
-    """Returns why compiled pass programs cannot run a call of a layer; None if they can.
+    """Returns why a call of a layer cannot run as programs; None if it can.
 
-    All ranks get the same answer.
+    A program is a pass that was compiled into a list of kernel launches and collectives. All ranks get the
+    same answer.
 
     modules: the modules and options of the layer.
     counts: the row counts of the call.
@@ -119,11 +126,12 @@ def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> s
 def agreed_programs(
     modules: LayerModules, inputs: Inputs, counts: RankCounts, choice: Choice
 ) -> Programs | None:
-    """Returns the compiled pass programs that run a call; None if the engine must run it.
+    """Returns the programs that run a call, on which all ranks agree; None if the engine must run it.
 
-    If the result is None, the function warns of the reason. All ranks get the same answer, although kernels
-    or libraries may be missing on some ranks. So the first call of this function for each dtype and each
-    combination of sizes is a collective.
+    A program is a pass that was compiled into a list of kernel launches and collectives. If the result is
+    None, the function warns of the reason. Kernels or libraries may be missing on some ranks only. So the
+    ranks compare their answers, and the function is a collective, in the first call for each dtype and each
+    combination of sizes. Later calls take the answer from a cache.
 
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.
@@ -143,7 +151,8 @@ def agreed_programs(
 def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Programs | str:
     """Returns the programs for a layer's shapes and dtype, or the reason why a rank cannot run them.
 
-    Collective, unless the answer for these shapes and this dtype is in the cache.
+    The function is a collective, unless the answer is in the cache `_agreed`, or ranks failed to connect a
+    short while ago (`_pauses`).
 
     modules: the modules of the layer.
     x_TM: (T, M), the rows of a call.
@@ -175,7 +184,7 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
         else:
             try:
                 _agreed[key] = _connected(backend, modules, shape, x_TM)
-            except RuntimeError as error:  # on all ranks
+            except RuntimeError as error:  # all ranks raise it, so all ranks begin the same pause
                 calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
                 reason = f"there is no communicator: {error}"
                 _pauses[key] = _Pause(reason, calls, left=calls)

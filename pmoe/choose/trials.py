@@ -344,9 +344,9 @@ def measure_trials(
     trials = {choice: Trial(batch, choice) for choice in choices}
 
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
-        """Runs a step with each choice. Returns (forward, backward) seconds of each step, on the slowest rank.
+        """Runs a step with each choice. Returns the (forward, backward) seconds of each step.
 
-        Forward and backward are compared separately, so the two numbers may come from different ranks.
+        They are the seconds of the slowest rank, which may be one rank in forward and another in backward.
         """
         runs = [trials[choice].run for choice in round_choices]
         turns = in_rounds(runs, 1, warm_up=0, begin=begin_together(ranks, device))

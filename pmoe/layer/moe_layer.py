@@ -463,7 +463,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def ran(self) -> RunReport | None:
-        """The `RunReport` of the last call: which runner computed it, number of chunks, restore pair and so on.
+        """The `RunReport` of the last call: its runner, its number of chunks, its restore pair and so on.
 
         None before the first call.
         """

@@ -296,7 +296,8 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
     keys = {name: layout.keys(name, numbers) for name in layout.names}
     used = {"experts.w1", "experts.w2", *(name for name in keys if not tensors.keys().isdisjoint(keys[name]))}
-    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # w1 with w2, b1 with b2
+    # A layer with w1 must also have w2, and one with b1 also b2; and the other way round.
+    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}
     keys = {name: keys_of_name for name, keys_of_name in keys.items() if name in used}
     owners = {key: name for name, keys_of_name in keys.items() for key in keys_of_name}
     for key in (key for key in owners if key not in tensors):
@@ -311,7 +312,8 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
         sizes[axis] = max(1, numel.get(name, 0) // (d_model * num_stacked))
     is_gated = numel["experts.w1"] > numel["experts.w2"] if layout.gated is None else layout.gated
     sizes["f"] = 2 if is_gated else 1
-    # w2 first: the sizes are its own, so a message names the tensor that does not fit to it.
+    # The sizes were computed from w2. So w2 is checked first, and an error about another tensor names the one
+    # that does not fit to w2.
     for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):
         value = tensors[key]
         first = tensors[keys[owners[key]][0]]

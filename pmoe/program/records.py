@@ -129,9 +129,9 @@ class ChunkNumber(enum.IntEnum):
     LOCAL = 4  # rows that stay on this rank
     HOME = 5  # SENT + LOCAL
     LOCAL_ROW_BEGIN = 6  # first sorted row of those that stay
-    LOCAL_BEGIN = 7  # number of the first row that stays, among rows that stay
-    LOCAL_WEIGHT = 8  # number of its routing weight ("by number")
-    RECEIVED_BEGIN = 9  # first received row, among those of all chunks
+    LOCAL_BEGIN = 7  # first row that stays, counted among the rows of all chunks that stay
+    LOCAL_WEIGHT = 8  # index of that row's routing weight in the order "by number"
+    RECEIVED_BEGIN = 9  # first received row, counted among the received rows of all chunks
     RECEIVED = 10  # rows that it receives
     SORTED = 11  # RECEIVED if the rows must be sorted, else 0
     STRAIGHT = 12  # RECEIVED - SORTED

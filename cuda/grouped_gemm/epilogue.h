@@ -71,7 +71,7 @@ class Store {
     begin_rows();
   }
 
-  // Goes on to the 16 rows that lie `rows` rows below those of now. finish() must have been called.
+  // Goes on to the 16 rows that lie `rows` rows below the present ones. finish() must have been called.
   __device__ __forceinline__ void move_down(int rows) {
     first_ += rows, left_ -= rows;
     begin_rows();

@@ -45,13 +45,14 @@ class Layout:
     names: maps pmoe's name of a tensor to the system's name. If every expert has a tensor of its own, the
         name contains {e}, which stands for the expert's number. If the gate projection and the up projection
         are two tensors, the value has their two names, separated by a space.
-    axes: maps pmoe's name of a tensor to a text with one word for each dimension of the system's tensor. A
-        word is one letter, or several if the dimension holds several axes: in "Hf", f changes fastest. A
-        tensor with the same axes as in `AXES` has no entry. Normally the values lie in memory in the order of
-        these letters. Otherwise the text ends with "|" and the letters in the order of memory. For example,
-        "M XfH|XMfH" has two halves. The text before "|" gives the shape: a matrix with M rows and X * f * H
-        columns. The letters after "|" give the order in memory. X is first, so memory has one (M, fH) matrix
-        for each expert, one after another.
+    axes: maps pmoe's name of a tensor to a text that describes the shape of the system's tensor. The text has
+        one word for each dimension. A word is one letter, or several letters if the dimension holds several
+        axes: in "Hf", f changes fastest. A tensor with the same axes as in `AXES` has no entry.
+
+        Normally the values lie in memory in the order of these letters. If they do not, the text goes on with
+        "|" and the letters in the order of memory. An example is "M XfH|XMfH". The shape is "M XfH": a matrix
+        with M rows and X * f * H columns. The order in memory is XMfH: X is first, so memory has one (M, fH)
+        matrix for each expert, one after another.
     gated: whether the system's experts are gated; None if it has both gated and other experts.
     local: whether each rank numbers its experts from 0.
     count: name of a tensor that holds the number of experts of all ranks; "" if there is none.

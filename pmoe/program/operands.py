@@ -178,7 +178,10 @@ class PassOperands:
 
     @property
     def _scratch_rows(self) -> int:
-        """The largest number of rows of the buffer "scratch"; 0 if T_M must not be overwritten."""
+        """The largest number of rows of "scratch", the buffer for a block of activated hidden rows.
+
+        It is 0 if T_M must not be overwritten: such a pass does not need the buffer.
+        """
         return self.shape.columns.scratch_rows if self.hidden != "keep" else 0
 
     def part_of_home(self, i: int, *, stays: bool) -> Operand:

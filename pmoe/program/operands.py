@@ -72,7 +72,8 @@ class RowUnit:
     def rows(self) -> int:
         """The index of the number of rows in buffers that the units of both forms share, such as T_M.
 
-        It is the number of all received rows of the chunk, whatever their form is; or of all rows that stay.
+        In a unit of received rows, the number counts all received rows of the chunk, in whichever form they
+        arrive. In a unit of rows that stay, it counts all rows that stay.
         """
         return chunk_number(ChunkNumber.LOCAL if self.place else ChunkNumber.RECEIVED, self.chunk)
 

@@ -13,7 +13,7 @@
 namespace pmoe::comet {
 
 constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // slots of a warp: parts of rows in flight
-constexpr int kStoring = 1;                       // slots whose stores may still read them
+constexpr int kStoring = 1;                       // slots that stores may still read when a load begins
 
 // The buffers of one warp in shared memory: kBulkSlots slots, each with a barrier that is signalled when a
 // load has filled the slot.

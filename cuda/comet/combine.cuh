@@ -16,13 +16,13 @@ namespace pmoe::comet {
 using peers::WarpTeam;
 
 constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
-constexpr int kAcross = 2;  // vectors of each token that a lane sums at the same time at home
+constexpr int kAcross = 2;  // vectors of each token that a lane adds at the same time in sum_tokens()
 
 // Returns the address of this rank's links. The link of a received row says where the row's result goes, and
 // which other row on this rank belongs to the same token.
 //
-// Callers compute this address before their loops. The compiler would compute it again after every store in
-// the loop, and that takes a hundred instructions.
+// Callers call this before their loops. In a loop the compiler would compute the address again after every
+// store, which takes a hundred instructions.
 __device__ __forceinline__ const Link* own_links(const Rank& r) {
   return reinterpret_cast<const Link*>(r.own() + r.layout.links());
 }
@@ -271,8 +271,8 @@ struct Tiling {
   }
 };
 
-// Runs a communicating warp: sends the chunks of columns one after the other. Between two of them it sums,
-// for this rank's own tokens, what the other ranks have returned of the chunk before:
+// Runs a communicating warp: sends the chunks of columns one after the other. After each chunk it adds, for
+// this rank's own tokens, the sums that all ranks have returned of the chunk before:
 //
 //   step                           0    1    2   ...  last     last + 1
 //   send sums of received rows     c0   c1   c2       c_last

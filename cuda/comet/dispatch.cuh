@@ -1,9 +1,9 @@
 // The work of communicating warps in COMET's dispatching kernel, which sends rows to their experts and
 // computes the first product.
 //
-// A heap is device memory that all ranks can write. These warps write, into each other rank's heap, where in
-// this rank's heap that rank may put its rows. They then copy this rank's rows into the other ranks' heaps,
-// and raise flags when rows are written.
+// A heap is device memory that all ranks can write. First, these warps tell each rank where it may put its
+// rows in this rank's heap: they write that into the other rank's heap. Then they copy this rank's rows into
+// the heaps of the other ranks, and raise flags there when rows are written.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"
@@ -65,8 +65,8 @@ __device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_t
   send_table.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, sync);
 }
 
-// Writes to every rank where its rows begin in this rank's inbox (the grants), and raises a flag there: the
-// inbox is free. It also resets the counters of finished tiles.
+// Writes to every rank where its rows begin in this rank's inbox (the grants), and raises a flag there, which
+// says that the inbox is free. It also resets the counters of finished tiles.
 //
 // The inbox is free because this kernel starts after all launches that have read it.
 //

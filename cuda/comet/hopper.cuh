@@ -20,7 +20,7 @@ constexpr int kWalkBytes = 128;
 
 // The columns of a block's tile. Two blocks may form a pair that computes two tiles side by side.
 struct PairTile {
-  int first;                   // column of this block's tile in the pair
+  int first;                   // where this block's tile begins in the pair: 0, or the columns of a tile
   int chunk_columns, columns;  // of the result; no tile crosses the end of a chunk
 };
 
@@ -33,8 +33,8 @@ struct HopperShared {
 static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a block of Hopper has");
 static_assert(sizeof(hopper::Shared::a) >= 4 * kSendTableWords, "the send table must fit into the stages");
 
-// The shared memory of a communicating block in the dispatching kernel. It has no operands, so it uses the
-// memory in which a computing block keeps them.
+// The shared memory of a communicating block in the dispatching kernel. The block multiplies nothing, so it
+// uses the memory in which a computing block keeps its operands.
 struct DispatchShared {
   BulkRing ring[hopper::kThreads / 32];
   int32_t send_table[kSendTableWords];
@@ -84,10 +84,10 @@ class WarpWalk {
 };
 
 // Lists a block's tiles if the two blocks of a cluster share operand A. The cluster computes two tiles side
-// by
-// side: the first block takes the left tile, the second the right.
+// by side: the first block takes the left tile, the second block the right one.
 //
-// walk: lists the pairs. It counts a pair as one tile, so it sees half of the columns of tiles.
+// walk: lists the pairs of tiles. It is made for half of the result's columns, so each of its tiles stands
+//     for a pair.
 template <class Walk>
 class PairWalk {
  public:
@@ -134,8 +134,8 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
   Ring<hopper::kStages> ring;
   Tile tile;
   while (walk.next(tile)) {
-    // Also a block whose tile lies beyond the last column waits and loads: the two blocks of a pair share the
-    // rows, and each loads half of them for both.
+    // A block whose tile lies beyond the last column waits and loads, too: the two blocks of a pair share the
+    // rows, and each block loads half of them for both.
     const int begin = tile.group_begin + tile.row;
     const int rows = smaller(hopper::kRows, tile.group_rows - tile.row);
     await_rows(f.rank, board, tile.expert, begin, begin + rows, lane, 32);
@@ -143,8 +143,8 @@ __device__ __forceinline__ void load_as_rows_arrive(const Fused& f, const Arriva
     sync_warp();
     if (lane == 0) {
       peers::test_delay(f.rank.watch, blockIdx.x + 4000);
-      // The lanes have read flags: other ranks have written the rows. This fence orders
-      // the bulk loads that follow after those writes.
+      // The flags that the lanes have read say that other ranks have written the rows. This fence makes the
+      // bulk loads below come after those writes.
       if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();
       hopper::load_tile(loader, shared.gemm, tile, ring);
     }

@@ -99,9 +99,9 @@ struct Silu {
   }
 };
 
-template <Activation kActivation>
 // The nonlinearity of a single column. For kSwiglu it is silu, which applies to the gate's half; the caller
 // multiplies the result by the other half.
+template <Activation kActivation>
 struct Function;
 template <>
 struct Function<Activation::kRelu> : Relu {};

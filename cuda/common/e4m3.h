@@ -17,8 +17,8 @@ namespace pmoe {
 
 constexpr float kLargestE4m3 = 448.0f;
 
-// Rounds a float to e4m3, without the device's instruction. Its size is less than 464, from where on it would
-// be rounded to more than 448; or it is NaN.
+// Rounds a float to e4m3, without the device's instruction. The float must be NaN, or its absolute value less
+// than 464: larger numbers would be rounded to more than 448, the largest number of e4m3.
 PMOE_HD uint32_t to_e4m3(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t size = bits & 0x7FFFFFFFu;
@@ -26,10 +26,12 @@ PMOE_HD uint32_t to_e4m3(float value) {
   if (size > 0x7F800000u) {
     found = 0x7F;
   } else if (size < (121u << 23)) {
-    // Below 2^-6 numbers of e4m3 are multiples of 2^-9, and so are floats around 2^14: the sum rounds.
+    // Below 2^-6, the numbers of e4m3 are the multiples of 2^-9. A float above 2^14 is a multiple of 2^-9,
+    // too, so the sum with 2^14 is rounded to such a multiple.
     found = bits_of(float_of(size) + 16384.0f) - bits_of(16384.0f);
   } else {
-    // Half of a unit of e4m3 is added, less one bit where the last bit that stays is 0: ties go to even.
+    // Adds half of a unit in the last place of e4m3 before the bits below are cut off. If the last bit that
+    // stays is 0, it adds one bit less than half, so that ties go to even.
     found = (size - (120u << 23) + 0x7FFFFu + (size >> 20 & 1)) >> 20;
   }
   return found | (bits >> 24 & 0x80u);
@@ -38,13 +40,14 @@ PMOE_HD uint32_t to_e4m3(float value) {
 // Returns the value of a number of e4m3, without the device's instruction.
 PMOE_HD float of_e4m3(uint32_t number) {
   const uint32_t size = number & 0x7Fu;
-  // As bits of a float the number is 2^120 times too small. A number below 2^-6 is then a denormal float.
+  // Taken as bits of a float, the bits of the number are a value that is 2^120 times too small, because e4m3
+  // biases the exponent by 7 and float by 127. For a number below 2^-6 that value is a denormal float.
   const float value = size == 0x7Fu ? float_of(0x7FFFFFFFu) : float_of(size << 20) * 0x1p120f;
   return float_of(bits_of(value) | (number & 0x80u) << 24);
 }
 
-// Rounds four floats to e4m3 and packs them into one word, the first in the lowest byte. Their sizes are less
-// than 464, or they are NaN.
+// Rounds four floats to e4m3 and packs them into one word, the first in the lowest byte. Each must be NaN, or
+// its absolute value less than 464.
 PMOE_HD uint32_t pack_e4m3(const float (&value)[4]) {
 #if PMOE_E4M3_CODE
   uint16_t low, high;

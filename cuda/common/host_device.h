@@ -57,8 +57,7 @@ PMOE_HD int count_bits(uint32_t mask) {
 #endif
 }
 
-// Calls each(Index<i>{}) for i from 0 to kCount - 1. Unlike a loop with #pragma unroll, this is always
-// unrolled: a compiler may ignore the pragma for a loop of thousands of instructions.
+// A number as a type, so that a function can use it as a compile-time constant.
 template <int kIndex>
 struct Index {
   static constexpr int value = kIndex;
@@ -69,6 +68,8 @@ PMOE_HD void unrolled_over(const Each& each, std::integer_sequence<int, kAll...>
   (each(Index<kAll>{}), ...);
 }
 
+// Calls each(Index<i>{}) for i from 0 to kCount - 1. Unlike a loop with #pragma unroll, this is always
+// unrolled: a compiler may ignore the pragma for a loop of thousands of instructions.
 template <int kCount, class Each>
 PMOE_HD void unrolled(const Each& each) {
   unrolled_over(each, std::make_integer_sequence<int, kCount>{});

@@ -1,5 +1,12 @@
-// Kernels of the exchange of row counts: one writes the messages, one computes from the messages that arrived
-// what ranks must agree on, and one the orders of rows and of their routing weights. They use no torch.
+// Kernels of the exchange of row counts, in which every rank sends a message to every rank (layout.h):
+//
+//   pack_kernel    writes the messages of this rank
+//   agree_kernel   computes, from the messages that arrived, what all ranks must agree on, such as how often
+//                  chunks must be cut finer
+//   order_kernel   computes the orders in which rows and their routing weights are sorted and sent, and where
+//                  the rows of each expert end
+//
+// They use no torch.
 #pragma once
 #include <cmath>
 
@@ -35,8 +42,11 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
 
 // ---- what ranks must agree on
 
-// Numbers in the shared memory of a block of agree_kernel: the rows of each bin that arrive from other ranks
-// (or from all, if own_rank is -1), and from all.
+// Numbers in the shared memory of a block of agree_kernel.
+//
+// travelling_F: number of rows of each bin that arrive from other ranks; from all ranks if own_rank is -1.
+// all_F: number of rows of each bin that arrive from all ranks.
+// most_tokens: the largest number of tokens of a rank.
 struct AgreeShared {
   int64_t* travelling_F;
   int64_t* all_F;
@@ -68,7 +78,7 @@ __device__ __forceinline__ int32_t depth_of(const int64_t* rows_F, int32_t bins,
   return depth;
 }
 
-// One block.
+// Computes `agreed` from the messages of all ranks. The grid has one block.
 __global__ void __launch_bounds__(kThreads) agree_kernel(const Agree a) {
   const int32_t words = a.message.words(), bins = a.message.bins, experts = a.message.experts;
   const int32_t ranks = a.message.ranks;
@@ -125,7 +135,8 @@ struct RankSums {
   int32_t run, before, chunk, earlier, all;
 };
 
-// All lanes of a warp call it. chunk, expert, group: the run.
+// Returns the sums of the rows from one rank, for the run of a chunk, an expert and a group. All lanes of a
+// warp call it, and all get them.
 __device__ __forceinline__ RankSums sums_of(const Order& a, int32_t rank, int32_t chunk, int32_t expert,
                                             int32_t group, int lane) {
   RankSums sums{0, 0, 0, 0, 0};
@@ -146,7 +157,8 @@ __device__ __forceinline__ RankSums sums_of(const Order& a, int32_t rank, int32_
           warp_sum(sums.all)};
 }
 
-// Writes the indices of one run of the sorted rows that arrive: a chunk, an expert and a group.
+// Writes the indices of_chunks and of_all (Order in layout.h) for one run: an expert's rows in one group of
+// bins of one chunk.
 //
 // block: number of the run.
 __device__ __forceinline__ void write_row_order(const Order& a, int32_t block) {
@@ -189,13 +201,13 @@ __device__ __forceinline__ void write_row_order(const Order& a, int32_t block) {
 // one run: the rows of a chunk that go to one rank.
 //
 // run: rows of the run itself.
-// sorted: rows before the run, as this rank sorts them.
-// sent: numbers before the run, as they are sent.
+// sorted: rows before the run, in the order in which this rank sorts its rows.
+// sent: rows whose numbers are sent before those of the run.
 struct RunSums {
   int32_t run, sorted, sent;
 };
 
-// Adds up the sums of one run. All threads of a block call it, and all get them.
+// Returns the sums of the run of a chunk and a rank. All threads of a block call it, and all get them.
 __device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, int32_t rank) {
   auto* const shared = reinterpret_cast<int32_t*>(shared_memory());
   const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
@@ -210,7 +222,8 @@ __device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, in
     const int32_t rows = a.sent[int64_t{its_rank} * words + kHeader + word];
     const int32_t its_chunk = word / experts / a.chunk_bins();
     const bool its_stays = its_rank == a.own_rank;
-    // Whether this rank's rows come before the run's in a list by rank, in which rows that stay are last.
+    // Whether the rows for its_rank come before the run's in a list by rank, in which rows that stay are
+    // last.
     const bool is_before = its_stays == stays ? its_rank < rank : stays;
     if (its_rank == rank && its_chunk == chunk) sums.run += rows;
     if (its_chunk < chunk || (its_chunk == chunk && is_before)) sums.sorted += rows;
@@ -226,7 +239,7 @@ __device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, in
   return {shared[0], shared[1], shared[2]};
 }
 
-// Writes the slots and the routing weights of one run.
+// Writes number_slot and number_weight (Order in layout.h) for one run: the rows of a chunk for one rank.
 //
 // block: number of the run.
 __device__ __forceinline__ void write_number_order(const Order& a, int32_t block) {
@@ -242,8 +255,8 @@ __device__ __forceinline__ void write_number_order(const Order& a, int32_t block
 
 constexpr int kExpertsAtOnce = 512;
 
-// Returns the number of rows of one line of the ends for one expert. All lanes of a warp call it, and all get
-// it.
+// Returns how many rows of one expert a line of Order::ends counts. All lanes of a warp call it, and all get
+// the number.
 //
 // line: index of the line.
 __device__ __forceinline__ int32_t rows_of_line(const Order& a, int32_t line, int32_t expert, int lane) {
@@ -263,13 +276,13 @@ __device__ __forceinline__ int32_t rows_of_line(const Order& a, int32_t line, in
   return warp_sum(rows);
 }
 
-// Writes one line of the ends.
+// Writes one line of Order::ends: the running sum of rows by expert.
 __device__ __forceinline__ void write_ends(const Order& a, int32_t line) {
   auto* const rows_E = reinterpret_cast<int32_t*>(shared_memory());
   const int32_t experts = a.message.experts;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
-  int32_t end = 0;  // of the experts before; only the first warp's is right
+  int32_t end = 0;  // rows of the experts before; it is right only in the first warp
   for (int32_t begin = 0; begin < experts; begin += kExpertsAtOnce) {
     const int32_t count = smaller(kExpertsAtOnce, experts - begin);
     for (int32_t e = warp; e < count; e += kWarps) {
@@ -296,6 +309,8 @@ inline int order_bytes(int ranks) {
                 kExpertsAtOnce * static_cast<int>(sizeof(int32_t)));
 }
 
+// Does what Order (layout.h) describes. Each block writes one run of an order, or one line of the ends.
+//
 // Without the bound of 4 blocks a multiprocessor, nvcc 13.0 gives a thread 40 registers on Blackwell, and
 // spills.
 __global__ void __launch_bounds__(kThreads, 4) order_kernel(const Order a) {

@@ -24,8 +24,9 @@ struct Message {
 
 // The arguments of write_messages (messages.cuh).
 //
-// fault: replaces the fault of the header if it is not null.
-// counts: (F, W * E), this rank's rows by bin and by the experts of all ranks.
+// header: the header of all messages.
+// fault: where the fault of the header is read from; null if it is header[kFault].
+// counts: (F, W * E), number of this rank's rows by bin and by the experts of all ranks.
 // sent: (W, words), the messages.
 struct Pack {
   Message message;
@@ -38,12 +39,17 @@ struct Pack {
 // The arguments of agree_kernel.
 //
 // received: (W, words), the message of each rank.
-// agreed: (kHeader + 3 + degrees,), the result: the largest header, whether host memory lacks, the rows that
-//     this rank receives (0 unless asks_rows), `irregular`, and how often each degree must be cut finer.
+// agreed: (kHeader + 3 + degrees,), the result:
+//     kHeader numbers   of each number of the header, the largest of all ranks
+//     1 number          1 if there is too little host memory for the rows that this rank receives, else 0
+//     1 number          number of rows that this rank receives; 0 unless asks_rows
+//     1 number          `irregular`
+//     `degrees` numbers how often the chunks of each degree must be cut finer
 // own_rank: this rank if rows from it to itself are not sent, and so do not count for degrees; else -1.
 // host_rows: number of rows for which there is host memory; negative if that is not asked.
-// degree: numbers of chunks, which divide the bins.
-// limit_a_token: a chunk of degree d may have ceil(largest number of tokens * limit_a_token[d]) rows.
+// degree: the numbers of chunks that are asked about. Each is a divisor of the number of bins.
+// limit_a_token: with degree[d] chunks, each may have ceil(t * limit_a_token[d]) rows, where t is the largest
+//     number of tokens of a rank.
 struct Agree {
   Message message;
   const int32_t* received;
@@ -69,9 +75,10 @@ struct Agree {
 //   of_all     (N,), the index that sorts numbers that arrived for the rows of all chunks in one message,
 //              sorted by rank, then chunk. They are needed in the order of of_chunks
 //
-// The order of the numbers that are sent, one for each row (skipped if slot is null). This rank's rows are
-// sorted by chunk, then by rank; those that stay are the last of their chunk. The numbers are sent in one
-// message for all chunks, sorted by rank, then chunk. Behind them come the numbers of the rows that stay.
+// The order of the numbers that are sent, one for each row, such as its routing weight (skipped if slot is
+// null). This rank's rows are sorted by chunk, then by rank; those that stay are the last of their chunk. The
+// numbers are sent in one message for all chunks, sorted by rank, then chunk. Behind them come the numbers of
+// the rows that stay.
 //
 //   sent           (W, words), the messages of this rank
 //   slot           (S,), the (token, choice) slot of each of this rank's sorted rows
@@ -85,7 +92,9 @@ struct Agree {
 //         in a chunk, then `pieces` lines for the rows that stay. The first n - pieces + 1 chunks share the
 //         first of these lines
 //
-// And num_zeros zeros, which become counters of tiles.
+// Zeros:
+//
+//   zeros  (num_zeros,), numbers that are set to 0. Products of experts use them as counters of tiles
 struct Order {
   Message message;
   const int32_t* received;

@@ -6,8 +6,8 @@
 
 namespace pmoe::counts {
 
-// Returns a number of the header. The compiler would copy an array that is indexed by a variable to the
-// stack.
+// Returns a number of the header. It is chosen by comparisons, because the compiler would copy an array that
+// is indexed by a variable to the stack.
 __device__ __forceinline__ int32_t header_at(const Pack& a, int32_t word) {
   int32_t value = a.fault == nullptr ? a.header[kFault] : static_cast<int32_t>(*a.fault);
   PMOE_UNROLL

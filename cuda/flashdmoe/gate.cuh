@@ -35,7 +35,7 @@ class Group {
     at_.block = number;
     stages_.sizes = {pass.tokens, experts_, pass.choices, 1, pass.routing.groups};
     const GateChoice& choice = pass.routing.choice;
-    stages_.workspace = {pass.routing.rows, choice.probability, choice.z, nullptr};  // checks no logits
+    stages_.workspace = {pass.routing.rows, choice.probability, choice.z, nullptr};  // null: logits unchecked
     const bool is_aligned = reinterpret_cast<uintptr_t>(choice.logits) % 16 == 0;
     stages_.rows = {pass.tokens, experts_, is_aligned && experts_ % 4 == 0};
     stages_.logits_TE = choice.logits, stages_.normalize = choice.normalizes;

@@ -8,10 +8,10 @@ namespace pmoe::flashdmoe {
 #if PMOE_HOPPER_CODE
 
 // Returns the index, in T_DI's tensor map, of the first row from rank `peer` for an expert. T_DI are the rows
-// that arrived in forward. Either forward has kept them, or backward sends them again, and they are in the
-// heap.
+// that arrived in forward. They are in a tensor if forward has kept them, else in the heap, where they have
+// arrived again in backward.
 //
-// kept: the result if forward has kept T_DI.
+// kept: the index in the tensor; it is the result if forward has kept T_DI.
 // offset: without a capacity, the index in the pool of the first row from `peer` for the expert; else 0.
 __device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int kept, int offset) {
   return m.experts.input != nullptr ? kept : row_in_heap(m.pass.layout, peer, Round::kAgain, expert, offset);

@@ -31,6 +31,8 @@
 //   dots       p, row              p            backward: the gradients of the weights of this rank's rows
 //   L          (p, r, b, e, c)     p, or this rank if b is outgoing
 //
+// "pool" marks what is only used if cells share a pool, "backward" what only the backward pass uses.
+//
 // A launch, as a sending rank s (the source) and the rank t of an expert see it. The lines with * are only
 // needed with a pool:
 //
@@ -59,7 +61,7 @@ enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
 
 // The position of a row in the tensor L, by rank p, round r, buffer b, expert e and row c. c is the index of
-// the row in its cell (the rows of one rank for one expert), or in the pool if all cells share one.
+// the row in its cell (the rows of one rank for one expert) or, if cells share a pool, in the pool.
 struct Coordinates {
   int p;
   Round r;
@@ -116,8 +118,8 @@ struct Layout {
   // Returns the byte offset in the heap of the flag that says that a tile of rows has arrived.
   //
   // source, e: the rank that sends the rows, and this rank's expert that they are for.
-  // tile: index of the tile in its cell (the rows of one rank for one expert), or in the pool if all cells
-  //     share one.
+  // tile: index of the tile in its cell (the rows of one rank for one expert) or, if cells share a pool, in
+  //     the pool.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
     return offsets(0) + align_region(int64_t{cells()} * 4) +
            (first_row(source, e) / tile_rows + tile) * kTileFlagBytes;
@@ -132,8 +134,8 @@ struct Layout {
   PMOE_HD int64_t dots(int peer, int e) const {
     return weights(0, 0) + align_region(int64_t{all_rows()} * 4) + first_row(peer, e) * 4;
   }
-  // Returns how many bytes behind a region of incoming data the region with the same data, outgoing, begins.
-  // The heap has outgoing regions only if B = 2.
+  // Returns the distance in bytes from a region for incoming data to the region for outgoing data of the same
+  // kind, which lies behind it. The heap has regions for outgoing data only if B = 2.
   PMOE_HD int64_t outgoing() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
   PMOE_HD int64_t begin() const { return buffers * outgoing(); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }

@@ -8,10 +8,10 @@
 // The peer sees no difference. Functions whose names end in `_for` return where to write. Functions whose
 // names begin with `put` are only called for a peer that is not mapped, after everything has been written.
 //
-// When may a rank write to its outgoing part again? With cells: when the peer has granted the next round. A
-// rank begins a round only after everything of the round before has come to it. In a pool, a place may belong
-// to another peer in the next round, and nobody waits for the grant of the peer that had it. So a launch ends
-// only when all of its puts have arrived (scheduler.h).
+// When may a rank write to its outgoing part again? Without a pool, when the peer has granted the next round:
+// a rank grants a round only after everything of the round before has arrived there. In a pool, a place may
+// belong to another peer in the next round, and nobody waits for the grant of the peer that had it. So a
+// launch ends only when all of its puts have arrived (scheduler.h).
 #pragma once
 #include "flashdmoe/pass.h"
 #include "peers/protocol.h"
@@ -21,11 +21,11 @@ namespace pmoe::flashdmoe {
 
 namespace puts = peers::puts;
 
-// A place in a region of which each rank has a part: its byte offset in the peer's heap and in this rank's.
+// The two places of the same data, in a region that has a part for each rank:
 //
-// at_peer: in the peer's part for data of this rank.
-// own: in this rank's part for data of the peer. The outgoing part of the heap is `Layout::outgoing()`
-// behind.
+// at_peer: byte offset in the peer's heap, in the part for data of this rank.
+// own: byte offset in this rank's heap, in the part for data of the peer. Data for a peer that is not mapped
+//     are written `Layout::outgoing()` bytes behind this offset.
 struct Ends {
   int64_t at_peer, own;
 };
@@ -38,13 +38,15 @@ struct Packet {
   int peer, expert, at_peer, staged;
 };
 
-// Returns where this rank writes data of a region that a peer shall get.
+// Returns the address at which this rank writes data for a peer's region: in the peer's heap, or in the
+// outgoing part of its own.
 __device__ __forceinline__ uint8_t* region_for(const Pass& pass, int peer, const Ends& ends) {
   if (pass.is_mapped(peer)) return pass.heaps[peer] + ends.at_peer;
   return pass.own() + ends.own + pass.layout.outgoing();
 }
 
-// Returns where this rank writes the rows of a packet.
+// Returns the address at which this rank writes the rows of a packet: in the peer's heap, or in the outgoing
+// part of its own.
 __device__ __forceinline__ uint8_t* rows_for(const Pass& pass, const Packet& packet, Round round) {
   if (pass.is_mapped(packet.peer))
     return pass.at(packet.peer, {pass.rank, round, Staging::kIncoming, packet.expert, packet.at_peer});
@@ -90,7 +92,7 @@ __device__ __forceinline__ void put_rows_with_flag(const Pass& pass, const Packe
       rows_for(pass, packet, round), rows * layout.row_bytes, pass.own() + flag, peers::epoch_of(pass.watch));
 }
 
-// Raises a flag of a peer that announces no data.
+// Raises a flag in a peer's heap. It is for flags that announce no data.
 //
 // flag: byte offset of the flag in the peer's heap.
 __device__ __forceinline__ void raise_flag(const Pass& pass, int peer, int64_t flag) {

@@ -16,7 +16,7 @@ constexpr int kCombineTokens = 32;  // tokens of a combine task
 constexpr int kBiasColumns = 64;    // columns of a bias gradient's task
 constexpr int kRoutedTokens = 64;   // fewest tokens of a group that is routed
 constexpr int kMostGroups = 128;    // largest number of groups; each group reads the counts of all
-constexpr int kMostChosen = 256;    // largest number of experts of all ranks if the launch chooses
+constexpr int kMostChosen = 256;    // largest number of experts of all ranks if the launch chooses them
 
 // The values of a processor's mailbox, a word of memory through which the scheduler gives it tasks:
 //
@@ -140,7 +140,7 @@ struct Pass {
   // launch.
   Queue queue = {};
   uint32_t* mailboxes = nullptr;        // (processors,): see kAbsent
-  uint32_t* finished_tiles = nullptr;   // (stages, tiles of all cells): finished tiles across of each stage
+  uint32_t* finished_tiles = nullptr;   // (stages, tiles of all cells): see finished_counter()
   uint32_t* expert_progress = nullptr;  // (experts,): see kSourceAnnounced
   int32_t* next_tile = nullptr;         // (cells,): see subscriber.h
   int processors = 1;

@@ -63,7 +63,7 @@ __device__ __forceinline__ void announce(const Pass& pass, int peer, uint32_t de
 }
 
 // Chooses where the rows of a source begin in this rank's pool, and writes these offsets to the source, which
-// has announced how many rows it sends. Backward does not choose again, and writes the offsets of forward.
+// has announced how many rows it sends. In backward nothing is chosen: the offsets are those of forward.
 __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
   const Layout& layout = pass.layout;
   const int32_t* const counts = pass.announced_rows(source);

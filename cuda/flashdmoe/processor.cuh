@@ -43,7 +43,8 @@ __device__ __forceinline__ void send_again(const Pass& pass, const Packet& row, 
   peers::copy_row(to, pass.again + token * pass.again_stride, pass.layout.row_bytes, {lane, lanes, 0, 1});
 }
 
-// Returns where the routing weights of a tile of rows lie that a dispatch task sends.
+// Returns the places, at the peer and on this rank, of the routing weights that a dispatch task sends with
+// its tile of rows.
 //
 // peer_row, own_row: index of the tile's first row in the peer's cell or pool, and in this rank's.
 __device__ __forceinline__ Ends weights_ends(const Layout& layout, int rank, const Task& task, int peer_row,
@@ -52,10 +53,11 @@ __device__ __forceinline__ Ends weights_ends(const Layout& layout, int rank, con
           layout.weights(task.peer, task.expert) + int64_t{own_row} * 4};
 }
 
-// Returns where the gradients of the routing weights lie that this rank returns for a cell.
+// Returns the places, at the source and on this rank, of the routing weights' gradients that this rank
+// returns for a cell.
 //
 // home_offset: index of the cell's first row in the source's cell or pool.
-// cell_offset: its index in this rank's.
+// cell_offset: index of the same row in this rank's cell or pool.
 __device__ __forceinline__ Ends dots_ends(const Layout& layout, int rank, const Task& task, int home_offset,
                                           int cell_offset) {
   return {layout.dots(rank, task.expert) + int64_t{home_offset} * 4,
@@ -173,7 +175,7 @@ __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   return true;
 }
 
-// Sends by puts what a dispatch task has written for a peer that is not mapped.
+// Sends, by puts, what a dispatch task has written for a peer that is not mapped.
 //
 // peer_row, flag: index of the tile's first row, and byte offset of its flag, in the peer's heap.
 __device__ __forceinline__ void put_tile(const Pass& pass, const Task& task, int peer_row, int64_t flag) {
@@ -188,7 +190,7 @@ __device__ __forceinline__ void put_tile(const Pass& pass, const Task& task, int
   put_rows_with_flag(pass, packet, rows, Round::kDispatch, flag);
 }
 
-// Sends by puts the results of a tile to the rank of its rows, which is not mapped.
+// Sends, by puts, the results of a tile to the rank that has sent its rows. That rank is not mapped.
 //
 // flag: byte offset of the tile's flag in that rank's heap.
 __device__ __forceinline__ void put_results(const Pass& pass, const Task& task, int64_t flag) {

@@ -34,6 +34,9 @@ PMOE_HD void* row_of(const void* base, int64_t row, int64_t stride) {
 }
 
 // The rows of a task: one tile of the rows that one source rank has sent to one expert (a cell).
+//
+// count: number of rows of the cell.
+// row, rows: the tile's first row, counted from the beginning of the cell, and number of the tile's rows.
 struct CellTile {
   int64_t first;  // where the cell begins among the rows of all cells
   int count, row, rows;

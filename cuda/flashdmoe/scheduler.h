@@ -42,7 +42,7 @@ class Scheduler {
     }
     sync_warp();
     if (lane_ != 0) return;
-    // The next launch writes to the outgoing part of the heap.
+    // Puts read the outgoing part of the heap. The next launch writes to it, so all puts must be complete.
     if (peers::kHasPuts && has_ended && pass_.layout.buffers == 2) peers::puts::quiet(pass_.own());
     // The next launch begins with zeros. After a failure nothing is reset, because the heap is not used
     // again.

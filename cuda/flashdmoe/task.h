@@ -11,7 +11,7 @@ namespace pmoe::flashdmoe {
 enum class TaskType : uint32_t {
   kScores,  // the gate's product: a tile of its scores
   kCount,   // a group of tokens: chooses experts, if the launch does, and counts rows by expert
-  kPlace,   // a group of tokens: finds the places of its rows among their experts'
+  kPlace,   // a group of tokens: finds the places of its rows among all rows of their experts
   kDispatch,
   kGemm0,           // T_DI w1^T and the nonlinearity
   kGemm1,           // the activated hidden rows, times w2^T
@@ -29,7 +29,7 @@ struct Task {
   int peer;    // dispatch: the receiver; products of rows: the rows' source
   int expert;  // index on the rank that computes
   int tile;    // row tile of the cell; routing, combine: group of tokens; scores, weights: row tile
-  int column;  // tile across
+  int column;  // column of tiles, from 0 on
 
   PMOE_HD Words packed() const {
     return {{static_cast<uint32_t>(type) << 16 | static_cast<uint32_t>(peer), static_cast<uint32_t>(expert),
@@ -62,15 +62,15 @@ struct Stages {
 // only once in a launch.
 struct alignas(32) Entry {
   Words task;
-  uint32_t ready;  // tasks from here on that are written; stored last, cleared by the scheduler
+  uint32_t ready;  // number of written tasks from here on; stored last, cleared by the scheduler
 };
 
 // The counters that scheduler, subscribers and processors of one rank share. All but `over` are zero between
 // launches.
 struct State {
   uint32_t tail;  // of tQ
-  // Number of tasks that the subscribers which have finished expect. When all subscribers have finished, it
-  // is the number of all tasks of the launch.
+  // Number of tasks that the finished subscribers have counted. When all subscribers have finished, it is the
+  // number of all tasks of the launch.
   uint32_t expected_tasks;
   uint32_t finished_subscribers;  // subscribers to whom everything has arrived
   uint32_t granted;               // tiles of the pool that are given away

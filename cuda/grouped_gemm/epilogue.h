@@ -26,7 +26,7 @@ __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&
   for (int i = 0; i < 16; ++i) word[i] = pack2<T>(values[2 * i], values[2 * i + 1]);
 }
 
-// Starts to load the part of T_M (the hidden activation) that a tile's epilogue will read into the L2 cache.
+// Starts to load into the L2 cache the part of T_M (the hidden activation) that a tile's epilogue will read.
 // It is called when the tile's product begins.
 //
 // The gradient of SwiGLU reads both halves of T_M: 16 rows x `width` columns of each for a warp. There are
@@ -71,7 +71,7 @@ class Store {
     begin_rows();
   }
 
-  // Goes on to the 16 rows that lie `rows` rows below those of now. finish() must have been called.
+  // Goes on to the 16 rows that lie `rows` rows below the present ones. finish() must have been called.
   __device__ __forceinline__ void move_down(int rows) {
     first_ += rows, left_ -= rows;
     begin_rows();

@@ -22,8 +22,8 @@ namespace {
 // Gives this module's kernels on `device` NVSHMEM's state: where peers' memory is, and how puts get there.
 //
 // pmoe._cuda must have started NVSHMEM for the device. The header's nvshmemx_init_attr() ends the process if
-// it fails, so its reasons to fail are found out before: NVSHMEM is not started, or its host library is of
-// another version than the device library. Python compares the versions (pmoe/kernels/extension.py).
+// it fails. It fails if NVSHMEM is not started, or if its host library has another version than the device
+// library. So both are checked before: the first here, the versions in Python (pmoe/kernels/extension.py).
 void start(int device) {
   const pmoe::OnDevice on_device(device);
   if (nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED)

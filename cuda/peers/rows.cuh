@@ -9,7 +9,7 @@ namespace pmoe::peers {
 // a team is one thread.
 struct WarpTeam {
   int lane, lanes;
-  int number, count;  // number of this team, and how many communicating ones the rank has
+  int number, count;  // number of this team, and number of the rank's teams that communicate
 };
 
 // Number of 16-byte vectors that a lane loads before it stores the first one.

@@ -213,9 +213,9 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The arguments of permute_several_kernel: up to kMostCopies permutes. The blocks of a permute begin at
-// first_block. A permute that is not there begins behind the grid.
+// first_block. If there are fewer permutes, the places that are left begin behind the grid.
 struct Copies {
-  Cut cut;  // of all permutes, but for the number of tokens
+  Cut cut;  // the same for all permutes, except for the number of tokens
   int64_t tokens[kMostCopies];
   uint32_t first_block[kMostCopies];
   Slots slots[kMostCopies];

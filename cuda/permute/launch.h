@@ -24,11 +24,11 @@ struct RowsAt {
 // tokens, choices, num_rows: T, K, and N, the number of sorted rows.
 // row_bytes: bytes of a row, a multiple of 16.
 // position: (T, K) row of each slot in the sorted order; outside first_row .. first_row + N - 1 if the slot
-// is
-//     dropped.
+//     is dropped.
 // weight: (T, K), or null for weights of 1.
 // parts: number of groups of threads that split the columns of a token (layout.h); 0 lets the launch choose.
-// first_row: the first sorted row. The address of sorted rows is that of row 0, which need not be memory.
+// first_row: number of the first sorted row. The address of sorted rows is that of row 0, even if the rows
+//     before first_row, and so row 0, are not in memory.
 struct Moving {
   int device;
   void* stream;

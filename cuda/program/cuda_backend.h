@@ -34,8 +34,8 @@
 
 namespace pmoe::program {
 
-// Issues the calls of one program. Its functions throw; CudaProgram turns what they throw into the record's
-// error.
+// Issues the calls of one program. Its functions throw exceptions, which CudaProgram turns into errors that
+// name the record.
 class CudaBackend {
  public:
   // Throws std::invalid_argument if the program has a record that cannot run on a device. The device must be
@@ -143,30 +143,31 @@ class CudaBackend {
         permute::permute(placed_[0].moving, placed_[0].x, placed_[0].rows);
       else
         permute::permute_several(placed_);
-    } catch (const std::exception& raised) {  // the program names the record of the call that came
+    } catch (const std::exception& raised) {  // else CudaProgram would blame the present call's record
       throw std::runtime_error("the copies of record " + std::to_string(first_placed_) + ": " +
                                raised.what());
     }
     placed_.clear();
   }
 
-  // Launches the sums of routing weights' gradients that were put off. They must be launched before something
-  // reads them: another lane, which waits for an event of this one, or a call that moves numbers.
+  // Launches the sums of routing weights' gradients that were put off. They must be launched before anything
+  // reads their results: a call of another lane, which waits for an event of this lane, or a call that moves
+  // numbers.
   void launch_sums() {
     if (unsummed_.empty()) return;
     const PartialSums none = {nullptr, nullptr, 0};
     try {
       sum_parts(reinterpret_cast<void*>(stream_of_sums_), parts_, unsummed_[0],
                 unsummed_.size() > 1 ? unsummed_[1] : none);
-    } catch (const std::exception& raised) {  // the program names the record of the call that came
+    } catch (const std::exception& raised) {  // else CudaProgram would blame the present call's record
       throw std::runtime_error("the sums of record " + std::to_string(first_unsummed_) + ": " +
                                raised.what());
     }
     unsummed_.clear();
   }
 
-  // Makes the compute lane wait for all others, after an error: the caller may then free the pass's memory as
-  // after a pass that ended. Errors of these calls are not reported.
+  // Makes the compute lane wait for all other lanes, after an error. The caller may then free the pass's
+  // memory as after a pass without errors. Errors of these calls are not reported.
   void join(const int64_t* streams) {
     const cudaEvent_t event = events_[words_.header().events];
     for (int lane = 1; lane < kNumLanes; ++lane)
@@ -235,7 +236,7 @@ class CudaBackend {
     return parts;
   }
 
-  // What backward computes only for experts with biases.
+  // Issues a call that backward makes only for experts with biases.
   void compute_bias(const Call& call) {
     void* const stream = reinterpret_cast<void*>(call.stream);
     const Element type = facts_.element;
@@ -251,11 +252,11 @@ class CudaBackend {
                                grad.columns / 2};
     if (call.kernel == kBiasGradient)
       return sum_rows(stream, type, rows, static_cast<float*>(at(call, 1)), call.flag != 0);
-    launch_sums();  // to which it adds
+    launch_sums();  // add_bias_dots() adds to their results
     add_bias_dots(stream, type, rows, at(call, 1), static_cast<float*>(at(call, 2)));
   }
 
-  // TAKE and PUT of one number a row.
+  // Issues a TAKE or PUT of single numbers, one for each row.
   void move_numbers(const Call& call) {
     launch_sums();
     const auto* const source = static_cast<const float*>(at(call, 0));
@@ -275,7 +276,7 @@ class CudaBackend {
     placed_.push_back(copying);
   }
 
-  // SUM, and TAKE and PUT of rows.
+  // Issues a SUM, or a TAKE or PUT of rows.
   void move_rows(const Call& call) {
     if (is_sum(call))
       permute::unpermute(moving_of(call), sorted_of(call), tokens_of(call));
@@ -283,8 +284,8 @@ class CudaBackend {
       permute::permute(moving_of(call), tokens_of(call), sorted_of(call));
   }
 
-  // PLACE and SUM, TAKE and PUT have the operands source, position or index, and out. One is rows by token,
-  // the other sorted rows.
+  // PLACE, SUM, TAKE and PUT have three operands: source, position (or index), and out. SUM and TAKE read
+  // sorted rows from the source, and write a row for each token to `out`. PLACE and PUT do the reverse.
   static bool is_sum(const Call& call) { return call.kernel == kSum || call.kernel == kTake; }
   static const Memory& sorted_memory(const Call& call) { return call.operand[is_sum(call) ? 0 : 2]; }
   static const Memory& tokens_memory(const Call& call) { return call.operand[is_sum(call) ? 2 : 0]; }
@@ -305,7 +306,7 @@ class CudaBackend {
             call.first};
   }
 
-  // The kernels take the address of sorted row 0, from which `first` rows are missing.
+  // The kernels take the address of sorted row 0. The operand's memory begins only with row `first`.
   static permute::RowsAt sorted_of(const Call& call) {
     const Memory& sorted = sorted_memory(call);
     return {reinterpret_cast<void*>(sorted.address - call.first * sorted.row_bytes), sorted.row_bytes};
@@ -333,7 +334,7 @@ class CudaBackend {
   int64_t stream_of_sums_ = -1;           // and its stream
 };
 
-// A program that was loaded for a device. Several threads may run it, one after the other.
+// A program that was loaded for a device. Several threads may call run(), which lets one in at a time.
 class CudaProgram {
  public:
   CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,
@@ -353,7 +354,7 @@ class CudaProgram {
   const Words& words() const { return words_; }
   const CudaBackend& backend() const { return *backend_; }
 
-  // Returns the numbers of a call. Throws std::invalid_argument for counts that cannot be.
+  // Returns the numbers of a call. Throws std::invalid_argument for counts that are out of range.
   Cut cut(const Counts& counts) const {
     if (communicator_ && counts.rank != communicator_->rank())
       throw std::invalid_argument("rank (" + std::to_string(counts.rank) + ") must be the communicator's (" +
@@ -363,8 +364,8 @@ class CudaProgram {
     return cut;
   }
 
-  // Issues a pass. Throws std::invalid_argument for an address that cannot be, before anything is issued, and
-  // std::runtime_error with the record for an error of CUDA or NCCL.
+  // Issues a pass. Throws std::invalid_argument for an address that is not a multiple of 16, before anything
+  // is issued, and std::runtime_error, which names the record, for an error of CUDA or NCCL.
   //
   // bases: an address for each base.
   // streams: a stream for each lane. Lanes that the pass does not use may have the compute lane's.

@@ -54,7 +54,8 @@ class Words {
 
   int64_t num_numbers() const { return first_slot() + header_->slots; }
   int64_t first_slot() const { return kNumWhole + header_->chunks * kNumOfChunk; }
-  // For each chunk the rows sent to and received from each rank; then the same sums over all chunks.
+  // Returns the number of lines of Cut::rows_by_rank. Each chunk has two: its rows sent to each rank, and its
+  // rows received from each rank. Two more lines have the sums over all chunks.
   int64_t lines() const { return 2 * header_->chunks + 2; }
 
  private:
@@ -103,13 +104,13 @@ class Words {
   const int64_t* waits_;
 };
 
-// The numbers of one call. An object may be used for several calls, which then allocate nothing.
+// The numbers of one call. If an object is used for several calls, only the first allocates memory.
 struct Cut {
   std::vector<int64_t> numbers;
   std::vector<int64_t> rows_by_rank;  // (Words::lines(), W)
   int64_t arena_bytes = 0;            // all ring slots together
 
-  // Throws std::invalid_argument for a rank or a count that cannot be.
+  // Throws std::invalid_argument for a rank or a count that is out of range.
   void compute(const Words& words, const Counts& counts) {
     const Header& header = words.header();
     if (counts.rank < 0 || counts.rank >= header.ranks || counts.tokens < 0)
@@ -124,7 +125,7 @@ struct Cut {
   }
 
  private:
-  // Sums the counts: rows by rank and by expert. The rows that stay are not sent.
+  // Sums the counts over experts, by chunk and rank. Rows that stay are not counted as sent or received.
   void count_rows(const Header& header, const Counts& counts) {
     const int64_t ranks = header.ranks;
     const int64_t experts = header.local_experts;
@@ -175,7 +176,7 @@ struct Cut {
                                 std::to_string(count) + ") must be from 0 to 2147483647");
   }
 
-  // The prefix sums over chunks.
+  // Computes where the rows of each chunk begin, by prefix sums over chunks.
   void place_rows(const Header& header, int64_t tokens) {
     int64_t row = 0;
     int64_t local = 0;
@@ -210,7 +211,8 @@ struct Cut {
 
   int64_t* of_chunk(int64_t i) { return &numbers[kNumWhole + i * kNumOfChunk]; }
 
-  // Each ring slot is as large as the largest buffer that takes its turn in it. Slots follow one another.
+  // Computes where each ring slot begins. Slots follow one another, and each is as large as the largest
+  // buffer that takes its turn in it.
   void lay_out_slots(const Words& words) {
     const int64_t first = words.first_slot();
     for (int64_t i = 0; i < words.header().turns; ++i) {

@@ -1,5 +1,5 @@
-// CUDA events without times. They are destroyed on their own device: a thread may not have chosen a device
-// yet, and would make a context on device 0.
+// CUDA events that record no time. Before they are destroyed, their device is made current: a thread that has
+// not chosen a device yet would otherwise create a context on device 0.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -23,6 +23,8 @@ struct Memory {
 };
 
 // One call of a kernel, a copy or an all-to-all.
+//
+// first, flag: arguments of some kernels (pmoe.program.records.Kernel).
 struct Call {
   int64_t record;  // index of the record
   int64_t kernel;
@@ -91,7 +93,7 @@ inline int issue(const Words& words, const Record& record, int64_t index, const 
   }
 }
 
-// Issues all calls of a pass. Nothing is waited for on the host.
+// Issues all calls of a pass. The host waits for none of them.
 inline Ending run(const Words& words, const Cut& cut, const Places& places, const Backend& backend) {
   for (int64_t i = 0; i < words.header().records; ++i) {
     const Record& record = words.record(i);

@@ -10,8 +10,8 @@ namespace pmoe::program {
 
 constexpr int kThreads = 256;
 
-// The loops of all blocks together go over `count` numbers; a thread begins at first_number() and goes on by
-// step_of_grid().
+// The threads of all blocks share a loop over `count` numbers: each thread begins at first_number(), and goes
+// on in steps of step_of_grid().
 __device__ __forceinline__ int64_t first_number() {
   return int64_t{blockIdx.x} * kThreads + static_cast<int64_t>(threadIdx.x);
 }

@@ -1,6 +1,6 @@
 // The words of a compiled pass: what pmoe/program/records.py writes, and cut.h and interpreter.h read.
 //
-// A program is one array of int64 words: a Header, then five arrays whose lengths are in the header.
+// A program is one array of int64 words: a Header, then four arrays whose lengths are in the header.
 //
 //   Header | Turn ... | Operand ... | Record ... | waits ... |
 //
@@ -10,8 +10,8 @@
 //            operands            T_DI.1   w1   b1   T_M.1   active.1   ends
 //   Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[arena] + numbers[90]
 //
-// What depends on the layer alone is in the words. What depends on a call is passed with the call: addresses
-// (bases), streams, and row counts, from which cut.h computes `numbers`.
+// The words depend only on the schedule, the layer and the dtype. A call passes what changes from call to
+// call: addresses (bases), streams, and row counts, from which cut.h computes `numbers`.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,8 @@ enum Kernel : int64_t {
   kExchange = 2,  // all-to-all
 };
 
-// Memory whose address the interpreter itself uses. The others are in pmoe.program.records.Base.
+// The bases that the interpreter itself knows. A base is a tensor, or other memory, whose address the call
+// passes. The others are in pmoe.program.records.Base.
 enum Base : int64_t {
   kNowhere = 0,  // address 0: a bias or places that the product does not have, or a result that nothing reads
 };
@@ -61,9 +62,9 @@ enum OfChunk : int {
   kLocal,          // rows that stay on this rank
   kHome,           // kSent + kLocal
   kLocalRowBegin,  // first sorted row of those that stay
-  kLocalBegin,     // number of the first row that stays, among rows that stay
-  kLocalWeight,    // number of its routing weight: those of all sent rows come first
-  kReceivedBegin,  // first received row of the chunk, among all received rows
+  kLocalBegin,     // first row that stays, counted among the rows of all chunks that stay
+  kLocalWeight,    // index of that row's routing weight: the weights of all sent rows come first
+  kReceivedBegin,  // first received row of the chunk, counted among the received rows of all chunks
   kReceived,       // rows that it receives
   kSorted,         // kReceived if the rows must be sorted, else 0
   kStraight,       // kReceived - kSorted
@@ -72,6 +73,8 @@ enum OfChunk : int {
   kNumOfChunk,
 };
 
+// The first words of a program: facts of the layer, the lengths of the arrays (turns, operands, records,
+// waits), and how many slots, events and bases the program has.
 struct Header {
   int64_t version;
   int64_t chunks;         // n
@@ -96,7 +99,9 @@ struct Turn {
   int64_t row_bytes;
 };
 
-// address = bases[base] + constant + numbers[begin] + numbers[row] * row_bytes
+// A matrix, vector or list that a record reads or writes:
+//
+//   address = bases[base] + constant + numbers[begin] + numbers[row] * row_bytes
 struct Operand {
   int64_t base;
   int64_t constant;  // bytes
@@ -107,11 +112,12 @@ struct Operand {
   int64_t row_bytes;  // from one row to the next
 };
 
+// One call of a kernel, of a copy, or of an all-to-all.
 struct Record {
   int64_t kernel;
   int64_t lane;
   int64_t task;       // index of the schedule's task; -1 for none
-  int64_t condition;  // index into numbers: nothing is issued if it is 0; waits and the signal always are
+  int64_t condition;  // index into numbers: if the number is 0, the record only waits and signals
   int64_t operand_begin;
   int64_t operands;
   int64_t wait_begin;
@@ -119,7 +125,7 @@ struct Record {
   int64_t signal;     // event that is recorded afterwards; -1 for none
   int64_t first;      // index into numbers: an argument of some kernels
   int64_t flag;       // an argument of some kernels
-  int64_t send_line;  // lines of Cut::rows_by_rank: numbers of rows to each rank, and from each; -1 for none
+  int64_t send_line;  // lines of Cut::rows_by_rank: rows sent to each rank, received from each; -1: none
   int64_t recv_line;
 };
 

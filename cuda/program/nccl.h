@@ -55,7 +55,7 @@ struct Nccl {
 
   // Returns the functions of the library that is loaded. Throws std::runtime_error if there is none.
   static const Nccl& loaded() {
-    static const Nccl nccl = look_up();  // a thread that throws leaves it to the next call
+    static const Nccl nccl = look_up();  // if it throws, the next call of loaded() tries again
     return nccl;
   }
 
@@ -91,7 +91,8 @@ struct Nccl {
   }
 };
 
-// Returns the bytes of a new id. One rank makes it, and all ranks need it.
+// Returns the bytes of a new id, with which ranks form a communicator. One rank makes it, and all ranks need
+// it.
 inline std::string make_id() {
   NcclId id;
   const Nccl& nccl = Nccl::loaded();
@@ -99,7 +100,7 @@ inline std::string make_id() {
   return std::string(id.bytes, sizeof id.bytes);
 }
 
-// A group of NCCL's calls. Every group that was started is ended, also if a call inside it fails: without the
+// A group of NCCL's calls. Every group that was started is ended, even if a call inside it fails: without the
 // end, all later calls of the thread would wait for it.
 class NcclGroup {
  public:
@@ -133,15 +134,16 @@ class NcclGroup {
 // which takes longer than the rest of an exchange.
 class Communicator {
  public:
-  // Waits until all ranks have come, for half of the time limit: meanwhile a rank that failed waits for the
-  // others in a collective of torch's, which has the whole time limit.
+  // Waits until all ranks have come, at most for half of the time limit. A rank that failed does not come: it
+  // waits for the others in a collective of torch, which has the whole time limit. So the others give up here
+  // early enough to join that collective.
   //
   // id: the bytes of make_id() of one rank.
   // device: this rank's device.
   // seconds: the time limit of a pass.
   //
-  // Throws std::invalid_argument for a rank that cannot be, and std::runtime_error for an error of NCCL, or
-  // if a rank has not come. In the last case NCCL leaves a thread that waits.
+  // Throws std::invalid_argument for a rank that is out of range, and std::runtime_error for an error of
+  // NCCL, or if a rank has not come. In the last case a thread keeps waiting inside NCCL.
   Communicator(const std::string& id, int ranks, int rank, int device, double seconds)
       : nccl_(Nccl::loaded()), ranks_(ranks), rank_(rank), device_(device), limit_(seconds) {
     if (rank < 0 || rank >= ranks)
@@ -198,8 +200,8 @@ class Communicator {
   // event that this function records.
   void watch(cudaStream_t stream) {
     const cudaEvent_t end = take_event();
-    // Without the lock: this call waits while the queue of launches is full, and then only abort_if_late(),
-    // which takes the lock, can go on.
+    // The lock is not held here, because this call waits while the queue of launches is full. Then only
+    // abort_if_late() can end the wait, and it takes the lock.
     const cudaError_t error = cudaEventRecord(end, stream);
     const std::lock_guard<std::mutex> lock(mutex_);
     if (error) unused_.push_back(end);
@@ -207,15 +209,18 @@ class Communicator {
     passes_.push_back({end, Clock::now()});
   }
 
-  // Aborts the communicator if the device or an exchange has failed, or if a pass has not ended in time:
-  // within the time limit after its calls were issued, and after the pass before it ended. A call of NCCL
-  // that waits on the host has the same limit. Returns why the communicator was aborted, now or earlier; ""
-  // if it was not. A thread other than that of the passes calls this.
+  // Aborts the communicator if the device or an exchange has failed, or if a pass has not ended in time. The
+  // time of a pass begins when its calls have been issued or, if that is later, when the pass before it has
+  // ended. A call of NCCL that waits on the host has the same limit.
+  //
+  // Returns why the communicator was aborted, now or earlier; "" if it was not. A thread other than that of
+  // the passes calls this.
   std::string abort_if_late() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!communicator_) return reason_;
     const Clock::time_point now = Clock::now();
-    // A call of NCCL that waits may hold a lock of CUDA. So nothing of CUDA is called while one does.
+    // A call of NCCL that waits on the host may hold a lock of CUDA. So no function of CUDA is called here
+    // while one waits.
     if (const int error = async_error())
       abort(std::string("an exchange of a pass program failed: ") + nccl_.GetErrorString(error) + " (" +
             std::to_string(error) + ")");
@@ -253,7 +258,7 @@ class Communicator {
     if (!communicator_) throw std::runtime_error(reason_);
   }
 
-  // Returns the error of an earlier call, or of asking for it; 0 for none.
+  // Returns the error of an earlier call, or the error of this query itself; 0 for none.
   int async_error() const {
     int error = 0;
     const int failed = nccl_.CommGetAsyncError(communicator_, &error);
@@ -284,7 +289,7 @@ class Communicator {
   // Removes the passes that have ended. Throws std::runtime_error for an error of the device.
   void take_ended(Clock::time_point now) {
     const OnDevice on_device(device_);  // a thread begins with device 0
-    // Asking for an event would end the capture of a CUDA graph by another thread.
+    // Without this mode, cudaEventQuery would end the capture of a CUDA graph by another thread.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cudaThreadExchangeStreamCaptureMode(&mode);
     cudaError_t state = cudaSuccess;
@@ -307,14 +312,14 @@ class Communicator {
               ". The communicator of pass programs was aborted: results of this pass, and of " +
               "passes after it, are not valid";
     void* const aborted = std::exchange(communicator_, nullptr);
-    // To end a call that waits on the host, NCCL needs no device, and choosing one may wait for that call.
+    // To end a call that waits on the host, NCCL needs no device, and cudaSetDevice may wait for that call.
     std::thread([nccl = nccl_, aborted, device = device_, on_device = !is_inside_] {
       if (on_device) cudaSetDevice(device);  // if this fails, NCCL's calls must end nevertheless
       nccl.CommAbort(aborted);
     }).detach();
   }
 
-  // Begins calls of NCCL that may wait on the host. Returns the communicator.
+  // Marks the beginning of calls of NCCL that may wait on the host. Returns the communicator.
   void* enter() {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_whole();
@@ -323,21 +328,23 @@ class Communicator {
     return communicator_;
   }
 
-  // Ends these calls. Throws if the communicator was aborted meanwhile.
+  // Marks the end of these calls. Throws if the communicator was aborted meanwhile.
   void leave() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_inside_ = false;
     check_whole();
   }
 
-  // Returns whether there are rows of another rank.
+  // Returns whether there are rows to or from another rank.
+  //
+  // rows: (ranks,) number of rows to, or from, each rank.
   bool leaves(const int64_t* rows) const {
     for (int rank = 0; rank < ranks_; ++rank)
       if (rank != rank_ && rows[rank]) return true;
     return false;
   }
 
-  // Returns the address of the rows of this rank.
+  // Returns the address of the rows to or from this rank itself, in memory that has rows sorted by rank.
   void* rows_of(const Memory& memory, const int64_t* rows) const {
     int64_t before = 0;
     for (int rank = 0; rank < rank_; ++rank) before += rows[rank];
@@ -380,7 +387,7 @@ class Communicator {
   const int ranks_, rank_, device_;
   const Seconds limit_;
   std::mutex mutex_;              // for all members below
-  void* communicator_ = nullptr;  // null if it was aborted, for this reason
+  void* communicator_ = nullptr;  // null if it was aborted, for the reason in reason_
   std::string reason_;
   std::deque<Pass> passes_;  // that have not ended
   std::vector<cudaEvent_t> unused_;

@@ -97,7 +97,7 @@ inline Product make_product(const Words& words, const Record& record, const Fact
 //
 // call: the record's call.
 // row_dots: memory for the partial sums of kHiddenGradient.
-// counters: all tile counters of the pass, 0; null if products take none.
+// counters: the tile counters of all products of the pass, which must be 0; null if products take none.
 inline void launch_product(const Product& product, const Call& call, bool hopper, float* row_dots,
                            uint32_t* counters) {
   const auto at = [&](int i) { return reinterpret_cast<void*>(call.operand[i].address); };

@@ -70,7 +70,7 @@ thread_local std::string error;
 
 extern "C" {
 
-// The text of the last error of this thread.
+// Returns the text of the last error of this thread.
 const char* program_error() { return error.c_str(); }
 
 // Returns a program, or null with an error.
@@ -97,7 +97,7 @@ int64_t program_cut(void* program, int64_t tokens, int64_t rank, const int64_t* 
   }
 }
 
-// The numbers of the last cut.
+// Returns the numbers that the last program_cut() computed. `size` receives how many they are.
 const int64_t* program_numbers(void* program, int64_t* size) {
   const Cut& cut = static_cast<Recorded*>(program)->cut;
   *size = static_cast<int64_t>(cut.numbers.size());
@@ -119,11 +119,11 @@ int64_t program_run(void* program, const int64_t* bases, const int64_t* streams,
   return static_cast<int64_t>(recorded->recorder.words.size());
 }
 
-// The words of the last run.
+// Returns the words that the last program_run() recorded.
 const int64_t* program_calls(void* program) { return static_cast<Recorded*>(program)->recorder.words.data(); }
 
-// Cuts and runs so many times over a backend that only counts calls. Returns the calls of the last time, or
-// -1 with an error.
+// Does what program_cut() and program_run() do, `times` times, over a backend that only counts calls. Returns
+// the number of calls of the last time, or -1 with an error.
 int64_t program_repeat(void* program, int64_t tokens, int64_t rank, const int64_t* send, const int64_t* recv,
                        const int64_t* bases, const int64_t* streams, int64_t times) {
   auto* recorded = static_cast<Recorded*>(program);

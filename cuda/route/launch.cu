@@ -80,8 +80,8 @@ const Chosen<Forward> kFirst[] = {
     first_of<Kept<32, 16>>("route_choose.512"), first_of<Kept<32, 32>>("route_choose.1024"),
 };
 
-// The first kernel for 65 to 128 experts and more choices than lists are merged for (merge.cuh). With a warp
-// for each token (whole_warp.cuh) a choice takes 22 instructions in place of 80.
+// The first forward kernel for 65 to 128 experts, if there are too many choices for merging lists
+// (merge.cuh). A warp for each token (whole_warp.cuh) makes a choice take 22 instructions in place of 80.
 const Chosen<Forward> kFirstOfMany[] = {first_of<Kept<32, 4>>("route_choose.128.many")};
 
 const Chosen<Forward> kSecond[] = {
@@ -129,7 +129,8 @@ void check_sizes(const Problem& p) {
            std::to_string(p.num_experts));
 }
 
-// Returns the messages of row counts, whose counts and fault are results of the launch.
+// Returns the arguments for writing the messages of row counts. Their counts and fault are results of the
+// same launch.
 counts::Pack pack_of(const Problem& p, const ForwardTensors& t) {
   counts::Pack pack = t.pack;
   const counts::Message& m = pack.message;

@@ -1,5 +1,5 @@
 // The division of tokens among blocks and warps, and the layout of memory. The host computes sizes from this,
-// and the kernels compute addresses. It calls no function of a device.
+// and the kernels compute addresses. No function here calls one that only a device has.
 //
 // Tokens are divided into chunks, the tokens of a chunk among blocks, those of a block among warps. If T
 // tokens are divided into `parts` parts, part i begins at token
@@ -47,11 +47,11 @@ struct Shape {
   // only some threads of a block route derives from Shape and sets both. Barrier 0 is the one of the whole
   // block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
-  // Whether a token has a warp, and a lane few enough scores to sort (whole_warp.cuh). Sorting takes as long
-  // as 2 rounds of maxima with 8 scores, and as 4 with 16; with 32 it would be worth 5 rounds.
+  // Whether a whole warp has one token, and each lane has few enough scores to sort them (whole_warp.cuh). To
+  // sort 8 scores takes as long as to choose 2 experts by maxima, to sort 16 as long as to choose 4.
   static constexpr bool kSortsLanes = kLanes == 32 && kPer <= 16;
-  // Whether a token's lanes merge sorted lists, for up to 16 choices (merge.cuh). With fewer lanes, which
-  // have more tokens, a maximum for each choice costs little.
+  // Whether a token's lanes merge sorted lists, for up to 16 choices (merge.cuh). If fewer lanes share a
+  // token, a warp has more tokens at a time, and a maximum for each choice costs little.
   static constexpr bool kMerges = kLanes >= 8 && kPer == 8;
   static constexpr bool kChecksFinite = true;  // whether kernels find logits that are not finite
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);

@@ -14,10 +14,13 @@
 //
 // (The lanes that a list is divided among are not always in the order of the list: `Merging::bit`.)
 //
-// To compare two experts takes one instruction, because a score and its expert share one 32-bit number: the
-// upper bits of the score's key, and the expert in place of the lower ones. If two of a token's best scores
-// agree in all upper bits, or the last of them and one that was not chosen, nothing is chosen here, and the
-// warp chooses in another way. Scores that differ by less than 2^-15 of their value may agree so.
+// To compare two experts takes one instruction, because a score and its expert share one 32-bit number, which
+// is called a rank: the upper bits of the score's key, and the expert in place of the lower bits. The better
+// of two experts has the larger rank.
+//
+// The upper bits may not decide: two of the chosen scores may agree in them, or the last chosen score and one
+// that is not chosen. Then nothing is chosen here, and the warp chooses in another way. Scores that differ by
+// less than 2^-15 of their value may agree so.
 #pragma once
 #include "route/whole_warp.cuh"
 
@@ -33,21 +36,23 @@ constexpr int kMostMerged = 16;  // the most choices for which lists are merged
 template <class S, int kBest>
 struct Merging {
   static constexpr int kLevels = log2_of(S::kLanes);
-  static constexpr int kFirst = smaller(S::kPer, kBest);  // ranks of a lane before the first level
-  static constexpr int kWhole = log2_of(kBest / kFirst);  // levels whose lists keep all ranks
-  static constexpr int kBits = log2_of(kBest);            // lanes of a whole list, as a power of 2
+  static constexpr int kFirst = smaller(S::kPer, kBest);  // ranks that a lane keeps before the first level
+  static constexpr int kWhole = log2_of(kBest / kFirst);  // the first levels, which keep all ranks
+  static constexpr int kBits = log2_of(kBest);            // a list has 2^kBits lanes after the last level
   static_assert(kBest <= S::kLanes);
 
-  // Returns how many ranks a lane has before a level.
+  // Returns how many ranks each lane has when a level begins. The first levels keep all ranks, until a list
+  // has kBest of them. Each later level halves the number in a lane, down to 1.
   PMOE_HD static constexpr int ranks(int level) {
     const int halvings = level < kWhole ? 0 : level - kWhole;
     return halvings >= log2_of(kFirst) ? 1 : kFirst >> halvings;
   }
 
-  // Returns the bit of a lane's number that is the i-th bit, from the highest, of its place in the list.
+  // A lane's place in a list consists of kBits bits of the lane's number. Returns which of these bits is the
+  // i-th bit of the place, from the highest on.
   PMOE_HD static constexpr int bit(int i) { return i < kWhole ? kWhole - 1 - i : i; }
 
-  // Returns the place in the whole list of the rank that a lane has in the end.
+  // Returns which place in the list the rank has that a lane keeps after the last level; 0 is the best.
   PMOE_HD static constexpr int place(int of_token) {
     int place = 0;
     PMOE_UNROLL
@@ -55,7 +60,7 @@ struct Merging {
     return place;
   }
 
-  // Returns the first of the token's lanes that have the rank at a place.
+  // Returns the first of the token's lanes that keep the rank at this place. It is the inverse of place().
   PMOE_HD static constexpr int lane(int place) {
     int lane = 0;
     PMOE_UNROLL
@@ -93,13 +98,14 @@ __device__ __forceinline__ void sort_rising_and_falling(uint32_t (&rank)[kPer]) 
   }
 }
 
-// Merges the lists of the lanes whose numbers differ in bit kLevel.
+// Merges each two lists of lanes whose numbers differ in bit kLevel, and keeps at most the best kBest ranks.
 template <class S, int kBest, int kLevel>
 __device__ __forceinline__ void merge_level(uint32_t (&rank)[S::kPer], int of_token) {
   using M = Merging<S, kBest>;
   constexpr int kBefore = M::ranks(kLevel), kAfter = M::ranks(kLevel + 1);
   constexpr bool kKeepsAll = kLevel < M::kWhole;
-  // The lanes that put the worst rank first have a 1 in the next bit.
+  // Lanes whose numbers have a 1 in the next bit sort their list in reverse: the first lane has the worst
+  // rank.
   const int turned = of_token >> (kLevel + 1) & 1 ? ~of_token : of_token;
   const auto keeps_larger = [&](int bit) { return (turned & 1 << bit) == 0; };
   if constexpr (kKeepsAll) {
@@ -123,8 +129,9 @@ __device__ __forceinline__ void merge_level(uint32_t (&rank)[S::kPer], int of_to
   sort_rising_and_falling<kAfter>(rank);
 }
 
-// Chooses the token's top_k experts, best first, as choose() does, and returns true. Returns false if the
-// upper bits of scores do not decide, for any token of the warp. All lanes of a warp must call it.
+// Chooses the token's top_k experts, best first, as choose() does, and returns true. Returns false, in all
+// lanes of the warp, if the upper bits of the scores do not decide for one of the warp's tokens. All lanes of
+// a warp must call it.
 //
 // exists: whether the token exists.
 template <class S, int kBest>
@@ -155,7 +162,8 @@ __device__ __forceinline__ bool choose_by_merging(const float (&x)[S::kPer],
   const uint32_t next = shfl(mine, first_lane + M::lane((place + 1) % kBest));
   const uint32_t last = shfl(mine, first_lane + M::lane(top_k - 1));
   bool is_unclear = place + 1 < top_k && (mine ^ next) <= kLower;
-  // Ranks of experts that were not chosen, and agree with the last chosen one in the upper bits.
+  // An expert that was not chosen agrees with the last chosen one in the upper bits if its rank is from
+  // `lowest` to last - 1.
   const uint32_t lowest = last & ~kLower;
   PMOE_UNROLL
   for (int j = 0; j < S::kPer; ++j) is_unclear |= all[j] - lowest < last - lowest;

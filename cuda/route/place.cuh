@@ -139,7 +139,7 @@ __device__ __forceinline__ void add_warps(const Shared<S>& shared, int num_exper
 template <class S, class Choice, class Put>
 __device__ __forceinline__ void place_slots(const Place<S>& at, const Shared<S>& shared, int num_experts,
                                             const Slots& slots, const Choice& choice, const Put& put) {
-  // Number of rows placed so far, by this warp and by the block's warps before it.
+  // For each expert, the number of rows placed so far by this warp and by the block's warps before it.
   int32_t* const rows_E = shared.rows_WE + at.warp * num_experts;
   PMOE_ROLLED
   for (int64_t begin = slots.begin; begin < slots.end; begin += 32) {

@@ -16,7 +16,8 @@
 
 namespace pmoe::route {
 
-// The sizes and alignment of the logits, one row for each token. The gradient of the logits has the same.
+// The sizes and alignment of the logits, one row for each token. The gradient of the logits has the same
+// ones.
 struct Rows {
   int64_t num_tokens;
   int32_t num_experts;
@@ -28,7 +29,7 @@ struct Rows {
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
-  // In FlashDMoE's kernels, no register is free to keep the index.
+  // FlashDMoE's kernels have no free register for the thread's index, so it is read again at each call.
   else
     return thread_again() - S::kFirstThread;
 }

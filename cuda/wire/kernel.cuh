@@ -89,9 +89,10 @@ PMOE_HD float scale_of(uint32_t largest) {
 // Returns value / scale, rounded as a division rounds. It takes 5 products where a division takes 9
 // instructions, two of them slow ones, because a block shares the inverse of its scale.
 //
-// Each step adds what is left of the value, divided by the scale: after the first the quotient is wrong by
-// one unit at most, after the second it is right (Markstein's theorem). What is left may be too small for a
-// float if the value is below 2^-102. Then the quotient is below 2^-12, which e4m3 rounds to 0 anyway.
+// Each of two steps adds the remainder (value - quotient * scale), divided by the scale. After the first step
+// the quotient is wrong by one unit in the last place at most, after the second it is right (Markstein's
+// theorem). If the value is below 2^-102, the remainder may be too small for a float. But then the quotient
+// is below 2^-12, which e4m3 rounds to 0 anyway.
 //
 // scale: from 2^-90 to the largest float.
 // inverse: 1 / scale, rounded as a division rounds.
@@ -114,7 +115,8 @@ PMOE_HD void divide_quad(float (&value)[kQuad], float scale) {
   }
 }
 
-// Each token's numbers are rounded once, and written to the messages of all of its choices.
+// Writes the message of each choice of each token. A token's numbers are rounded once, and written to the
+// messages of all of its choices.
 template <class T, Format kFormat>
 __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack p) {
   const auto [token, slice] =

@@ -1,11 +1,12 @@
 """The records of how a call will be run, and of what the layer keeps of the call afterwards.
 
-Functions of this file, in the order in which a call uses them:
+A call uses these methods and this field of the file's classes, in this order. A record on the right is the
+result:
 
-CountsSource.agree        agrees on numbers with all ranks; the host may wait            -> AgreedChoice
-CountsSource.decision     decides the rest without communication or waiting              -> Decision
-Decision.runner           sends the rows and computes the experts; decides nothing
-LastCall.of               keeps what `layer.ran`, `layer.row_counts` and statistics show   -> LastCall
+    CountsSource.agree       agrees on numbers with all ranks; the host may wait              AgreedChoice
+    CountsSource.decision    decides the rest without communication or waiting                Decision
+    Decision.runner          sends the rows and computes the experts; decides nothing
+    LastCall.of              keeps what `layer.ran`, `layer.row_counts` and statistics show   LastCall
 """
 
 from __future__ import annotations

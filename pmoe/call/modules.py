@@ -40,9 +40,9 @@ class LayerCache:
 
     differed       whether the experts of different ranks had different values, as they should, when the ranks
                    last compared them; None before the first comparison
-    compared       `LayerModules.compared_options` at the last call. It refers to no modules, because a
-                   reference would keep replaced modules alive. () after a setting of the gate or of the
-                   experts was set (`pmoe.settings`)
+    compared       `LayerModules.compared_options` at the last call. It has classes and not modules, because
+                   a reference would keep replaced modules alive. Empty if a setting of the gate or the
+                   experts has been set since (`pmoe.settings`): the next call then compares options again
     words          the layer's options as texts, as they were when ranks last compared them
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
@@ -328,7 +328,8 @@ class LayerModules(PassModules):
     def checked_degrees(self, degrees: Sequence[int]) -> tuple[int, ...]:
         """Returns the numbers of chunks whose rows are compared with the size of a ring slot.
 
-        In a layer with copies of busy experts, one chunk that does not fit is cut as two chunks.
+        In a layer that may copy busy experts, the rows of two chunks are always compared, too. If a batch of
+        one chunk does not fit into a ring slot, it is cut as a batch of two chunks (`Slots.agreed`).
 
         degrees: the numbers of chunks that may be chosen for the call.
         """

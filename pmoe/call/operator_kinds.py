@@ -17,9 +17,10 @@ from torch import Tensor
 class OperatorKind:
     """The two functions of an operator that runs modules of one kind.
 
-    run: function (module, inputs) that runs the module. Returns its results.
-    shapes: function (module, inputs) that returns empty tensors like these results, also in dtype. The inputs
-        have shapes and no values. Autocast is on if it is on in `run`.
+    run: a function (module, inputs) that runs the module and returns its results.
+    shapes: a function (module, inputs) that returns tensors with the shapes and dtypes of these results, but
+        without values. The inputs have no values either. torch.compile calls it while it traces, under the
+        same autocast setting as `run`.
     """
 
     run: Callable[[Any, Sequence[Tensor | None]], list[Tensor]]

@@ -25,8 +25,10 @@ class CheckedRouting:
     sorted_for     the number of chunks n for which ``kernel_routes`` has sorted the slots in the order of
                    `pmoe.ordering.sorted.sort_rows`; None if they have another order
     early          messages of row counts that the routing kernels have written; None if they have not
-    rows_TM        (T, M), the tokens for the experts' autograd node, if the gate's backward adds the
-                   gradients of both (`pmoe.gates.logits.LogitsAndRows`); None if autograd adds them
+    rows_TM        (T, M), the tokens again, as an output of the gate in the autograd graph. The experts take
+                   these rows, so backward passes the experts' gradient of the tokens to the gate, which adds
+                   its own gradient (`pmoe.gates.logits.LogitsAndRows`). None if the experts take the same
+                   tensor as the gate, and autograd adds the two gradients
     """
 
     routing: Routing

@@ -102,9 +102,10 @@ class RowBound:
         self.heaps = {*self.open_heaps, *heaps}
 
     def find_heaps(self) -> None:
-        """Lets the bounds of all kinds of calls use the present heaps, if theirs were closed. Collective.
+        """Finds the heaps of bounded calls again, if those on which the ranks agreed were closed. Collective.
 
-        A heap is closed if a layer of the same sizes needs a larger one, perhaps in the same step.
+        A heap is closed if a layer of the same sizes needs a larger one, perhaps in the same step. The larger
+        heap then serves the calls of the closed one, too.
         """
         for bound in self.agreed.values():
             if not bound.steps.is_repeatable:

@@ -70,9 +70,10 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
 
 
 def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bool:
-    """Returns whether compiled pass programs compute the layer's calls, as far as its sizes tell.
+    """Returns whether compiled programs (``Switches(program=True)``) will probably run the layer's calls.
 
-    The backend for CUDA refuses rows of other types than bfloat16 and float16.
+    The numbers of chunks and the row counts of a call are not known yet, so the engine may still run some
+    calls. Programs take only rows in bfloat16 or float16, on CUDA.
 
     modules: the modules and options of the layer.
     device_type: the type of the rows' device.
@@ -87,8 +88,9 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
 def _places_results(modules: LayerModules, like: Tensor) -> bool:
     """Returns whether kernels store the results of sorted rows in the order in which the rows arrived.
 
-    The addresses of weights are not looked at. If a weight does not begin at a multiple of 16 bytes, results
-    are copied all the same, and need memory in sorted order.
+    Then no memory is needed for results in sorted order. The addresses of weights are not checked here,
+    although the kernels refuse a weight that does not begin at a multiple of 16 bytes: results are then
+    copied from memory in sorted order.
 
     modules: the modules and options of the layer.
     like: a tensor with the dtype and device of the rows.
@@ -168,9 +170,13 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     """Returns sizes of a layer that are the same on all ranks, so that all ranks make the same choices.
 
     A user may freeze parameters on some ranks only, also between two calls. So ``requires_grad`` does not
-    decide which parameters count as trained. If experts have an adapter, only the adapter counts as trained.
-    Otherwise all parameters count as trained. Those of the gate always do. Kernels may be missing on some
-    ranks only, so memory for sorted results counts.
+    decide which parameters count as trained:
+
+    - all parameters of the gate count as trained;
+    - if experts have an adapter, only the adapter counts, otherwise all parameters of the experts.
+
+    Kernels that need no memory for sorted results (`_places_results`) may be missing on some ranks. So this
+    memory is always counted.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
@@ -203,13 +209,13 @@ def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:
 
 
 def _gathered_elements(parameter: Any) -> int:
-    """Returns how many elements of a DTensor belong to this rank's experts.
+    """Returns how many elements of a parameter belong to this rank's experts.
 
-    FSDP2 may have split these elements over the ranks that hold copies of the experts. All of them count,
-    whether they are gathered or not.
+    FSDP2 may have split these elements over the ranks that hold copies of the experts. Before a call it
+    gathers all of them, so all of them count, whether they are gathered now or not.
 
-    parameter: a DTensor of any shape, on a mesh with named dimensions. A gathered parameter of an expert that
-        is a module is a plain tensor.
+    parameter: a DTensor of any shape, on a mesh with named dimensions. It may also be a plain tensor: FSDP2
+        replaces a parameter of an expert that is a module by one while it is gathered.
     """
     if not hasattr(parameter, "device_mesh"):
         return int(parameter.numel())

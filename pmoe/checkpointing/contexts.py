@@ -103,10 +103,10 @@ class _Both(AbstractContextManager[None]):
 
 
 def _find(layer: nn.Module) -> Replay | None:
-    """Returns the object that records or repeats the decisions of the call of ``layer`` that now begins.
+    """Returns an object for the call of ``layer`` that begins now: it records or repeats decisions.
 
-    None if the innermost checkpoint around the call does not use `checkpoint_contexts`, or if there is no
-    checkpoint.
+    Returns None if the innermost checkpoint around the call does not use `checkpoint_contexts`, or if there
+    is no checkpoint.
 
     Raises RuntimeError in a recomputation that calls other layers than the forward pass did.
     """
@@ -117,8 +117,8 @@ def _find(layer: nn.Module) -> Replay | None:
     call: _Call | None = None
     if isinstance(contexts[0], _RunningAgain):
         call = contexts[0].next(layer)
-    # A recomputed function may open checkpoints of its own. A call in them repeats a record of the outer
-    # checkpoint, and this record is also stored for the recomputations of the inner ones.
+    # A recomputed function may itself contain checkpoints. A call inside these inner checkpoints repeats its
+    # record of the outer checkpoint. The record is also stored in the inner ones, for their recomputations.
     replay = _Recording(_Call(layer, adapter_of_calls(layer))) if call is None else _Replaying(call)
     for context in firsts:
         context.calls.append(replay.call)

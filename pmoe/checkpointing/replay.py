@@ -119,10 +119,11 @@ def top_hooks() -> SavedHooks | None:
 def may_run_again(layer: nn.Module) -> bool:
     """Whether an activation checkpoint may be around this call, in a forward pass or in a recomputation.
 
-    It may return True without a checkpoint. In one case it returns False in spite of a checkpoint: in eval
-    mode with use_reentrant=True. It returns True in these cases:
+    torch does not tell whether there is a checkpoint, so this is a guess from the state of autograd. It may
+    return True without a checkpoint. In one case it returns False in spite of a checkpoint: in eval mode with
+    use_reentrant=True. It returns True in these cases, each of which is a line of the table:
 
-                    gradients   inside backward   and
+                    gradients   inside backward   and this must hold
     forward pass    enabled     no                saved-tensor hooks are active
                     disabled    no                training mode (a checkpoint with use_reentrant=True)
     recomputation   enabled     yes               saved-tensor hooks are active, or training mode

@@ -33,11 +33,11 @@ def fastest_dispatch(
 ) -> ExchangeName:
     """Returns the name of the fastest all-to-all (flat or hierarchical), the same on every rank. Collective.
 
-    A flat all-to-all sends each row directly to its rank. A hierarchical all-to-all sends a row first to
-    another rank of the same node, which sends it to the other node. The ranks exchange the names of their
-    nodes. Rank 0 then compares the all-to-alls by its stored profile (link speeds that `pmoe profile`
-    measured), and logs the reason of its choice. The flat all-to-all is taken without a comparison in these
-    cases:
+    A flat all-to-all sends each row directly to its rank. A hierarchical all-to-all sends rows in steps,
+    inside a node and between nodes, so that fewer and larger messages cross the slow link between nodes. The
+    ranks exchange the names of their nodes. Rank 0 then compares the all-to-alls by its stored profile (link
+    speeds that `pmoe profile` measured), and logs the reason of its choice. The flat all-to-all is taken
+    without a comparison in these cases:
 
     - there is one node, or each node has one rank, or nodes have different numbers of ranks;
     - an option of the layer works with the flat all-to-all only (`ONLY_FLAT`);

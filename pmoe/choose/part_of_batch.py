@@ -264,7 +264,7 @@ def _measure_part(
 def _part_with_memory(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
-    """Returns the largest batch of first tokens that fits into the allowed memory. Collective.
+    """Returns the first tokens of a batch, about as many as trials can use in the allowed memory. Collective.
 
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
     is None if the fraction ``share`` of the tokens is fewer than `MIN_TOKENS` tokens.
@@ -276,8 +276,8 @@ def _part_with_memory(
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs that will be tried on these tokens. A restore pair says
         how backward gets the rows and the hidden activation.
-    share: the fraction of the tokens that would fit if the peak were proportional to the number of tokens. If
-        it is 1, the whole batch is returned.
+    share: the fraction of the tokens to try first. It would fit if the peak were proportional to the number
+        of tokens. If it is 1, the whole batch is returned.
     allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
         may still take.
     """
@@ -582,7 +582,9 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         exchanges=(modules.dispatch, modules.combine),
         bypass_local=modules.stages.local,
     )
-    if orders.modules.copies is not None:  # with ring slots, rows for copies are sent, also to their own rank
+    # With ring slots, this rank's rows for a copy on this rank go through the all-to-all, too. Only rows for
+    # the rank's own experts stay where they are.
+    if orders.modules.copies is not None:
         exchange.num_staying = len(orders.modules.staying)
     shared_weight = inputs.shared_weight_T
     part = replace(

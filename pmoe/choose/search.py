@@ -118,8 +118,9 @@ def degrees_by_rule(batch: TrialBatch) -> PassDegrees:
     """Returns numbers of chunks by a rule of thumb, without timed runs: at least 1024 rows in each chunk.
 
     Both passes get the same number: the largest of `DEGREES` (1, 2, 4, 8, 16) with at least 1024 rows in each
-    chunk (`adaptive_degree`). If there are too few rows for two chunks, the number is 1. A single rank sends
-    no rows. So its number is 1, too, if the layer does not reuse memory.
+    chunk (`adaptive_degree`). If there are too few rows for two chunks, the number is 1. On a single rank
+    there are no messages to overlap, so chunks can only save memory: the number is 1 unless the layer reuses
+    memory.
 
     batch: the routed batch.
     """
@@ -134,14 +135,14 @@ def search(
     """Finds the fastest numbers of chunks by trials on this batch, records and returns them. Collective.
 
     A trial is a timed run of both passes with some numbers of chunks. It must not need more memory than the
-    layer's later steps. Later steps may turn out to use the numbers of chunks that need the least memory. So
-    a trial may take only as much memory as a step with those numbers. It runs on the first tokens of the
-    batch, as many as fit into this memory.
+    layer's later steps, and these steps may use the number of chunks that needs the least memory. So a trial
+    may take only as much memory as a step with that number. It runs on the first tokens of the batch, as many
+    as fit into this memory.
 
     If all trials run out of memory, larger numbers of chunks are tried, because they need less memory. If
-    those trials run out of memory too, the number that needs the least memory is returned. It is not tried
-    and not recorded: every rank only allocates and frees the memory of a step with it, to test that there is
-    enough.
+    those trials run out of memory too, the number that needs the least memory is returned without a trial,
+    and is not recorded. Every rank first allocates and frees the memory of a step with this number, to test
+    that there is enough.
 
     known: the table in which the result is recorded. Its key is the number of tokens of the rank that has
         most.

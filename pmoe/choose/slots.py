@@ -23,9 +23,9 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
     Only layers that reuse memory have limits (`LayerModules.limits_rows`). There are two:
 
     - The ring slot: a buffer of fixed size that several chunks use one after the other. The rows of a chunk
-      must fit into it. If they do not fit on some rank, all ranks cut the batch into more chunks. If busy
-      experts may have copies, ring slots are smaller (`slack_with_copies`), and more rows of a chunk are
-      limited (`Slots.total_slack`). One chunk that does not fit is cut as two chunks are (`Slots.agreed`).
+      must fit into it. If they do not fit on some rank, all ranks cut the batch into more chunks. In layers
+      that may copy busy experts, ring slots are smaller (`slack_with_copies`), and three more numbers of rows
+      are limited (`Slots.total_slack`).
     - The free host memory. If a restore pair offloads the dispatched rows (T_DI), these rows must fit into
       it. If they do not fit on some rank, no rank offloads them (`without_host_offload`).
 
@@ -37,8 +37,8 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
     options = modules.options
     host_rows = None
     if any(pair.dispatched == "offload" for pair in modules.pairs):
-        # A bin is the smallest possible chunk. In each bin, the rows that are sent and the rows that stay on
-        # their rank each begin at an aligned address, so each bin may lose up to two alignments of padding.
+        # A bin is the smallest possible chunk. In each bin, the rows that are sent begin at an aligned
+        # address, and so do the rows that stay on their rank. Each alignment may waste up to ALIGNMENT bytes.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
         host_rows = max(free, 0) // (options.row_columns * x_TM.element_size())
     return Slots(

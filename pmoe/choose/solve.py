@@ -366,9 +366,10 @@ def layer_costs(
 
     The stage "order" copies tokens to rows that are sorted by expert; "restore" sums the rows of each token.
 
-    The seconds of pmoe's own experts are those of a forward pass, for both values of ``direction``. In
-    backward pmoe's experts take twice as long, so the caller doubles the seconds of their stage
-    (`LayerCosts.backward`). The seconds of a user's module are not doubled: ``expert`` has those of the pass.
+    For pmoe's own experts the result always has the seconds of a forward pass, even if ``direction`` is
+    "backward". They take twice as long in backward, so the caller doubles the seconds of that stage
+    (`LayerCosts.backward`). If experts are a user's modules, the caller passes the measured seconds of the
+    right pass as ``expert``, and doubles nothing.
 
     shape: sizes of the layer.
     operations: measured costs of matrix products and collectives.

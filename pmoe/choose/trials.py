@@ -344,7 +344,10 @@ def measure_trials(
     trials = {choice: Trial(batch, choice) for choice in choices}
 
     def run_round(round_choices: Sequence[Choice]) -> list[tuple[float, float]]:
-        """Runs one step with each choice. Returns (forward, backward) seconds of each on the slowest rank."""
+        """Runs a step with each choice. Returns the (forward, backward) seconds of each step.
+
+        They are the seconds of the slowest rank, which may be one rank in forward and another in backward.
+        """
         runs = [trials[choice].run for choice in round_choices]
         turns = in_rounds(runs, 1, warm_up=0, begin=begin_together(ranks, device))
         own_seconds = [seconds for [passes] in turns for seconds in passes]
@@ -487,8 +490,9 @@ def warn_of_dropped(batch: TrialBatch, dropped: Sequence[Trial], num_trials: int
     A trial is a timed run of both passes.
 
     batch: the routed batch.
-    dropped: the trials with these choices, the same on every rank. If the list is empty, nothing is done.
-    num_trials: the number of all choices that were tried.
+    dropped: the trials in which some rank ran out of memory, the same on every rank. If there are none,
+        nothing is done.
+    num_trials: the number of all trials, each with another choice.
 
     Raises OutOfMemoryError on every rank if ``dropped`` holds all choices that were tried.
     """

@@ -26,7 +26,7 @@ def at_least_1(kind: type[Number], name: str, text: str) -> Number:
     """Converts text to a number from 1 to MOST, for argparse.
 
     kind: int or float, the type of the number.
-    name: the error's words for the number, for example "whole number".
+    name: what the error message calls the number, for example "whole number".
     text: the text from the command line.
 
     Raises ArgumentTypeError for any other text.

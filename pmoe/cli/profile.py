@@ -141,9 +141,9 @@ def _cells(line: LineCost, scale: float) -> tuple[str, str]:
 
 
 def _interference_rows(interference: Interference, travels: bool) -> Iterator[Sequence[str]]:
-    """Yields the rows of a table of relative speeds: how fast work is while other work runs at the same time.
+    """Yields the rows of a table of relative speeds: how fast one kind of work is while another kind runs.
 
-    A row is for the work that is slowed down, a column for the work that runs at the same time.
+    A row is for the kind of work that is slowed down, a column for the kind that runs at the same time.
 
     interference: the measured speeds, relative to running alone.
     travels: whether there are several ranks, which send rows to each other, so that messages were measured.

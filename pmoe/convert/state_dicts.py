@@ -45,13 +45,14 @@ class Layout:
     names: maps pmoe's name of a tensor to the system's name. If every expert has a tensor of its own, the
         name contains {e}, which stands for the expert's number. If the gate projection and the up projection
         are two tensors, the value has their two names, separated by a space.
-    axes: maps pmoe's name of a tensor to a text with one word for each dimension of the system's tensor. A
-        word is one letter, or several if the dimension holds several axes: in "Hf", f changes fastest. A
-        tensor with the same axes as in `AXES` has no entry. Normally the values lie in memory in the order of
-        these letters. Otherwise the text ends with "|" and the letters in the order of memory. For example,
-        "M XfH|XMfH" has two halves. The text before "|" gives the shape: a matrix with M rows and X * f * H
-        columns. The letters after "|" give the order in memory. X is first, so memory has one (M, fH) matrix
-        for each expert, one after another.
+    axes: maps pmoe's name of a tensor to a text that describes the shape of the system's tensor. The text has
+        one word for each dimension. A word is one letter, or several letters if the dimension holds several
+        axes: in "Hf", f changes fastest. A tensor with the same axes as in `AXES` has no entry.
+
+        Normally the values lie in memory in the order of these letters. If they do not, the text goes on with
+        "|" and the letters in the order of memory. An example is "M XfH|XMfH". The shape is "M XfH": a matrix
+        with M rows and X * f * H columns. The order in memory is XMfH: X is first, so memory has one (M, fH)
+        matrix for each expert, one after another.
     gated: whether the system's experts are gated; None if it has both gated and other experts.
     local: whether each rank numbers its experts from 0.
     count: name of a tensor that holds the number of experts of all ranks; "" if there is none.
@@ -296,7 +297,8 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
 
     keys = {name: layout.keys(name, numbers) for name in layout.names}
     used = {"experts.w1", "experts.w2", *(name for name in keys if not tensors.keys().isdisjoint(keys[name]))}
-    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}  # w1 with w2, b1 with b2
+    # A layer with w1 must also have w2, and one with b1 also b2; and the other way round.
+    used |= {name[:-1] + i for name in used if name[-1] in "12" for i in "12"}
     keys = {name: keys_of_name for name, keys_of_name in keys.items() if name in used}
     owners = {key: name for name, keys_of_name in keys.items() for key in keys_of_name}
     for key in (key for key in owners if key not in tensors):
@@ -311,7 +313,8 @@ def _read(state: Mapping[str, Any], experts: Iterable[int] | None, place: Place)
         sizes[axis] = max(1, numel.get(name, 0) // (d_model * num_stacked))
     is_gated = numel["experts.w1"] > numel["experts.w2"] if layout.gated is None else layout.gated
     sizes["f"] = 2 if is_gated else 1
-    # w2 first: the sizes are its own, so a message names the tensor that does not fit to it.
+    # The sizes were computed from w2. So w2 is checked first, and an error about another tensor names the one
+    # that does not fit to w2.
     for key in sorted(owners, key=lambda key: not owners[key].endswith("w2")):
         value = tensors[key]
         first = tensors[keys[owners[key]][0]]

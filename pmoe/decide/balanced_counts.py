@@ -124,15 +124,17 @@ class BalancedCounts(ExactCounts):
         """Starts an exchange of row counts. The first exchange of a call also brings the loads of experts.
 
         The load of an expert is its number of rows from all ranks. A copy of an expert is its weights, copied
-        to another rank; later calls may use it as long as the weights have not changed. The first exchange
-        also answers questions about all ranks. Each answer is yes if it is yes for any rank:
+        to another rank. A later call may use the copy again if the weights have not changed.
 
-        - Have experts of the rank changed since the last call?
-        - Are the copies that an earlier call made of no use to the rank in this call?
-        - Does the rank need a gradient of tensor i of its experts? This is one question for each i
+        In the first exchange each rank also answers four questions with numbers (marks). Every rank gets the
+        maximum of each mark over all ranks, so one "yes" (1) of any rank counts:
+
+        - Have this rank's experts changed since the last call?
+        - Must this rank discard the copies of earlier calls, for example because they have another dtype?
+        - Does this rank need a gradient of tensor i of its experts? There is one mark for each i
           (`trained_marks`).
-        - Do the rank's experts differ from those of other ranks, or can they not be copied? This question is
-          only for experts that are a user's modules (`architecture_marks`).
+        - Can this rank's experts not be copied, or do they differ from those of other ranks? The marks are
+          used only for experts that are a user's modules (`architecture_marks`).
 
         fault: a `Fault` that says what is wrong with this rank's call, or its number as an int64 scalar on
             the device. The exchange reports it to the other ranks. `Fault.NONE` if nothing is wrong.
@@ -163,7 +165,9 @@ class BalancedCounts(ExactCounts):
                 own_place=modules.grid.ep.rank, num_experts=modules.options.num_experts, marks=marks
             )
         exchange = super()._begin_exchange(fault)
-        if self.copies is not None:  # with ring slots, rows for copies are sent, also to their own rank
+        # With ring slots, this rank's rows for a copy on this rank go through the all-to-all, too. Only rows
+        # for the rank's own experts stay where they are.
+        if self.copies is not None:
             exchange.num_staying = len(self.orders.modules.staying)
         return exchange
 
@@ -478,8 +482,8 @@ def planned_copies(
     if may_copy:
         limits = limits_of(modules, routed, counts, trained_share(copied, trained))
     cache = modules.cache
-    # Reentrant activation checkpointing first runs a call without gradients in training. That pass is not
-    # counted.
+    # Calls since the last change of the experts are counted. In training, reentrant activation checkpointing
+    # runs each call a first time without gradients. That pass is not counted as a call of its own.
     is_counted = counts.needs_grad or not modules.ranks.any_trains
     since, before = cache.calls_alike
     cache.calls_alike = (is_counted, since) if has_changed else (since + is_counted, before)
@@ -602,7 +606,7 @@ class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
 
 
 def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
-    """Returns the copies of busy experts, with a note of how backward gets the copies' weights.
+    """Returns the copies of busy experts, with the field ``fate``: how backward gets the copies' weights.
 
     The owners of the experts send the weights a second time if the restore pair sends the experts' input rows
     a second time. In all other cases the weights are kept from forward. They are always kept if later calls

@@ -54,7 +54,7 @@ def begin_call(
 def is_for_graph(x: object) -> bool:
     """Returns whether a CUDA graph is being captured on x's GPU. The graph then records the call.
 
-    The result is False for anything else than a tensor on a GPU.
+    x: the input of a layer. If it is not a tensor on a GPU, the result is False.
     """
     return isinstance(x, Tensor) and x.is_cuda and is_captured(x.device)
 

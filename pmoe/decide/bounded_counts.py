@@ -1,11 +1,13 @@
-"""Row counts of calls that `pmoe.BoundedSteps` bounds: the device compares them with the room of the heap.
+"""Row counts under `pmoe.BoundedSteps`: the device checks that the rows fit, and the host reads no count.
 
-The host reads no row count, so a CUDA graph can hold a call. The rows still travel without padding: the
-persistent kernel sends them through heaps, memory of fixed size that all ranks can write.
+The rows are sent by the persistent kernel through a heap, memory of fixed size that all ranks can write. They
+are sent without padding, so a rank may get more rows than its heap has room for. The bound of a call is this
+room: the most tokens of a rank, and the most rows that a rank may receive. A call is bounded if the device
+compares its rows with the bound. Because the host reads no row count, a CUDA graph can hold a bounded call.
 
-    first call of a kind    the ranks exchange row counts, and agree on the kernels and the room of the heap
+    first call of a kind    the ranks exchange row counts, and agree on the kernels and on the bound
     later calls             the ranks gather all counts on the device. If the rows of any rank do not fit, all
-                            ranks drop all rows, and `RowBound.exceeded` says so
+                            ranks drop all rows, and 1 is added to `RowBound.exceeded`
 
 The numbers that ranks gather have a fixed size, so NCCL can gather them in a CUDA graph.
 """
@@ -39,13 +41,13 @@ from pmoe.warn import warn_once
 
 
 def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedCounts | None:
-    """Routes a call of a layer whose rows are bounded, and returns the source of its row counts.
+    """Routes a call of a layer under `pmoe.BoundedSteps`, and returns the source of its row counts.
 
     call: the call.
-    bound: the layer's bound.
+    bound: the layer's bound: for how many rows of a rank there is room.
 
-    Returns None if no call of the layer can be bounded. Then warns once for each reason. All ranks get the
-    same answer if they make calls of the same kinds.
+    Returns None if the device cannot compare the rows of any call of the layer with the bound, and warns once
+    for each reason. All ranks get the same answer if they make calls of the same kinds.
     """
     modules = call.modules
     if modules.ranks.size == 1:
@@ -63,7 +65,9 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
 
 
 def bound_refusal(modules: LayerModules) -> str | None:
-    """Returns why no call of a layer can be bounded; None if calls can be. All ranks get the same answer.
+    """Returns why no call of a layer can be bounded; None if its calls can. All ranks get the same answer.
+
+    A call is bounded if the device checks that its rows fit into the heap, and the host reads no row count.
 
     modules: the modules and options of the layer.
     """
@@ -73,7 +77,7 @@ def bound_refusal(modules: LayerModules) -> str | None:
 
 
 def kind_of(call: Call) -> CallKind | None:
-    """Returns the kind of a call, before it is routed; None if its input is not a tensor."""
+    """Returns a call's dtype and whether autograd is on, before routing; None if the input is no tensor."""
     x: object = call.x  # a user may pass anything
     if not isinstance(x, Tensor):
         return None
@@ -118,9 +122,11 @@ def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gr
 
 
 class FirstBoundedCounts(FusedCounts):
-    """Exchanges the row counts of a call, and agrees on the bound of later calls of its kind.
+    """Gets a call's row counts by an exchange, after which the ranks agree on a bound for later calls.
 
-    It also computes the calls that `pmoe.BoundedSteps` repeats, and calls outside of its steps.
+    The bound says how many rows of a rank the heap has room for. The class is for the first call of each kind
+    (`CallKind`), for calls that `pmoe.BoundedSteps` repeats because their rows did not fit, and for calls
+    outside of its steps.
     """
 
     def __init__(self, call: Call, bound: RowBound) -> None:
@@ -135,10 +141,11 @@ class FirstBoundedCounts(FusedCounts):
         return agreed
 
     def _agree_on_bound(self, kind: CallKind, counts: RankCounts, inputs: Inputs) -> None:
-        """Makes a heap with room for calls like this one, and stores the bound. Collective at the first call.
+        """Makes a heap with enough room for calls like this one, and stores its room as the bound.
 
-        Nothing is stored if the kernels cannot compute the call, or if the known bound suffices. A bound
-        never shrinks: a later call may again need as much room, or gradients.
+        Nothing is made or stored if the kernels cannot compute the call, or if an earlier heap has enough
+        room. The bound of a kind of calls never shrinks: a later call may again have as many tokens as the
+        largest call before, or need gradients. The method is collective if a heap is made.
 
         kind: the kind of the call.
         counts: the row counts, after the ranks have exchanged them.
@@ -172,6 +179,9 @@ class FirstBoundedCounts(FusedCounts):
 class BoundedCounts:
     """The row counts of a bounded call, which stay on the device. Implements `CountsSource`.
 
+    The device compares the rows of every rank with the bound (the room of the heap) on which the ranks agreed
+    in an earlier call.
+
     call     the call
     routed   the call's tokens with their routing
     """
@@ -182,8 +192,9 @@ class BoundedCounts:
     def __init__(self, call: Call, bound: RowBound) -> None:
         """Routes the call.
 
-        Raises this rank's error if the input or the routing of the call is wrong. The host does not read row
-        counts, so the other ranks learn of the error from the report that is published, or by a timeout.
+        Raises an error on this rank if its input or its routing is wrong. The error is also published. The
+        ranks exchange no row counts through the host, so the other ranks find the error only in this report,
+        or run into a timeout.
         """
         self.call = call
         self._bound = bound
@@ -193,7 +204,7 @@ class BoundedCounts:
                 raise self.routed.failure
 
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
-        """Gathers the row counts of all ranks on the device, and compares them with the bound.
+        """Gathers the row counts of all ranks on the device, and compares them with the room of the heap.
 
         modules: not used.
         inputs: the rows and parameters of the call.
@@ -207,14 +218,17 @@ class BoundedCounts:
         return AgreedChoice(steps=agreed.steps, bounded=rows)
 
     def _gather(self, agreed: AgreedBound) -> BoundedRows:
-        """Gathers the numbers of all ranks' rows for each expert. A collective.
+        """Gathers the number of rows of each rank for each expert, and checks that all fit. Collective.
 
-        Each rank sends its counts and one more number. The number is not 0 if the rank already knows that all
-        ranks must drop their rows: it has too many tokens, it needs gradients and no rank did when they
-        agreed, or a check of its routing failed. The step is then repeated, and the repeated step raises the
-        check's error.
+        Each rank sends its row counts and one more number. This number is 0 unless the rank already knows
+        that all ranks must drop their rows, for one of three reasons:
 
-        agreed: the numbers on which the ranks agreed.
+        - the rank has more tokens than the bound allows;
+        - the rank needs gradients, and no rank needed any in the call in which the bound was agreed;
+        - a check of the rank's routing failed. The dropped step is repeated with an exchange of row counts,
+          and then raises the check's error.
+
+        agreed: the bound on which the ranks agreed.
         """
         modules = self.call.modules
         ranks = modules.ranks

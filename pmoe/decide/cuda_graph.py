@@ -22,7 +22,7 @@ def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> N
 
     - makes the host wait for the device,
     - measures times, or
-    - allocates memory for tensors that are used after the graph's replay.
+    - allocates memory for tensors that are used after a replay of the graph.
 
     modules: the modules and options of the layer.
     x: (..., M), the input of the call; M is d_model.

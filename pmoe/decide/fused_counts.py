@@ -116,14 +116,13 @@ class FusedCounts(ExactCounts):
 
     @property
     def _in_chunks(self) -> LayerModules:
-        """The modules and options of the layer from which n and the restore pair are chosen.
+        """The modules that count when n and the restore pair are chosen, the same on every rank.
 
         n is the number of chunks. The restore pair says how backward gets the experts' input and hidden
         activation.
 
-        The shared expert is left out if the options ask for fused kernels and these may compute some calls of
-        the layer. In every call the layer then calls the shared expert as a module, outside of the chunks.
-        The result is the same on every rank.
+        The shared expert is left out if fused kernels may compute some calls of the layer. The layer then
+        calls the shared expert as a module in every call, outside of the chunks.
         """
         modules = self.call.modules
         calls_shared = modules.shared_expert is not None and modules.may_use_kernels

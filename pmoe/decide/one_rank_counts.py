@@ -52,7 +52,7 @@ class OneRankCounts:
     routed: RoutedBatch
 
     def __init__(self, call: Call, x: Tensor, x_TM: Tensor, agreed: AgreedChoice) -> None:
-        """Routes the call by GPU kernels: at once, or later in the launch of the persistent kernel.
+        """Routes the call by GPU kernels, now or as a part of the persistent kernel, which runs later.
 
         call: the call.
         x: (..., M), the input after the callbacks' ``before_moe_start``; M is d_model.

@@ -176,14 +176,16 @@ class PaddedCounts:
 
     @functools.cached_property
     def _device_counts(self) -> RankCounts:
-        """Returns the row counts on the host, and in the field ``recv_device`` a copy on the rows' device.
+        """Returns the row counts: all tensors on the host, except ``recv_device``, which kernels read.
 
-        Kernels read the copy.
+        ``recv_device`` has the same values as ``recv``, on the device of the rows.
         """
         return self._counts_on(self._device)
 
     def _counts_on(self, device: torch.device) -> RankCounts:
-        """Returns the row counts. Padding is counted, so the number is the same for all ranks and experts.
+        """Returns the row counts: how many rows each rank sends to each expert, rows of padding included.
+
+        Because padding counts, the number is the same for all ranks and experts.
 
         device: the device for the field ``recv_device``, which kernels read. All other tensors are on the
             host.

@@ -67,9 +67,10 @@ _pauses: dict[tuple[object, ...], _Pause] = {}
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
-    """Returns why no call of a layer can run as compiled pass programs; None if some calls may.
+    """Returns why no call of a layer can run as programs; None if some calls may.
 
-    All ranks get the same answer.
+    A program is a pass that was compiled into a list of kernel launches and collectives. All ranks get the
+    same answer.
     """
     if not modules.rotates:
         return f"chunks have buffers of their own (memory_reuse={modules.options.restore})"
@@ -77,9 +78,10 @@ def layer_refusal(modules: LayerModules) -> str | None:
 
 
 def takes_layer(modules: LayerModules) -> bool:
-    """Returns whether calls of a layer may run as compiled pass programs. If not, warns of the reason.
+    """Returns whether calls of a layer may run as programs. If not, warns of the reason.
 
-    All ranks get the same answer.
+    A program is a pass that was compiled into a list of kernel launches and collectives. All ranks get the
+    same answer.
     """
     why = layer_refusal(modules)
     if why is not None:
@@ -98,9 +100,10 @@ def _warn(why: str) -> None:
 
 
 def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> str | None:
-    """Returns why compiled pass programs cannot run a call of a layer; None if they can.
+    """Returns why a call of a layer cannot run as programs; None if it can.
 
-    All ranks get the same answer.
+    A program is a pass that was compiled into a list of kernel launches and collectives. All ranks get the
+    same answer.
 
     modules: the modules and options of the layer.
     counts: the row counts of the call.
@@ -119,11 +122,12 @@ def call_refusal(modules: LayerModules, counts: RankCounts, choice: Choice) -> s
 def agreed_programs(
     modules: LayerModules, inputs: Inputs, counts: RankCounts, choice: Choice
 ) -> Programs | None:
-    """Returns the compiled pass programs that run a call; None if the engine must run it.
+    """Returns the programs that run a call, on which all ranks agree; None if the engine must run it.
 
-    If the result is None, the function warns of the reason. All ranks get the same answer, although kernels
-    or libraries may be missing on some ranks. So the first call of this function for each dtype and each
-    combination of sizes is a collective.
+    A program is a pass that was compiled into a list of kernel launches and collectives. If the result is
+    None, the function warns of the reason. Kernels or libraries may be missing on some ranks only. So the
+    ranks compare their answers, and the function is a collective, in the first call for each dtype and each
+    combination of sizes. Later calls take the answer from a cache.
 
     modules: the modules of the layer, with the experts that were really called.
     inputs: the rows and parameters of the call.
@@ -143,7 +147,8 @@ def agreed_programs(
 def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Programs | str:
     """Returns the programs for a layer's shapes and dtype, or the reason why a rank cannot run them.
 
-    Collective, unless the answer for these shapes and this dtype is in the cache.
+    The function is a collective, unless the answer is in the cache `_agreed`, or ranks failed to connect a
+    short while ago (`_pauses`).
 
     modules: the modules of the layer.
     x_TM: (T, M), the rows of a call.
@@ -175,7 +180,7 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
         else:
             try:
                 _agreed[key] = _connected(backend, modules, shape, x_TM)
-            except RuntimeError as error:  # on all ranks
+            except RuntimeError as error:  # all ranks raise it, so all ranks begin the same pause
                 calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
                 reason = f"there is no communicator: {error}"
                 _pauses[key] = _Pause(reason, calls, left=calls)

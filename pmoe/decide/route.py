@@ -140,8 +140,8 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         routing, fault = clamped_with_fault(call, routing, x_TM)
     keep = _kept(modules, routing, x_TM)
     if checks and by_kernels is None and routing.logits is not None:
-        # Arithmetic instead of torch.where: a number that becomes a tensor is a copy to the device, for which
-        # the host waits.
+        # Arithmetic instead of torch.where: torch.where would make a tensor of the number Fault.NOT_FINITE
+        # and copy it to the device, and the host would wait for this copy.
         is_bad = (0 * routing.logits.detach()).sum() != 0  # 0 * x is 0 if x is finite, else NaN
         bad = is_bad * int(Fault.NOT_FINITE)
         fault = bad if fault is Fault.NONE else bad + is_bad.logical_not() * fault
@@ -164,7 +164,9 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         mix=routing.mix,
     )
     checked = CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
-    if by_kernels is None or keep is not None:  # the kernels have also counted and sorted what is dropped
+    # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
+    # cannot be used.
+    if by_kernels is None or keep is not None:
         return checked
     return replace(by_kernels, routing=checked.routing, fault=fault, is_again=checked.is_again)
 
@@ -227,7 +229,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
         writes_messages = False
     stages = modules.stages
     if n is None or num_bins % n or (stages.local and not modules.rotates and n > 2):
-        n = None  # the kernels would place the rows that stay behind the rows of all chunks
+        n = None  # the kernels would put the rows that are not sent after the rows of all chunks
     rows_dtype = cast_dtype(modules, x_TM) or x_TM.dtype
     head = None
     # A checkpoint that records the routing would keep these rows in memory, too.

@@ -55,8 +55,9 @@ class SolverCounts(ExactCounts):
     def counted(self, agreed: AgreedChoice) -> AgreedChoice:
         """Returns ``agreed`` with row counts for the chunks of forward and the chunks of backward.
 
-        If the rows were counted for other numbers of chunks, they are counted again, and the ranks exchange
-        the counts again. The layer stores the two numbers of chunks, for which its next call counts rows.
+        The layer also stores the two numbers of chunks, because its next call counts rows for these numbers.
+        If this call has counted its rows for other numbers, they are counted again, and the ranks exchange
+        the counts again.
 
         agreed: the choice of the numbers of chunks and the restore pair.
         """

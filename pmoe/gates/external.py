@@ -65,9 +65,12 @@ class ExternalGate(Gate):
             self._weights_of = None
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights (T, K) of the experts ``expert_TK``, to which a call is replayed.
+        """Returns the weights (T, K) that the model's router gives to recorded experts, in a replayed call.
 
         They come from the function ``weights_of`` that the caller passed to the with-block `routing`.
+
+        routing: the routing of the call.
+        expert_TK: (T, K) int64, the K recorded experts of each of T tokens.
 
         Raises ValueError if no function was passed, or if choices are dropped (``keep_TK``).
         """

@@ -21,9 +21,9 @@ class ForcedGate(OverridingGate):
 
     Without ``busy`` every expert gets equally many rows: forced balance. Otherwise the fraction ``share`` of
     the rows is divided equally among the busy experts, and the rest equally among the other experts. The
-    numbers of rows are exact up to rounding on each rank, and in each part of a batch, because the choices of
-    successive tokens alternate. They go on from rank to rank, so the rounding of ranks with equally many
-    tokens cancels. For this, ranks are counted in the default process group, so the ranks of a layer should
+    choices of successive tokens alternate, so the numbers of rows are exact up to rounding on each rank, and
+    in each part of a batch. A rank begins where the rank before it ends, so the rounding errors of ranks with
+    equally many tokens cancel. Ranks are those of the default process group, so the ranks of a layer should
     be consecutive there. The choices do not depend on the tokens' values.
 
     The routing weights and l_aux are those of the inner gate (`OverridingGate`).

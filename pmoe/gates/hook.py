@@ -8,11 +8,11 @@ from torch import nn
 
 
 class GateHook:
-    """A forward hook of one gate that can tell calls of the gate from calls of its copies.
+    """Base class of a forward hook that can tell the calls of its own gate from those of the gate's copies.
 
-    ``copy.deepcopy`` of a model copies the hooks of its gates, too, but not an object of this class. So a
-    copy of the gate, which was made while the hook was registered, calls the same object. The calls of the
-    copy are not those of the model.
+    ``copy.deepcopy`` of a model also copies the hooks of its gates. An object of this class is not copied: if
+    the gate is copied while the hook is registered, the copy of the gate calls the same object. `is_own` then
+    returns False, because a call of the copy is no call of the model.
 
     gate: the gate.
     """

@@ -75,8 +75,10 @@ class Logits(torch.autograd.Function):
 def _gate_products(grad_TE: Tensor, x_TM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns two factors whose product is the tokens' gradient, and the gradient of the gate's weight.
 
-    The gradients are those of a bfloat16 gate: (T, M) and (E, M). The gradient of the logits is written as a
-    sum of two bfloat16 tensors, so that the products take bfloat16 and are summed in float32.
+    Tokens and weight are bfloat16. The gradient of the logits is float32, and is split into the sum of two
+    bfloat16 tensors. So the products take bfloat16 operands, but are as precise as with the float32 gradient.
+
+    Returns (T, 2E), (2E, M) and (E, M). The product of the first two is the gradient of the tokens.
 
     grad_TE: (T, E) float32, the gradient of the logits of T tokens for E experts.
     x_TM, weight_EM: (T, M) and (E, M), the tokens and the gate's weight.
@@ -96,13 +98,18 @@ class LogitsAndRows(torch.autograd.Function):
     The sum is written into the memory of the experts' gradient. So only the experts' autograd node may read
     the second result: it returns memory that nothing else reads.
 
-    Tokens and weight have one dtype: float32, float64, or bfloat16 on a GPU. The node has ``passes_rows``
-    set, by which `pmoe.engine.halves` finds the node of the tokens behind it.
+    Tokens and weight have the same dtype: float32, float64, or bfloat16 on a GPU. The attribute
+    ``passes_rows`` of the autograd node tells `pmoe.engine.halves` that this node only passes the tokens on,
+    so that it looks for the node that has made them.
     """
 
     @staticmethod
     def takes(x_TM: Tensor, weight_EM: Tensor) -> bool:
-        """Returns whether the tokens need a gradient, and whether tokens and weight have dtypes that suit."""
+        """Returns whether this function can be used: the dtypes fit, and the tokens need a gradient.
+
+        x_TM: (T, M), T tokens of M = d_model columns.
+        weight_EM: (E, M), the router's weight for E experts.
+        """
         wide = (torch.float32, torch.float64)
         has_dtype = x_TM.dtype in wide or (x_TM.dtype == torch.bfloat16 and x_TM.is_cuda)
         return has_dtype and x_TM.dtype == weight_EM.dtype and x_TM.requires_grad and torch.is_grad_enabled()

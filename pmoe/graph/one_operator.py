@@ -99,8 +99,8 @@ def _number(module: nn.Module) -> int:
 def _call() -> int:
     """Returns a new number for each call of a module in the traced code. In the graph it is a constant.
 
-    Compilers join operators that have equal arguments and no order. But each call keeps a graph of autograd,
-    which can run backward once.
+    Without this number, a compiler could replace two calls with equal arguments by one. Each call must stay,
+    because it keeps an autograd graph of its own, which can run backward only once.
     """
     return next(_CALLS)
 
@@ -160,8 +160,8 @@ def _run_and_keep(
         ticket.fill_(next(_NUMBERS))
         KEPT[int(ticket)] = KeptGraph(results, [each for each in (*own, *trained) if each.requires_grad])
         weakref.finalize(ticket, KEPT.pop, int(ticket), None)
-    # The compiler may overwrite a result that is not read again, so results are copies of what the kept
-    # graph may read.
+    # The compiler may overwrite a result that the graph does not read again. The kept autograd graph may
+    # still need the original, so copies are returned.
     return [*(result.detach().clone() for result in results), *copies, ticket]
 
 
@@ -287,11 +287,12 @@ def _backward(operator: Any, ctx: Any, gradients: Sequence[Tensor]) -> Any:
 
 
 def _defined(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Returns an operator of the library "pmoe_graph".
+    """Defines an operator in the library "pmoe_graph", and returns it.
 
-    name: its name in the library.
-    function: what it does.
-    fake: the same for tensors without values.
+    name: the operator's name in the library.
+    function: the function that the operator runs.
+    fake: a function with the same arguments, which returns tensors with the shapes of the results and without
+        values. It runs while the operator is traced.
     """
     options: Any = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
     operator = torch.library.custom_op(f"pmoe_graph::{name}", **options)(function)

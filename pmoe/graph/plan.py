@@ -102,7 +102,7 @@ class GraphSplit:
         self.names = tuple(map(label, self.calls))
 
     def _gather(self) -> None:
-        """Makes the calls of each MoELayer consecutive. Calls in between move to the end of the layer.
+        """Makes the calls of each MoELayer consecutive: moves other calls between them behind the last one.
 
         The method is for backward graphs whose inputs do not have the batch as first dimension. In these
         graphs each layer is cut along its tokens, which is possible only if its calls are consecutive.

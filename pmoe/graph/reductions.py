@@ -211,7 +211,8 @@ def with_hand_overs(
     # Gradients that are not handed over yet, the one with the lowest place first.
     pending = [(place_of.get(gradient.name, math.inf), at, gradient) for at, gradient in enumerate(gradients)]
     heapq.heapify(pending)
-    open_gradients = dict[str, list[Gradient]]()  # by source: the place has come, the source may not have run
+    # Gradients whose place has come, but which are not computed yet, by the instruction that computes them.
+    open_gradients = dict[str, list[Gradient]]()
     result: dict[str, Instruction] = {}
     begun = 0
 
@@ -228,13 +229,14 @@ def with_hand_overs(
         )
 
     def take(instruction: Instruction, gradient: Gradient | None) -> None:
-        """Adds to the pass the instructions for which ``instruction`` waits, then ``instruction`` itself.
+        """Adds an instruction to the pass, after all instructions whose results it needs.
 
-        Gradients that wait for one of these instructions are handed over directly after it.
+        If the place of a gradient has come, and one of the added instructions computes this gradient, the
+        gradient is handed over directly after that instruction.
 
         instruction: the instruction. If it was added before, nothing is done.
-        gradient: the gradient for which the instruction is added early; None if it is added in its usual
-            order.
+        gradient: the gradient for which the instruction is added earlier than in ``order``; None if it is
+            added in its usual order.
 
         Raises ValueError if an all-to-all would be added early.
         """

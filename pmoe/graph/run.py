@@ -68,7 +68,7 @@ class Program:
     """State that all graphs of the same layers and the same direction share, for any input shapes.
 
     key: the direction, and the numbers of the layers that communicate.
-    steps: number of training steps that have begun on this rank, until ranks have agreed (`is_agreed`).
+    steps: number of training steps that this rank has begun. It is counted only until ``is_agreed``.
     plan: the runs of consecutive instructions (ranges) that are cut into parts of the batch.
     costs: costs of the graph with these ranges cut, by the `label` of each call.
     is_agreed: whether all ranks have the plan, costs and places of rank 0, from which the order of the calls
@@ -78,8 +78,9 @@ class Program:
         handed over}.
     reductions: {name of a gradient that is reduced over ranks: predicted seconds of the reduction}; {} if no
         gradient is reduced.
-    before: the instructions with the ranges cut, in the order of the trace.
-    instructions: the same instructions, in the order in which they run.
+    before: the instructions of the graph with these ranges cut, in the order of the trace; [] before they are
+        known.
+    instructions: the same instructions, in the order in which the graph runs them.
     watch: a function of a module and its arguments that runs and times a pass. `explain` sets it. None if
         passes are not timed.
     """

@@ -14,8 +14,8 @@ In this file, a weight gradient is any instruction (operator call) whose result 
 indirectly. It may run at any time after the instructions whose results it reads. If it runs while all other
 computation waits for an all-to-all, the pass does not get longer.
 
-An instruction may only select one of the results of another instruction. It always comes directly after the
-other one. Until then all results of the other one stay in memory, also those that nothing reads.
+Some instructions do nothing but select one of the results of another instruction. They always come directly
+after it, because all of its results stay in memory until then, also those that nothing reads.
 
 The list schedule (`listed`) usually gives faster orders than Lancet's pass (`assign`, `placed`).
 `pmoe.graph.run` predicts the seconds of both orders, and takes the faster one that fits into memory.

@@ -206,7 +206,9 @@ def set_option(layer: MoELayer, name: str, value: object) -> None:
 
 
 def check_replacement(layer: MoELayer, name: str, value: object) -> None:
-    """Raises TypeError if ``value`` cannot be the layer's order, dispatch or combine; binds a new exchange.
+    """Raises TypeError if ``value`` cannot become the layer's order, dispatch or combine.
+
+    A new dispatch or combine also gets the layer's ranks, if the layer is built already.
 
     layer: the layer, which may be under construction.
     name: name of a field of `LayerModules`. Other fields than these three are not checked.

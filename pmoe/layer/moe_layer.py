@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """The function that torch.compile traces in place of `MoELayer.forward`: makes the layer one operator."""
+    """The stand-in for `MoELayer.forward` under torch.compile: a single operator in the traced graph."""
     from pmoe.graph.one_operator import forward_in_graph
 
     return forward_in_graph(*args, **kwargs)
@@ -125,7 +125,7 @@ class MoELayer(OldAttributes, nn.Module):
     latent: LatentProjections | None
     grid: Grid
     cache: LayerCache
-    nodes: int | Sequence[int] | None = None  # layers that were pickled before lack it
+    nodes: int | Sequence[int] | None = None  # the default is for layers that an older pmoe has pickled
 
     d_model: int = option("d_model")
     d_hidden: int = option("d_hidden")
@@ -323,7 +323,7 @@ class MoELayer(OldAttributes, nn.Module):
             experts_module=self.experts,
             shared_module=self.shared_expert,
             shared_gate=self.shared_gate,
-            latent=self._modules.get("latent"),  # type: ignore[arg-type]  # layers of old pickles have none
+            latent=self._modules.get("latent"),  # type: ignore[arg-type]  # pickles of older pmoe have none
             callback_modules=self.callback_modules,
             cache=self.cache,
         )
@@ -463,7 +463,7 @@ class MoELayer(OldAttributes, nn.Module):
 
     @property
     def ran(self) -> RunReport | None:
-        """The `RunReport` of the last call: number of chunks, what was kept for backward, and so on.
+        """The `RunReport` of the last call: its runner, its number of chunks, its restore pair and so on.
 
         None before the first call.
         """

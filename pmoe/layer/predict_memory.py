@@ -165,11 +165,11 @@ def _choices(
 
 
 def _is_counted(choice: Choice, counts: RankCounts) -> bool:
-    """Returns whether memory can be predicted from row counts for both numbers of chunks of a choice.
+    """Returns whether the row counts of a call tell the rows of each chunk of a choice.
 
-    Rows are counted in equal parts of the batch, and each number of chunks must divide the number of parts.
-    With ``pipeline="solve"`` a call counts rows only for the numbers of chunks that the solver may take in
-    that call.
+    Rows are counted in equal parts of the batch (bins). The counts of n chunks follow if n divides the number
+    of bins. With ``pipeline="solve"`` a call counts rows only for the numbers of chunks that the solver may
+    take in that call.
 
     choice: the numbers of chunks of forward and of backward.
     counts: the row counts of the call.
@@ -206,7 +206,7 @@ def _of_choice(
     degrees = (choice.forward, choice.backward)
     if any(bins % n for n in degrees):
         raise ValueError(f"pipeline {degrees} must divide the {bins} bins of row_counts")
-    # Skewed routing was cut into more chunks.
+    # A batch with skewed routing was cut into more chunks than the choice says.
     forward_n, backward_n = (cuts(n, bins)[counts.depth.get(n, 0)] for n in degrees)
     rank = modules.ranks.rank
     place = modules.grid.esp.rank

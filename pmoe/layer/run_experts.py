@@ -286,7 +286,8 @@ def _layer_of(
     if not experts.stacks.transposed:
         d_hidden, d_model = d_model, d_hidden
     sizes = (d_model, d_hidden, num_experts, top_k)
-    typed = {name: (type(value), value) for name, value in options.items()}  # because True == 1
+    # Types are compared, too: pipeline=True and pipeline=1 are different options, although True == 1.
+    typed = {name: (type(value), value) for name, value in options.items()}
     entry = _layers.get(owner)
     made_for = (sizes, group, typed)
     if entry is None or entry.made_for != made_for:
@@ -321,7 +322,7 @@ def run_borrowed(
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
-    is_exact = options.get("products") is None  # the short way rounds nothing
+    is_exact = options.get("products") is None  # `run_few_rows` cannot round the operands of products
     if group is None and is_exact and has_few_rows(x, index, weights, experts.stacks):
         y = run_few_rows(owner, x, index, weights, experts.stacks)
         if y is not None:

@@ -99,8 +99,8 @@ def open_bench(ranks: Ranks, device: torch.device) -> Iterator[Bench]:
 def _run_on_threads(threads: Mapping[str, ThreadPoolExecutor], work: LaneRuns) -> dict[str, Marks]:
     """Runs the work of all lanes side by side, each lane on its own thread.
 
-    threads: by lane (messages, copies), its thread. Computation runs on the calling thread.
-    work: by lane, a function and how often it is called.
+    threads: the threads of the lanes "messages" and "copies". Computation runs on the calling thread.
+    work: for each lane, a function and how often it is called.
 
     Returns for each lane, in seconds, when its first call started, then when each call ended.
     """
@@ -116,8 +116,8 @@ def _run_on_streams(
 
     The host waits only after it has enqueued all work.
 
-    streams: by lane (computation, messages, copies), its stream.
-    work: by lane, a function and how often it is called.
+    streams: the stream of each lane: computation, messages and copies.
+    work: for each lane, a function and how often it is called.
 
     Returns for each lane, in seconds, when its first call started, then when each call ended.
     """

@@ -263,9 +263,10 @@ def _line(bench: Bench, work: LaneWork, effort: Effort, full: bool) -> Fit:
 
 
 def with_stage(ranks: Ranks, function: TimedCall) -> TimedCall:
-    """Returns a function that calls ``function``. Its errors say that they came while measuring messages.
+    """Returns a function that calls ``function``, and adds the stage to its errors: "measuring messages".
 
-    ranks: the ranks that take part in the messages, for the error.
+    ranks: the ranks that take part in the messages. The error names the ranks that are missing.
+    function: sends messages.
     """
 
     def call() -> object:

@@ -42,13 +42,14 @@ def measure_choices(
 ) -> None:
     """Measures for each product whether pmoe's kernels or plain PyTorch is faster. Stores the results.
 
-    Collective, with up to three reductions. In these, a number (a code) stands for what a rank knows of a
-    product: which of the two was faster when the rank measured it, or that it was not measured (`_code`).
+    A rank may have measured a product before. Its code for the product is a number that says which candidate
+    was faster then, or that the product was not measured (`_code`). The function is a collective with up to
+    three reductions:
 
-        1. facts      versions of the kernels' code, digests of the requests and of the codes, and whether the
-                      kernels computed wrongly
+        1. facts      versions of the kernels' binary, digests of the requests and of the codes, and whether
+                      the kernels computed wrongly
         2. codes      only if the digests of the codes differ between ranks
-        3. seconds    of both candidates, for products that a rank has not measured or whose codes differ
+        3. seconds    of both candidates, for products that are not measured, or whose codes differ
 
     Nothing is done in deterministic mode, which must be on for all ranks or for none.
 

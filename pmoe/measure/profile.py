@@ -90,7 +90,7 @@ def load_or_measure(
     key = (ranks.name, device, dtype)
     limit = most_bytes if most_bytes < WHOLE_BYTES else math.inf
     if profile is None and limit <= WIDER * _limits.get(key, math.inf) < math.inf:
-        profile = PROFILES.get(key)  # measured by this process in little memory, so in no file
+        profile = PROFILES.get(key)  # this process measured it in little memory, so no file has it
     if profile is None:
         log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
         profile = measure(ranks, device, dtype, quick=True, most_bytes=limit)
@@ -184,9 +184,9 @@ def profile_of(
 ) -> Profile:
     """Returns the profile that this process uses, which holds the measured seconds of work by size.
 
-    The first call loads the profile from its file, or measures it. A later call measures it once more if it
-    allows more than `WIDER` times as many bytes as the earlier measurement, because small tensors say little
-    about larger work. A call that loads or measures is collective (`load_or_measure`).
+    The first call loads the profile from its file, or measures it. If a later call allows more than `WIDER`
+    times as many bytes, the profile is measured once more with larger tensors, because small tensors say
+    little about larger work. A call that loads or measures is collective (`load_or_measure`).
 
     ranks: the ranks that use the profile.
     device, dtype: device and dtype of the rows.

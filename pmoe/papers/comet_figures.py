@@ -107,9 +107,9 @@ def min_seconds(
 ) -> float:
     """Returns a lower bound of the simulated seconds of a kernel with a division of its thread blocks.
 
-    Computing blocks, communicating blocks and the link between ranks work side by side. Each of the three has
-    work that it must do piece by piece. The bound is the time of the one that takes longest. The table lists
-    the work of each:
+    Computing blocks, communicating blocks and the link between ranks work side by side. Each of the three
+    needs at least the time of its own work, and of work of the others that must come before or after it. The
+    bound is the longest of these three times. The table lists what they include:
 
                                layer 0                            layer 1
         computing blocks       all tiles                          all tiles + sending the last chunk

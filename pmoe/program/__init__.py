@@ -22,6 +22,18 @@ A program is compiled once for a schedule, a layer and a dtype. A call passes wh
 addresses, streams and row counts. From the row counts ``cuda/program/cut.h`` computes where the rows of each
 chunk begin and end, and ``cuda/program/interpreter.h`` then issues all calls of the pass.
 
+Words of this folder:
+
+    operand     a matrix, vector or list that a record reads or writes: an address and a size
+    base        a tensor, or other memory, of a call. The address of an operand is an offset into a base
+    number      a row count of a call, or a sum of row counts. A program refers to a number by its index,
+                because its value is known only in a call
+    condition   the number that decides whether a record does anything: with 0 it only waits and signals
+    unit        the rows that the experts compute in one task: rows that a chunk receives, or rows that stay
+    form        the order in which a chunk's rows arrive: SORTED stands for rows from several ranks, which
+                must be sorted by expert, STRAIGHT for rows from one rank, which arrive sorted. A program has
+                records for both forms, and the numbers of a call decide which of them do something
+
 `pmoe.runners.program` runs calls of a layer as programs, if the layer asks for them and programs take it.
 The engine (`pmoe.engine`) runs all other calls, and is the reference. Nothing of a program has run on a GPU.
 """

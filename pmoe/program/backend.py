@@ -1,7 +1,9 @@
 """The interface of backends, which issue pass programs on a type of device, and a layer's programs.
 
-backend    loads programs, and knows the streams and the communicator: `ProgramBackend`
-programs   the programs of all layers with the same facts on a device, each loaded once: `Programs`
+A pass program is a pass that was compiled into a list of kernel launches, copies and collectives.
+
+    ProgramBackend   loads programs, and knows the streams and the communicator
+    Programs         the programs of all layers with the same sizes on a device, each loaded once
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ from pmoe.schedule.tasks import Lane, Schedule
 
 
 class PassCut(Protocol):
-    """The numbers of one call, computed from its row counts.
+    """The numbers of one call: row counts of its chunks, and offsets that follow from them.
 
-    arena_bytes: bytes of all ring slots.
+    A backend computes them before a pass, and passes them on to the program.
+
+    arena_bytes: bytes of all ring slots, which are memory that chunks use in turn.
     """
 
     @property
@@ -37,35 +41,40 @@ class LoadedPass(Protocol):
     """The interface of a program that a backend has loaded. A call uses its three methods in this order."""
 
     def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> PassCut:
-        """Returns the numbers of a call.
+        """Returns the numbers of a call: where the rows of each chunk begin and end, and sizes of buffers.
 
         tokens: T, tokens of this rank.
         rank: this rank.
         send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
             rank, and rows that each rank has for each expert of this rank.
 
-        Raises ValueError for counts that cannot be.
+        Raises ValueError for impossible counts, such as negative ones.
         """
 
     def workspace_bytes(self, cut: Any) -> int:
-        """Returns the bytes of device memory that a pass needs beside its bases."""
+        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
+
+        cut: the numbers of the call, from `cut`.
+        """
 
     def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
-        """Issues a pass. The host does not wait for the device.
+        """Enqueues all work of a pass. The host does not wait for the device.
 
-        cut: the numbers of the call.
-        bases: the address of each memory; 0 for those that are missing.
+        cut: the numbers of the call, from `cut`.
+        bases: for each `Base`, the address of its memory; 0 if the pass does not use it.
         streams: the stream of each lane that the pass uses.
         workspace: address of `workspace_bytes` bytes of device memory.
 
-        Raises RuntimeError, with the record's name, for an error of the device or of a message.
+        Raises RuntimeError for an error of the device or of a collective. The message names the record, for
+        example "C1: hidden".
         """
 
 
 class ProgramBackend(Protocol):
     """The interface of a backend, which issues pass programs on one type of device.
 
-    device_type: "cuda" or "cpu": the type of device for which experts say how wide their tensors are.
+    device_type: "cuda" or "cpu": the type of device whose kernels the backend runs. The widths of some
+        buffers depend on it (`StackedExperts.columns`).
     """
 
     @property
@@ -74,12 +83,15 @@ class ProgramBackend(Protocol):
     def refusal(self, shape: LayerShape, rows: Tensor) -> str | None:
         """Returns the first reason why this rank cannot run programs of a layer; None if it can.
 
-        shape: the facts of the layer.
+        shape: the sizes of the layer.
         rows: a tensor with the dtype and device of the rows.
         """
 
     def connect(self, ranks: Ranks, device: torch.device) -> Any:
-        """Returns the communicator of several ranks. A collective, in which all ranks fail or none."""
+        """Returns a communicator, by which programs send rows between these ranks. Collective.
+
+        If it fails on one rank, it raises on all ranks.
+        """
 
     def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
         """Returns the stream of each lane of a schedule."""
@@ -94,11 +106,12 @@ class ProgramBackend(Protocol):
         device: torch.device,
         communicator: Any,
     ) -> LoadedPass:
-        """Loads a program.
+        """Loads a program for a device.
 
-        program: the program, and ``schedule`` the schedule from which it was compiled.
-        experts: the experts of a layer with the program's facts. Only their class and settings matter.
-        dtype, device: of the rows.
+        program, schedule: the program, and the schedule from which it was compiled.
+        experts: the experts of a layer for which the program was compiled. Only their class and settings
+            matter.
+        dtype, device: dtype and device of the rows.
         communicator: the result of `connect`; None on one rank.
         """
 
@@ -117,12 +130,12 @@ class CompiledPass:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Programs:
-    """The programs of all layers with the same facts on one device. Each is compiled at its first call.
+    """The programs of all layers with the same sizes on one device. Each is compiled when it is first needed.
 
-    backend: the backend that issues them.
-    shape: the facts of the layers, with all parameters trained.
-    dtype, device: of the rows.
-    communicator: the communicator of several ranks; None on one rank.
+    backend: the backend that runs the programs.
+    shape: the sizes of the layers. All parameters count as trained.
+    dtype, device: dtype and device of the rows.
+    communicator: the communicator by which programs send rows; None on one rank.
     """
 
     backend: ProgramBackend
@@ -133,7 +146,7 @@ class Programs:
     _compiled: dict[tuple[object, ...], CompiledPass] = field(default_factory=dict)
 
     def of(self, plan: Plan, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
-        """Returns the program of a pass.
+        """Returns the program of a pass. Compiles and loads the program if it is not known yet.
 
         plan: the plan of a call of one of the layers.
         direction: "forward" or "backward".

@@ -15,10 +15,12 @@ engine computes. All records of a task run on the task's lane:
 The first record of a task waits for the tasks of other lanes (`Schedule.lane_waits`), the last one signals.
 Before the first task, and after the last, the compute lane and the other lanes wait for each other.
 
-Rows that arrive from several ranks are sorted by expert ([take], [put]). There is no [put] on a device, where
-the experts' last product stores results in the order of arrival. Whether rows are sorted is known only when
-row counts are. So such tasks have two forms of their records, of which a call issues one: records that read
-sorted copies, with the condition SORTED, and records that read rows as they arrived, with STRAIGHT.
+Rows that arrive from several ranks must be sorted by expert ([take]), and their results must be put back into
+the order of arrival ([put]). On a GPU there is no [put], because the experts' last product stores results in
+the order of arrival. Whether a chunk's rows must be sorted is known only when a call has its row counts. So
+such tasks have their records twice: once for sorted copies, with the condition SORTED, and once for rows as
+they arrived, with the condition STRAIGHT. In a call one of the two conditions is 0, and its records do
+nothing.
 """
 
 from __future__ import annotations
@@ -52,16 +54,17 @@ HOST_IS_READ = 1
 
 
 class _PassCompiler:
-    """Compiles one pass.
+    """Compiles the schedule of one pass into records.
 
     schedule: the tasks of the pass.
-    shape: the facts of the layer.
+    shape: the sizes and settings of the layer.
     restore: the restore pair; None for a forward pass without a backward pass.
-    memory: the operands of the pass.
+    memory: makes the operands of the records.
     records: the records so far.
-    task, lane: the task of which records are being appended (`NO_TASK` for none), and its lane.
-    copied: buffers whose rows have been copied. PLACE records that follow one another are one launch on a
-        device, so copies of several tasks are made by the first of them (`Schedule.joint_copies`).
+    task, lane: index of the task whose records are being appended (`NO_TASK` for none), and its lane.
+    copied: names of the buffers for which a record already copies the rows. A task may also append the copies
+        of later tasks (`Schedule.joint_copies`), because PLACE records that directly follow one another are a
+        single launch on a GPU. The later tasks then append no copy.
     num_events: number of events so far.
     """
 
@@ -91,7 +94,7 @@ class _PassCompiler:
         send_line: int = -1,
         recv_line: int = -1,
     ) -> None:
-        """Appends a record of the current task. `compile` sets its waits and its signal afterwards.
+        """Appends a record of the current task. `compile` sets its ``waits`` and ``signal`` later.
 
         The arguments are the fields of `Record`.
         """
@@ -110,10 +113,12 @@ class _PassCompiler:
         )
 
     def place(self, base: Base, target: Operand, i: int, first: ChunkNumber) -> None:
-        """Appends the copy of chunk i's tokens to the rows of ``target``.
+        """Appends a record that copies tokens of chunk i to the rows of ``target``.
 
         base: the tensor with the tokens.
-        first: the number of the sorted row that is the first row of the target.
+        target: the buffer. It holds a range of this rank's sorted rows.
+        i: number of the chunk.
+        first: which number of the chunk is the index of the first sorted row in the buffer.
         """
         tokens = self.memory.tokens(base, i)
         first_row = chunk_number(first, i)
@@ -122,10 +127,12 @@ class _PassCompiler:
         )
 
     def place_once(self, base: Base, name: str, i: int, first: ChunkNumber) -> None:
-        """Appends the copy of chunk i's tokens to buffer ``name``, unless an earlier task has made it.
+        """Appends a record that copies tokens of chunk i to a buffer, unless an earlier task has appended it.
 
         base: the tensor with the tokens.
-        first: the number of the sorted row that is the first row of the buffer.
+        name: name of the buffer, without the chunk.
+        i: number of the chunk.
+        first: which number of the chunk is the index of the first sorted row in the buffer.
         """
         target = self.memory.buffer(name, i)
         if target.name not in self.copied:
@@ -133,7 +140,12 @@ class _PassCompiler:
             self.place(base, target, i, first)
 
     def sort(self, name: str, target: Operand, i: int) -> None:
-        """Appends the copy that sorts chunk i's arrived rows by expert, if they may need it."""
+        """Appends a record that sorts chunk i's received rows by expert, unless they always arrive sorted.
+
+        name: name of the buffer in which the rows arrive, without the chunk.
+        target: the buffer for the sorted rows.
+        i: number of the chunk.
+        """
         if self.memory.may_sort:
             condition = chunk_number(ChunkNumber.SORTED, i)
             self.add(
@@ -141,7 +153,13 @@ class _PassCompiler:
             )
 
     def sort_back(self, name: str, i: int) -> None:
-        """Appends the copy of chunk i's results to the order of arrival, if products do not store them so."""
+        """Appends a record that puts chunk i's results back into the order in which their rows arrived.
+
+        Appends nothing if products store results in this order, or if rows always arrive sorted.
+
+        name: name of the buffer for results in the order of arrival, without the chunk.
+        i: number of the chunk.
+        """
         if self.memory.may_sort and not self.shape.places:
             condition = chunk_number(ChunkNumber.SORTED, i)
             source = self.memory.buffer(f"{name}_sorted", i)
@@ -151,11 +169,13 @@ class _PassCompiler:
     def exchange(self, source: Operand, target: Operand, line: int, *, back: bool, condition: int) -> None:
         """Appends an all-to-all.
 
-        source, target: the rows to send, and the memory of the rows to receive.
-        line: the line with the rows to each rank towards the experts; the next line has those from each.
-        back: whether the rows return from the experts, so that both lines change places.
-        condition: index of a number. Two exchanges of which one is issued have conditions that exclude each
-            other, so that every rank issues the same number.
+        source, target: the rows to send, and the memory for the rows that are received.
+        line: the line of the table of row counts (`Record.send_line`) with the rows that dispatch sends to
+            each rank. The next line has the rows that dispatch receives from each rank.
+        back: whether the rows return from the experts, so that the two lines are exchanged.
+        condition: the condition of the record. Some exchanges have two records, for sorted rows and for rows
+            that arrive sorted. Exactly one of their conditions is not 0, so every rank takes part in the same
+            number of exchanges.
         """
         self.add(
             Kernel.EXCHANGE,
@@ -166,15 +186,18 @@ class _PassCompiler:
             recv_line=line + 1 - back,
         )
 
-    # ---- tasks. Each method appends the records of one task; its sentence says what these will do
+    # ---- the records of each kind of task. Each method appends the records of one task of chunk i
 
     def gather(self, i: int) -> None:
-        """Copies the tokens that chunk i sends to its send buffer (task G)."""
+        """Task G: the record copies the tokens that chunk i sends to the send buffer."""
         source = Base.T_I if self.memory.is_forward else Base.DT_O
         self.place_once(source, "send", i, ChunkNumber.ROW_BEGIN)
 
     def gather_again(self, i: int) -> None:
-        """Copies the tokens of chunk i to be sent again in backward, and rows of later tasks (task GI)."""
+        """Task GI: the records copy the tokens that backward sends again, and rows of some later tasks.
+
+        The later tasks are those of `Schedule.joint_copies`.
+        """
         self.place_once(Base.T_I, "send_again", i, ChunkNumber.ROW_BEGIN)
         for task in self.schedule.joint_copies[f"{Kind.GATHER_AGAIN.value}{i}"]:
             if task.kind is Kind.GATHER:
@@ -183,17 +206,18 @@ class _PassCompiler:
                 self.copy_piece(task.chunk)
 
     def copy_piece(self, i: int) -> None:
-        """Copies the input of chunk i's rows that stay, and the gradients of their output, in backward.
+        """Appends the copies for rows of chunk i that stay, in backward: their tokens, and their gradients.
 
-        The gradients are copied before the task L that reads them. The rows of the chunk before, which lay in
-        the same memory, were read by earlier tasks of the lane.
+        Appends nothing unless backward makes the experts' input T_DI again. The gradients are needed only by
+        a later task, L. Copying them here is safe: their memory is a ring slot, whose former rows were read
+        by earlier tasks of the same lane.
         """
         if self.memory.dispatched == "communicate":
             self.place_once(Base.T_I, "T_DI_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
             self.place_once(Base.DT_O, "dT_DO_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
 
     def dispatch(self, i: int) -> None:
-        """Sends the rows of chunk i to the ranks of their experts (task S)."""
+        """Task S: the record sends the rows of chunk i to the ranks of their experts."""
         send = self.memory.buffer("send", i)
         if not self.memory.is_forward:
             self.exchange(send, self.memory.buffer("dT_DO", i), 2 * i, back=False, condition=CallNumber.ONE)
@@ -207,26 +231,26 @@ class _PassCompiler:
                 self.exchange(send, target, 2 * i, back=False, condition=condition)
 
     def dispatch_again(self, i: int) -> None:
-        """Sends the experts' input of chunk i again (task SI)."""
+        """Task SI: the record sends the experts' input of chunk i again, in backward."""
         send = self.memory.buffer("send_again", i)
         self.exchange(send, self.memory.buffer("T_DI", i), 2 * i, back=False, condition=CallNumber.ONE)
 
     def combine(self, i: int) -> None:
-        """Sends the results of chunk i back to the tokens' ranks (task R)."""
+        """Task R: the record sends the results of chunk i back to the tokens' ranks."""
         leaving = self.memory.buffer("T_DO" if self.memory.is_forward else "dT_DI", i)
         self.exchange(
             leaving, self.memory.part_of_home(i, stays=False), 2 * i, back=True, condition=CallNumber.ONE
         )
 
     def output(self, i: int) -> None:
-        """Sums the results of each token of chunk i (task O)."""
+        """Task O: the record sums the results of each token of chunk i."""
         home = self.memory.buffer("home" if self.memory.is_forward else "dhome", i)
         out = self.memory.tokens(Base.T_O if self.memory.is_forward else Base.DT_I, i)
         first_row = chunk_number(ChunkNumber.ROW_BEGIN, i)
         self.add(Kernel.SUM, home, self.memory.position(i), out, condition=out.rows, first=first_row)
 
     def weights(self, _: int) -> None:
-        """Sends the routing weights of all chunks, or returns their gradients (task P)."""
+        """Task P: the record sends the routing weights of all chunks, or returns their gradients."""
         line = 2 * self.memory.n
         sorted_base = Base.WEIGHT_ARRIVED if self.memory.is_forward else Base.DWEIGHT_LEAVING
         straight_base = Base.WEIGHT_RECEIVED if self.memory.is_forward else Base.DWEIGHT_RECEIVED
@@ -243,7 +267,11 @@ class _PassCompiler:
                 self.exchange(away, home, line, back=True, condition=condition)
 
     def sort_weights(self) -> None:
-        """Appends the copy that sorts all routing weights by chunk and expert; in backward the way back."""
+        """Appends a record that sorts the received routing weights of all chunks by chunk and expert.
+
+        In backward the record puts their gradients back into the order in which the weights arrived. Appends
+        nothing if rows always arrive sorted.
+        """
         if not self.memory.may_sort:
             return
         rows = CallNumber.RECEIVED_ROWS
@@ -259,7 +287,7 @@ class _PassCompiler:
         self.add(kernel, *operands, condition=CallNumber.MESSAGE_IS_SORTED)
 
     def local(self, i: int) -> None:
-        """Computes the rows of chunk i that stay on this rank (task L)."""
+        """Task L: the records compute the rows of chunk i that stay on this rank."""
         (unit,) = self.memory.units(i, "_L")
         if self.memory.is_forward:
             self.place(Base.T_I, self.memory.rows_for_experts(unit), i, ChunkNumber.LOCAL_ROW_BEGIN)
@@ -271,7 +299,7 @@ class _PassCompiler:
         self.gradients(unit, self.memory.buffer("dT_DO_L", i), home, self.memory.nowhere)
 
     def compute(self, i: int) -> None:
-        """Computes the rows that this rank received in chunk i (task C)."""
+        """Task C: the records compute the rows that this rank received in chunk i."""
         if self.memory.is_forward:
             if i == self.first_computed:
                 self.sort_weights()
@@ -301,9 +329,11 @@ class _PassCompiler:
     # ---- the experts
 
     def experts(self, unit: RowUnit, out: Operand, place: Operand) -> None:
-        """Appends forward's two products of a unit.
+        """Appends the two products of the experts in forward, for the rows of one unit.
 
-        out, place: memory for the results, and the row of it that takes each row's result.
+        out: memory for the results.
+        place: for each row, the index of the row of ``out`` in which its result is stored; an operand with
+            address 0 if that is the same row (`PassOperands.result_of`).
         """
         condition = unit.condition
         ends = self.memory.ends(unit)
@@ -319,7 +349,10 @@ class _PassCompiler:
         self.add(Kernel.OUTPUT, active, w2, b2, weight, place, out, ends, condition=condition)
 
     def recompute(self, i: int, place: str = "") -> None:
-        """Recomputes the hidden activation T_M of one part of chunk i (task M, or LM with place="_L")."""
+        """Task M: the records recompute the hidden activation T_M of chunk i's received rows.
+
+        place: "_L" for the rows that stay, which is task LM.
+        """
         if place:
             self.copy_piece(i)
         elif self.memory.dispatched == "communicate" and self.memory.may_sort:
@@ -332,10 +365,13 @@ class _PassCompiler:
             self.add(Kernel.RECOMPUTE, rows, w1, b1, hidden, self.memory.ends(unit), condition=unit.condition)
 
     def gradients(self, unit: RowUnit, grad: Operand, out: Operand, place: Operand) -> None:
-        """Appends the gradients of a unit's rows and of their routing weights.
+        """Appends the products that compute the gradients of a unit's rows and of their routing weights.
 
-        grad: the gradient of the unit's results. It is multiplied by the routing weights.
-        out, place: memory for the gradient of the rows, and the row of it that takes each row's gradient.
+        grad: the gradient of the unit's results. If `LayerShape.weighs_active` is False, a further record
+            multiplies it by the routing weights in place.
+        out: memory for the gradients of the rows.
+        place: for each row, the index of the row of ``out`` in which its gradient is stored; an operand with
+            address 0 if that is the same row (`PassOperands.result_of`).
         """
         condition = unit.condition
         ends = self.memory.ends(unit)
@@ -358,8 +394,12 @@ class _PassCompiler:
             self.add(Kernel.SCALE, weight, grad, condition=condition)
 
     def wgrad(self, i: int, place: str = "") -> None:
-        """Adds the gradients of parameters from one part of chunk i (task W, or LW with place="_L")."""
-        # The first task overwrites the sums, also if no rows come: so it always runs, in one form.
+        """Task W: the records add the gradients of parameters from chunk i's received rows to their sums.
+
+        place: "_L" for the rows that stay, which is task LW.
+        """
+        # The first task writes the sums, which are uninitialised before. So it must run even if it has no
+        # rows: its condition is that of the form, which is 1 for exactly one of the two forms.
         adds = int(self.num_weight_gradients > 0)
         self.num_weight_gradients += 1
         for unit in self.memory.units(i, place):
@@ -389,27 +429,39 @@ class _PassCompiler:
     # ---- copies to the host and back
 
     def copy_rows_out(self, i: int, place: str = "") -> None:
-        """Copies T_DI of one part of chunk i to the host (task DI, or LDI with place="_L")."""
+        """Task DI: the record copies T_DI of chunk i's received rows to the host.
+
+        place: "_L" for the rows that stay, which is task LDI.
+        """
         for unit in self.memory.units(i, place):
             source = self.memory.rows_for_experts(unit)
             target = self.memory.saved("T_DI", unit)
             self.add(Kernel.COPY, source, target, condition=unit.condition)
 
     def copy_hidden_out(self, i: int, place: str = "") -> None:
-        """Copies T_M of one part of chunk i to the host (task DM, or LDM with place="_L")."""
+        """Task DM: the record copies T_M of chunk i's received rows to the host.
+
+        place: "_L" for the rows that stay, which is task LDM.
+        """
         unit = self.memory.units(i, place)[-1]  # both forms have T_M in the same memory
         self.add(
             Kernel.COPY, self.memory.hidden_of(unit), self.memory.saved("T_M", unit), condition=unit.rows
         )
 
     def copy_rows_in(self, i: int, place: str = "") -> None:
-        """Copies T_DI of one part of chunk i to the device (task HI, or LHI with place="_L")."""
+        """Task HI: the record copies T_DI of chunk i's received rows back to the device.
+
+        place: "_L" for the rows that stay, which is task LHI.
+        """
         unit = self.memory.units(i, place)[-1]
         target = self.memory.buffer(f"T_DI{place}", i)
         self.add(Kernel.COPY, self.memory.saved("T_DI", unit), target, condition=unit.rows)
 
     def copy_hidden_in(self, i: int, place: str = "") -> None:
-        """Copies T_M of one part of chunk i to the device (task HM, or LHM with place="_L")."""
+        """Task HM: the record copies T_M of chunk i's received rows back to the device.
+
+        place: "_L" for the rows that stay, which is task LHM.
+        """
         unit = self.memory.units(i, place)[-1]
         self.add(
             Kernel.COPY, self.memory.saved("T_M", unit), self.memory.hidden_of(unit), condition=unit.rows
@@ -418,7 +470,7 @@ class _PassCompiler:
     # ---- the whole pass
 
     def actions(self) -> dict[Kind, Callable[[int], None]]:
-        """Returns the method for each kind of task that a program can have."""
+        """Returns, for each kind of task that a program can have, the method that appends its records."""
         return {
             Kind.GATHER: self.gather,
             Kind.WEIGHTS: self.weights,
@@ -444,7 +496,7 @@ class _PassCompiler:
         }
 
     def compile(self) -> PassProgram:
-        """Compiles the pass."""
+        """Appends the records of all tasks, with their waits and signals. Returns the program."""
         actions = self.actions()
         refused = next((task for task in self.schedule.tasks if task.kind not in actions), None)
         if refused is not None:
@@ -468,7 +520,7 @@ class _PassCompiler:
             if task.lane not in begun:
                 waits = self._first_waits(task.lane, waits)
                 begun.add(task.lane)
-            # Tasks that share an event (`_signal`) are waited for once.
+            # Several tasks may share an event (`_signal`). A lane waits for the same event only once.
             waits = [event for event in dict.fromkeys(waits) if (task.lane, event) not in awaited]
             awaited |= {(task.lane, event) for event in waits}
             if waits:
@@ -494,10 +546,10 @@ class _PassCompiler:
         )
 
     def _signal(self, lane: Lane) -> int:
-        """Returns the event that the last record of a lane signals. The record gets one if it has none.
+        """Returns the event that the last record of a lane signals. If it signals none, it gets a new event.
 
-        A task has no record of its own if an earlier task of its lane has copied its rows (`place_once`). It
-        then shares that task's event.
+        A task appends no record if an earlier task of its lane has already copied its rows (`place_once`).
+        The last record of the lane is then one of the earlier task, so both tasks have the same event.
         """
         last = max(place for place, record in enumerate(self.records) if record.lane is lane)
         if self.records[last].signal < 0:
@@ -508,9 +560,10 @@ class _PassCompiler:
     def _begin(self) -> None:
         """Appends the records before the first task.
 
-        Other lanes begin when the compute lane, on which the caller computed the inputs, has reached the
-        pass. Copies to the host also begin after earlier passes' copies from the host, because these may
-        still read the same host memory.
+        The other lanes may begin only when the compute lane has reached the pass, because the caller has
+        computed the inputs on that lane (event `BEGIN`). Copies to the host must also wait until earlier
+        passes have ended their copies from the host, which may still read the same host memory (event
+        `HOST_IS_READ`).
         """
         if self.memory.is_forward:
             self.add(Kernel.TAKE, *self.memory.weights_by_number(), condition=CallNumber.ROWS)
@@ -525,14 +578,18 @@ class _PassCompiler:
     def _first_waits(self, lane: Lane, waits: list[int]) -> list[int]:
         """Returns the events for which a lane waits before its first task.
 
-        waits: the events of the tasks for which it waits. If there are any, the pass has surely begun.
+        waits: the events of the tasks for which the first task waits. If there are any, the lane need not
+            wait for `BEGIN`, because these tasks run after it.
         """
         needed = waits or [BEGIN]
         return [HOST_IS_READ, *needed] if lane is Lane.COPY_OUT else needed
 
 
 def _with_end(schedule: Schedule) -> Schedule:
-    """Returns the schedule with one more task on the compute lane, which waits for the last of each lane."""
+    """Returns the schedule with one more task on the compute lane, which waits for all other lanes.
+
+    So everything that the caller enqueues later on the compute lane runs after the whole pass.
+    """
     last_of_lane = {task.lane: task.name for task in schedule.tasks}
     chunk = 1 + max(task.chunk for task in schedule.tasks)  # of no other task, so that its name is new
     end = replace(make_task(Kind.OUTPUT, chunk, [], []), waits=tuple(last_of_lane.values()))
@@ -544,12 +601,12 @@ def compile_pass(schedule: Schedule, shape: LayerShape, restore: Restore | None)
 
     schedule: the tasks of the pass, whose chunks take turns in ring slots
         (`pmoe.schedule.ring_buffers.rotating`).
-    shape: the facts of the layer.
+    shape: the sizes and settings of the layer.
     restore: the restore pair with which the schedule was built; None for a forward pass without a backward
         pass.
 
-    Raises ValueError, which names the task, if a program cannot have it. `pmoe.decide.program_choice` has
-    refused other schedules and pairs.
+    Raises ValueError, which names the task, for a task that a program cannot have. Layers and calls with such
+    tasks do not get here, because `pmoe.decide.program_choice` refuses them.
     """
     assert schedule.slots, "a program's chunks take turns in ring slots"
     assert restore is None or not restore.is_narrow, "a program keeps tensors as they are"

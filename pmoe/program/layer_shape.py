@@ -1,4 +1,4 @@
-"""The facts of a layer on which a pass program depends."""
+"""The sizes and settings of a layer on which a pass program depends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INDEX_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """The facts of a layer on which the records of its passes depend. They are the same for all calls.
+    """The sizes and settings of a layer on which its pass programs depend. They are the same for all calls.
 
     ranks: W, number of ranks.
     local_experts: E_local, experts of each rank.
@@ -27,13 +27,14 @@ class LayerShape:
     bias: whether experts have the biases b1 and b2.
     keeps_own: whether rows for this rank's own experts stay on it.
     sends: whether rows are sent.
-    weighs_active: whether backward multiplies the activated hidden by the routing weights, in place of the
-        gradient of the output. pmoe's kernels do so if there is no bias.
+    weighs_active: how backward applies the routing weights to the gradient of w2. True: it multiplies the
+        hidden activation after the nonlinearity by them. False: it multiplies the gradient of the output by
+        them. pmoe's kernels do the first if there is no bias.
     places: whether the experts' last products store results in the order in which the rows arrived. pmoe's
-        kernels do. Otherwise another record copies sorted results to this order.
-    element_bytes: bytes of a number of rows and parameters.
+        kernels do. Otherwise a further record copies sorted results to this order.
+    element_bytes: bytes of an element of rows and parameters.
     weight_bytes: bytes of a routing weight.
-    sum_bytes: bytes of a number of the sums of parameters' gradients.
+    sum_bytes: bytes of an element of the sums in which gradients of parameters are added up.
     trained: names of the experts' parameters of which backward computes gradients.
     """
 
@@ -56,7 +57,7 @@ class LayerShape:
     def of(
         modules: PassModules, x_TM: Tensor, weight_TK: Tensor, *, device_type: str | None = None
     ) -> LayerShape:
-        """Returns the facts of a layer whose parameters are all trained.
+        """Returns the sizes and settings of a layer. All its parameters count as trained.
 
         modules: the layer's modules. Its features are those that programs take
             (`pmoe.decide.program_choice.layer_refusal`).

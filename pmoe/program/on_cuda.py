@@ -42,7 +42,7 @@ FLOAT32_BYTES = 4
 
 
 class CudaBackend:
-    """Issues pass programs on CUDA devices. It implements `pmoe.program.backend.ProgramBackend`."""
+    """The backend that runs pass programs on CUDA devices: implements `ProgramBackend`."""
 
     device_type = "cuda"
 
@@ -93,15 +93,15 @@ class CudaBackend:
 
 
 def make_communicator(ranks: Ranks, device: torch.device) -> Any:
-    """Returns a communicator of NCCL for the exchanges of pass programs. A collective.
+    """Returns a new NCCL communicator, which only the exchanges of pass programs use. Collective.
 
-    The communicator is not torch's: it belongs to pass programs alone. NCCL is the library that torch has
-    loaded. Rank 0 makes the communicator's id, and the others get it through the process group.
+    It is made by the NCCL library that torch has loaded. Rank 0 makes the communicator's id, and the other
+    ranks get the id through the process group.
 
-    NCCL and torch's watchdog know nothing of the time limit of this communicator. So a thread watches whether
-    passes end within the timeout of the ranks' group. If a pass does not, because a peer never came, the
-    thread aborts the communicator, and warns. It also does so after an error of NCCL or of the device. Later
-    passes raise RuntimeError with the reason.
+    Neither NCCL nor torch's watchdog ends an exchange of this communicator that takes too long. So a thread
+    watches whether passes end within the timeout of the ranks' group. If a pass does not, because a peer
+    never came, the thread aborts the communicator, and warns. It also does so after an error of NCCL or of
+    the device. Later passes raise RuntimeError with the reason.
 
     ranks: the ranks, more than one.
     device: this rank's device.
@@ -129,9 +129,9 @@ LOOK_SECONDS = 1.0
 
 
 def _watch(communicator: weakref.ref[Any]) -> None:
-    """Aborts a communicator if a pass does not end in time. Returns when it is gone or aborted.
+    """Aborts a communicator if a pass does not end in time. Returns when the communicator is gone or aborted.
 
-    communicator: a reference to the communicator.
+    communicator: a weak reference to the communicator.
     """
     reason: str | None = ""
     while reason == "":
@@ -161,7 +161,7 @@ def record_labels(program: PassProgram, schedule: Schedule) -> list[str]:
 class LoadedProgram:
     """A pass program that was loaded for a CUDA device.
 
-    program: the program, and ``schedule`` the schedule from which it was compiled.
+    program, schedule: the program, and the schedule from which it was compiled.
     device: number of the device.
     kernels: the kernels that are launched, "sm_90a" or "sm_80" (`pmoe.kernels.extension.path`).
     dtype: dtype of the rows.
@@ -200,14 +200,14 @@ class LoadedProgram:
         )
 
     def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> Any:
-        """Returns the numbers of a call. Its ``arena_bytes`` are the bytes of all ring slots.
+        """Returns the numbers of a call (`PassCut`). Their ``arena_bytes`` are the bytes of all ring slots.
 
         tokens: T, tokens of this rank.
         rank: this rank.
         send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
             rank, and rows that each rank has for each expert of this rank.
 
-        Raises ValueError for counts that cannot be.
+        Raises ValueError for tensors of another kind, and for impossible counts, such as negative ones.
         """
         for name, counts in (("send", send_nWE), ("recv", recv_nWE)):
             is_readable = counts.dtype == torch.int64 and counts.is_contiguous() and not counts.is_cuda
@@ -219,24 +219,24 @@ class LoadedProgram:
         return self._loaded.cut(tokens, rank, send_nWE.data_ptr(), recv_nWE.data_ptr())
 
     def workspace_bytes(self, cut: Any) -> int:
-        """Returns the bytes of device memory that a pass needs beside its bases.
+        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
 
-        cut: the numbers of the call.
+        cut: the numbers of the call, from `cut`.
         """
         size: int = self._loaded.workspace_bytes(cut)
         return size
 
     def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
-        """Issues a pass. The host does not wait for the device.
+        """Enqueues all work of a pass. The host does not wait for the device.
 
-        cut: the numbers of the call.
-        bases: the address of each memory; 0 for those that are missing.
+        cut: the numbers of the call, from `cut`.
+        bases: for each `Base`, the address of its memory; 0 if the pass does not use it.
         streams: the stream of each lane that the pass uses.
         workspace: address of `workspace_bytes` bytes of device memory.
 
-        Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. The compute lane then waits
-        for all others. Raises RuntimeError before the first record if an earlier pass did not end in time.
-        Raises ValueError for an address that is not a multiple of 16.
+        Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. In that case the compute
+        lane waits for all other lanes. Raises RuntimeError, before anything is enqueued, if an earlier pass
+        did not end in time. Raises ValueError for an address that is not a multiple of 16.
         """
         compute = streams[Lane.COMPUTE]
         collectives.begun += self._num_exchanges

@@ -9,8 +9,9 @@ the call, so an operand has the index of a number (`pmoe.program.records.ChunkNu
     T_DI.1      its ring slot, or SAVED_T_DI if kept   RECEIVED; SORTED and STRAIGHT if kept
     T_O         tokens of the layer's output           TOKENS of the chunk
 
-The experts' received rows have two forms. Rows from several ranks are sorted by expert, into a buffer whose
-name ends in "_sorted". Rows from one rank arrive sorted. The counts of a call decide which form a chunk has.
+The rows that a chunk receives have one of two forms. Rows from several ranks must be sorted by expert, into a
+buffer whose name ends in "_sorted" (form SORTED). Rows from one rank arrive sorted (form STRAIGHT). The row
+counts of a call decide which form a chunk has.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from pmoe.schedule.tasks import Schedule
 
 @dataclass(frozen=True)
 class RowForm:
-    """One of the two forms of received rows: sorted copies, or rows as they arrived.
+    """One of the two forms of the rows that a chunk receives: sorted copies, or rows as they arrived.
 
-    ending: the ending of the names of their buffers.
-    flag: the number that is 1 if the rows of the chunk have this form, and else 0.
-    rows: the number of the rows in this form.
+    ending: the ending of the names of the buffers in which the experts read such rows.
+    flag: which number of a chunk is 1 if the chunk's rows have this form, and 0 if they have the other one.
+    rows: which number of a chunk is the number of its received rows if they have this form, and 0 if not.
     """
 
     ending: str
@@ -45,7 +46,10 @@ STRAIGHT = RowForm("", ChunkNumber.IS_STRAIGHT, ChunkNumber.STRAIGHT)
 
 @dataclass(frozen=True, kw_only=True)
 class RowUnit:
-    """A unit: the rows that experts compute in one task.
+    """The rows of a chunk that experts compute in one task, a unit: rows that stay, or received rows.
+
+    Received rows may have two forms (`RowForm`). A program has records for a unit of each form. In a call,
+    the unit of one form has all received rows of the chunk, and the unit of the other form has none.
 
     chunk: the number of the chunk.
     place: "_L" for rows that stay on this rank, "" for received rows.
@@ -58,12 +62,19 @@ class RowUnit:
 
     @property
     def condition(self) -> int:
-        """The index of the number of rows: records of a unit without rows are not issued."""
+        """The condition of the unit's records: the index of the number of rows that the unit has in a call.
+
+        If that number is 0, the records do nothing. So for received rows, only the records of one form run.
+        """
         return chunk_number(ChunkNumber.LOCAL if self.place else self.form.rows, self.chunk)
 
     @property
     def rows(self) -> int:
-        """The index of the number of rows that lie in the buffers which both forms share."""
+        """The index of the number of rows in buffers that the units of both forms share, such as T_M.
+
+        In a unit of received rows, the number counts all received rows of the chunk, in whichever form they
+        arrive. In a unit of rows that stay, it counts all rows that stay.
+        """
         return chunk_number(ChunkNumber.LOCAL if self.place else ChunkNumber.RECEIVED, self.chunk)
 
 
@@ -71,8 +82,9 @@ class PassOperands:
     """The operands of one pass.
 
     schedule: the tasks of the pass, with the ring slot of each buffer.
-    shape: the facts of the layer.
-    restore: the restore pair; None for a forward pass without a backward pass.
+    shape: the sizes and settings of the layer.
+    restore: the restore pair, which says whether T_DI (the experts' input) and T_M (their hidden activation)
+        are kept, offloaded or made again until backward; None for a forward pass without a backward pass.
     is_forward: whether the pass is a forward pass.
     dispatched, hidden: the fates of T_DI and T_M in the restore pair; None without a backward pass.
     n: number of chunks.
@@ -94,7 +106,7 @@ class PassOperands:
         self.may_sort: bool = shape.sends and shape.ranks - shape.keeps_own > 1
         self.forms: tuple[RowForm, ...] = (SORTED, STRAIGHT) if self.may_sort else (STRAIGHT,)
         none = (0,) * self.n
-        # Only asked for columns: numbers of rows depend on the call.
+        # Only the numbers of columns are read from it, because the numbers of rows depend on the call.
         self._sizes = BufferSizes(
             direction=schedule.direction,
             extent=ChunkRows(send=none, received=none, local=none, home=none, regrouped=[False] * self.n),
@@ -111,9 +123,10 @@ class PassOperands:
         """Returns an operand in memory that is no ring slot.
 
         base: the memory.
-        rows, row: indices of the number of rows, and of the first row.
-        columns: numbers in a row.
-        item_bytes: bytes of a number.
+        rows: index, among the numbers of a call, of the number of rows.
+        columns: elements of a row.
+        item_bytes: bytes of an element.
+        row: index, among the numbers of a call, of the first row.
         """
         row_bytes = columns * item_bytes
         return Operand(base=base, name=base.name, rows=rows, columns=columns, row_bytes=row_bytes, row=row)
@@ -132,9 +145,11 @@ class PassOperands:
         )
 
     def rows_of(self, name: str) -> ChunkNumber:
-        """Returns which number of a chunk is the number of rows of the buffers called ``name``.
+        """Returns which number of a chunk says how many rows its buffer ``name`` has.
 
-        It says with numbers of a call what `BufferSizes` says with counts.
+        `BufferSizes` has the same rules for row counts that are known.
+
+        name: a name without a chunk, such as "T_DI".
         """
         match name.removesuffix("_again"):
             case "send":
@@ -151,8 +166,8 @@ class PassOperands:
         """Yields the buffers that take turns in ring slots."""
         for name, turns in self.schedule.turns.items():
             columns = self._sizes.of(name)[1]
-            # The rows that stay lie in the buffer of the rows that return (`part_of_home`). Results that are
-            # stored in the order of arrival have no sorted form.
+            # These buffers need no memory of their own: "home_L" is a part of "home" (`part_of_home`), and
+            # results that the products store in the order of arrival are never in sorted order.
             if name in ("home_L", "dhome_L") or (self.shape.places and name in SORTED_RESULTS):
                 columns = 0
             is_block = name.removesuffix("_L") == "scratch"
@@ -164,24 +179,40 @@ class PassOperands:
 
     @property
     def _scratch_rows(self) -> int:
-        """The largest number of rows of the buffer "scratch"; 0 if T_M must not be overwritten."""
+        """The largest number of rows of "scratch", the buffer for a block of activated hidden rows.
+
+        It is 0 if T_M must not be overwritten: such a pass does not need the buffer.
+        """
         return self.shape.columns.scratch_rows if self.hidden != "keep" else 0
 
     def part_of_home(self, i: int, *, stays: bool) -> Operand:
-        """Returns a part of the buffer for results of chunk i: sent rows come first, then rows that stay."""
+        """Returns a part of the buffer for results of chunk i: those of sent rows, or of rows that stay.
+
+        The results of sent rows come first in the buffer, then those of rows that stay.
+
+        i: number of the chunk.
+        stays: True for the results of rows that stay.
+        """
         whole = self.buffer("home" if self.is_forward else "dhome", i)
         if not stays:
             return replace(whole, rows=chunk_number(ChunkNumber.SENT, i))
         return replace(whole, rows=chunk_number(ChunkNumber.LOCAL, i), row=chunk_number(ChunkNumber.SENT, i))
 
     def tokens(self, base: Base, i: int) -> Operand:
-        """Returns the tokens of chunk i in an input or output of the pass, (T, M)."""
+        """Returns the rows of chunk i's tokens in an input or output of the pass, which is (T, M).
+
+        base: the input or output, such as `Base.T_I`.
+        i: number of the chunk.
+        """
         rows = chunk_number(ChunkNumber.TOKENS, i)
         row = chunk_number(ChunkNumber.TOKENS_BEGIN, i)
         return self.operand(base, rows, self.shape.d_model, self.shape.element_bytes, row)
 
     def position(self, i: int) -> Operand:
-        """Returns the sorted rows of the tokens of chunk i, (tokens, K) int32."""
+        """Returns the positions of the rows of chunk i's tokens, (tokens, K) int32.
+
+        A position is a row's index among all sorted rows of this rank's tokens.
+        """
         rows = chunk_number(ChunkNumber.TOKENS, i)
         row = chunk_number(ChunkNumber.TOKENS_BEGIN, i)
         return self.operand(Base.POSITION, rows, self.shape.top_k, INDEX_BYTES, row)
@@ -193,17 +224,18 @@ class PassOperands:
 
     @property
     def nowhere(self) -> Operand:
-        """The operand of a product that has no bias, or stores no rows elsewhere: address 0."""
+        """An operand with address 0, which stands for "none": no bias, or no index of rows."""
         return self.operand(Base.NOWHERE, CallNumber.ZERO, 0, self.shape.element_bytes)
 
     def result_of(self, name: str, unit: RowUnit) -> tuple[Operand, Operand]:
-        """Returns the memory of a unit's results, and the index of the row that takes each row's result.
+        """Returns two operands: where a unit's results are stored, and an index of rows in that memory.
 
-        If received rows were sorted and results are stored in the order of arrival, the result of row r is
-        row regroup[r] of the buffer that is sent back. Otherwise row r of the memory takes it, and the index
-        has no address.
+        If received rows were sorted, and products store results in the order of arrival, the result of row r
+        is stored in row index[r] of the buffer that is sent back. Otherwise it is stored in row r, and the
+        second operand is `nowhere`.
 
         name: name of the buffer that is sent back, "T_DO" or "dT_DI".
+        unit: the rows.
         """
         if unit.form is SORTED and self.shape.places:
             return self.buffer(name, unit.chunk), self.regroup(unit.chunk)
@@ -216,7 +248,10 @@ class PassOperands:
         return replace(whole, constant=line * whole.row_bytes)
 
     def parameter(self, base: Base) -> Operand:
-        """Returns a parameter of the experts, or the sum of its gradient, as one row of numbers."""
+        """Returns a parameter of all experts of this rank, or the sum of its gradient, as one long row.
+
+        base: the parameter or the sum, such as `Base.W1` or `Base.DW1`.
+        """
         shape = self.shape
         columns = shape.columns
         numbers = {
@@ -233,11 +268,19 @@ class PassOperands:
         return self.operand(base, CallNumber.ONE, count, item_bytes)
 
     def numbers_of_rows(self, base: Base, rows: int, row: int = CallNumber.ZERO) -> Operand:
-        """Returns routing weights, or their gradients: one number for each row."""
+        """Returns routing weights, or gradients of routing weights: a vector with an element for each row.
+
+        base: the memory of the vector.
+        rows, row: indices, among the numbers of a call, of the number of rows and of the first row.
+        """
         return self.operand(base, rows, 1, self.shape.weight_bytes, row)
 
     def weights_of(self, unit: RowUnit, *, gradient: bool = False) -> Operand:
-        """Returns the routing weights of a unit's rows, or the memory of their gradients."""
+        """Returns the routing weights of a unit's rows, or the memory for the gradients of these weights.
+
+        unit: the rows.
+        gradient: True for the memory of the gradients.
+        """
         if unit.place:
             base = Base.DWEIGHT_BY_NUMBER if gradient else Base.WEIGHT_BY_NUMBER
             return self.numbers_of_rows(base, unit.rows, chunk_number(ChunkNumber.LOCAL_WEIGHT, unit.chunk))
@@ -268,7 +311,8 @@ class PassOperands:
         """Returns T_DI of a unit, sorted by expert, where the experts read it."""
         if self.dispatched == "keep":
             return self.saved("T_DI", unit)
-        is_copied_in = not self.is_forward and self.dispatched == "offload"  # in the order of the experts
+        # Backward copies T_DI from the host in the order of the experts, so it has only one form there.
+        is_copied_in = not self.is_forward and self.dispatched == "offload"
         ending = unit.place or ("" if is_copied_in else unit.form.ending)
         return self.buffer(f"T_DI{ending}", unit.chunk)
 
@@ -279,10 +323,10 @@ class PassOperands:
         )
 
     def written_hidden_of(self, unit: RowUnit) -> Operand:
-        """Returns T_M of a unit in forward. It has no address if nothing reads T_M.
+        """Returns the memory to which forward writes T_M of a unit; address 0 if T_M need not be stored.
 
-        Nothing reads it if backward recomputes it, or if there is no backward pass; unless the activated
-        hidden is a part of it.
+        T_M is the hidden activation before the nonlinearity. It must be stored if backward reads it, or if
+        the activation after the nonlinearity is stored in a part of its memory.
         """
         hidden = self.hidden_of(unit)
         is_read = self.hidden in ("keep", "offload") or self._sizes.of(f"active{unit.place}")[1] == 0
@@ -298,15 +342,21 @@ class PassOperands:
         return self.buffer(name, unit.chunk)
 
     def units(self, i: int, place: str) -> list[RowUnit]:
-        """Returns a chunk's received rows in each form that they may have, or its rows that stay."""
+        """Returns the units of one part of a chunk: one for rows that stay, or one for each form.
+
+        i: number of the chunk.
+        place: "_L" for the rows that stay on this rank, "" for received rows.
+        """
         if place:
             return [RowUnit(chunk=i, place=place)]
         return [RowUnit(chunk=i, place="", form=form) for form in self.forms]
 
     def weights_by_number(self) -> tuple[Operand, Operand, Operand]:
-        """Returns the routing weights of all pairs, the index of each row's pair, and weights by number.
+        """Returns three operands: routing weights by pair, the pair of each row, and routing weights by row.
 
-        In backward these are gradients of routing weights.
+        The first has an element for each (token, choice) pair, (T, K). The last has an element for each row
+        of this rank's tokens, in the order that `Base` calls "by number". In backward the first and the last
+        are gradients of routing weights.
         """
         bases = (
             (Base.WEIGHT, Base.WEIGHT_BY_NUMBER)

@@ -29,10 +29,11 @@ LANES = tuple(Lane)
 
 
 class Kernel(enum.IntEnum):
-    """The kernel that a record calls. Operands are behind each name, in order; results are behind the arrow.
+    """The kernels that records can call.
 
-    "ends" is (E_local,) int32: where each expert's rows end. "rows" are sorted by expert. ``first`` and
-    ``flag`` are arguments of the record.
+    The comment of a kernel lists its operands in order: inputs -> outputs; then "ends", which is (E_local,)
+    int32 and says where each expert's rows end. A formula may follow. "rows" are sorted by expert. ``first``
+    and ``flag`` are arguments of the record (`Record`).
     """
 
     NOTHING = 0  # only waits and signals
@@ -40,8 +41,8 @@ class Kernel(enum.IntEnum):
     EXCHANGE = 2  # rows for other ranks -> rows from other ranks, by an all-to-all
     TAKE = 3  # source, index -> out: out[r] = source[index[r]]
     PUT = 4  # source, index -> out: out[index[r]] = source[r]
-    # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out. Records that
-    # follow one another are one launch on a device
+    # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out. PLACE
+    # records that directly follow one another are a single launch on a GPU
     PLACE = 5
     SUM = 6  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
     HIDDEN = 7  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
@@ -58,10 +59,11 @@ class Kernel(enum.IntEnum):
 
 
 class Base(enum.IntEnum):
-    """The memory in which operands lie. A call passes the address of each.
+    """The tensors and other memory in which operands lie. A call passes an address for each.
 
-    "By number" means an order of this rank's rows: first all rows that are sent, by destination rank, chunk
-    and expert; then the rows that stay, by chunk. An address may be 0 if the pass does not use the memory.
+    The address is 0 if the pass does not use the memory. "By number" in a comment means an order of this
+    rank's rows: first all rows that are sent, by destination rank, chunk and expert; then the rows that stay,
+    by chunk.
     """
 
     NOWHERE = 0  # address 0: a bias or places that the product does not have, or a result that nothing reads
@@ -100,7 +102,10 @@ class Base(enum.IntEnum):
 
 
 class CallNumber(enum.IntEnum):
-    """Indices of the numbers of a call as a whole. "Sorted rows" are all rows of this rank's tokens."""
+    """Indices of the numbers that a call has only once, such as the number of all its rows.
+
+    "Sorted rows" are all rows of this rank's tokens.
+    """
 
     ZERO = 0
     ONE = 1
@@ -112,7 +117,10 @@ class CallNumber(enum.IntEnum):
 
 
 class ChunkNumber(enum.IntEnum):
-    """Numbers of a chunk, of which `chunk_number` gives the index. Rows from several ranks are sorted."""
+    """The numbers that a call has for each chunk. `chunk_number` returns the index of such a number.
+
+    Received rows must be sorted by expert if they come from several ranks. Rows from one rank arrive sorted.
+    """
 
     TOKENS_BEGIN = 0  # first token
     TOKENS = 1  # tokens
@@ -121,9 +129,9 @@ class ChunkNumber(enum.IntEnum):
     LOCAL = 4  # rows that stay on this rank
     HOME = 5  # SENT + LOCAL
     LOCAL_ROW_BEGIN = 6  # first sorted row of those that stay
-    LOCAL_BEGIN = 7  # number of the first row that stays, among rows that stay
-    LOCAL_WEIGHT = 8  # number of its routing weight ("by number")
-    RECEIVED_BEGIN = 9  # first received row, among those of all chunks
+    LOCAL_BEGIN = 7  # first row that stays, counted among the rows of all chunks that stay
+    LOCAL_WEIGHT = 8  # index of that row's routing weight in the order "by number"
+    RECEIVED_BEGIN = 9  # first received row, counted among the received rows of all chunks
     RECEIVED = 10  # rows that it receives
     SORTED = 11  # RECEIVED if the rows must be sorted, else 0
     STRAIGHT = 12  # RECEIVED - SORTED
@@ -132,23 +140,29 @@ class ChunkNumber(enum.IntEnum):
 
 
 def chunk_number(number: ChunkNumber, chunk: int) -> int:
-    """Returns the index of a number of one chunk."""
+    """Returns the index of a number of one chunk, among all numbers of a call.
+
+    number: which number of the chunk.
+    chunk: the chunk, from 0 to n - 1.
+    """
     return len(CallNumber) + chunk * len(ChunkNumber) + number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """An operand of a record: rows in some memory of the call.
+    """An operand of a record: a matrix that begins at some row of a memory of the call.
 
-    The address is bases[base] + constant + numbers[begin] + numbers[row] * row_bytes.
+    Its address is bases[base] + constant + numbers[begin] + numbers[row] * row_bytes. A call provides
+    ``bases``, the addresses of its memories, and ``numbers``, its row counts and their sums.
 
     base: the memory.
-    name: for readers and tests: the buffer, such as "T_DI.1", or the name of the base. The words lack it.
-    rows: index of the number of rows.
-    columns: numbers in a row.
+    name: the buffer, such as "T_DI.1", or the name of the base. Only for readers and tests:
+        `PassProgram.words` leaves it out.
+    rows: index, in ``numbers``, of the number of rows.
+    columns: elements of a row.
     row_bytes: bytes from one row to the next.
-    row: index of the number of the first row.
-    begin: index of the number with the bytes at which the operand's ring slot begins.
+    row: index, in ``numbers``, of the first row.
+    begin: index, in ``numbers``, of the bytes at which the operand's ring slot begins.
     constant: bytes that are added to the address.
     """
 
@@ -164,20 +178,22 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One call of a pass.
+    """One call of a kernel, a copy or an all-to-all in a pass.
 
     kernel: what is called.
     lane: the lane on which it runs.
-    task: index of the task in the schedule; -1 for calls before the first and after the last task.
+    task: index, in the schedule, of the task to which the record belongs; -1 for records before the first
+        and after the last task.
     operands: the operands, in the order that `Kernel` lists.
-    condition: index of a number. If it is 0, nothing is called, but the record still waits and signals.
+    condition: index of a number of the call. If that number is 0, nothing is called, but the record still
+        waits and signals.
     waits: events of other lanes for which the lane waits before the call.
     signal: the event that is recorded on the lane after the call; -1 for none.
-    first: index of a number that is passed to the kernel.
-    flag: an argument of the kernel.
-    send_line, recv_line: for an exchange, which line of the table of rows by rank has the rows to each rank,
-        and from each; -1 for others. The table has two lines for each chunk (sent, received), then two with
-        the sums over chunks.
+    first: index of a number of the call. The kernel gets the number as an argument (`Kernel`).
+    flag: another argument of the kernel.
+    send_line, recv_line: only for an exchange: which line of a table has the numbers of rows to each rank,
+        and which those from each rank; -1 for other records. The table has two lines for each chunk (sent,
+        received), then two with the sums over all chunks.
     """
 
     kernel: Kernel
@@ -195,11 +211,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Turn:
-    """A buffer that takes its turn in a ring slot. The slot is as large as the largest of its buffers.
+    """A buffer that shares a ring slot with other buffers: they use its memory in turn.
+
+    The slot must be as large as the largest of its buffers, so a call computes the size of each.
 
     slot: number of the slot.
-    rows: index of the number of rows.
-    most_rows: the buffer has at most so many rows; -1 for no limit.
+    rows: index of the number of the buffer's rows, among the numbers of the call.
+    most_rows: an upper limit of the number of rows; -1 for no limit.
     row_bytes: bytes of a row.
     """
 
@@ -235,7 +253,7 @@ class PassProgram:
     num_events: int
 
     def words(self) -> list[int]:
-        """Returns the program as int64 words, in the form of ``cuda/program/layout.h``."""
+        """Returns the program as a list of integers (int64), which ``cuda/program/layout.h`` describes."""
         operands: list[int] = []
         waits: list[int] = []
         records: list[int] = []

@@ -89,7 +89,8 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.NO_CAPACITY, F.FUSED, F.PERSISTENT, F.HIERARCHICAL, F.OWN_EXCHANGE, F.WIRE, F.ONE_LANE, F.PROGRAM}
         | {F.CALLBACKS}
     ),
-    # Options that say how a call is cut into chunks and buffers are kept: the engine runs such a layer.
+    # This runner has no chunks and no buffers. So it lacks the features about these, and the engine runs a
+    # layer that has one of them.
     "few rows": frozenset(
         {F.RANKS, F.CAPACITY, F.NO_CAPACITY, F.CHECK_FINITE, F.KEEPS_ITSELF, F.OTHER_GATE, F.OWN_GATE}
         | {F.GATE_MODULE, F.EXTERNAL_ROUTING, F.OTHER_EXPERTS, F.ADAPTERS, F.LATENT, F.CALLBACKS, F.PROGRAM}

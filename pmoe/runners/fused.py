@@ -331,7 +331,8 @@ class NoTokensRunner:
         if saved is None:
             return y_TM, None
         run_backward = saved.backward
-        # Not the tensor itself, whose memory and whose autograd graph would stay until backward.
+        # Only shape and dtype are kept: the tensor would keep its memory and its autograd graph alive until
+        # backward.
         weight_shape = weight_TK.shape
         weight_dtype = weight_TK.dtype
 

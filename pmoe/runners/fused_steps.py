@@ -68,6 +68,8 @@ class Request:
     sends_again: bool = False
 
 
+# Answers on which all ranks have agreed: whether any rank refuses the kernels, and whether the ranks are on
+# several nodes. The first part of a key says which of the two questions it is.
 _agreed: dict[tuple[object, ...], bool] = {}
 
 
@@ -186,11 +188,13 @@ def heap_shape(request: Request) -> HeapShape:
 
 
 def most_tokens(request: Request) -> int:
-    """Returns T, the largest number of tokens of any rank, rounded up to a multiple of p / 8.
+    """Returns the number of tokens for which a heap is made: T rounded up to a multiple of p / 8.
 
-    p is the smallest power of two of at least T. If p / 8 is below 16, T is rounded up to a multiple of 16.
-    The heap, memory to which all ranks can write, is made for the rounded number. So the heap is seldom
-    replaced by a larger one.
+    T is the largest number of tokens of any rank, and p the smallest power of two of at least T. If p / 8 is
+    below 16, T is rounded up to a multiple of 16. A heap is memory to which all ranks can write. Because of
+    the rounding, the heap need not be replaced by a larger one if a later call has a few tokens more.
+
+    Example: T = 1000 -> p = 1024, a multiple of 128 -> 1024.
     """
     step = max(bucket(request.max_tokens) // 8, 16)
     return math.ceil(request.max_tokens / step) * step

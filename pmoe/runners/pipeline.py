@@ -126,7 +126,9 @@ def _variants(plan: Plan, on_gpu: bool, *, moves: bool) -> list[Variant]:
 
 
 def _rare_variants(plan: Plan, on_gpu: bool) -> list[Variant]:
-    """Returns the classes of features that change how rows are sent, or in which types experts compute.
+    """Returns the classes of the rarer features that a pass needs, such as sharded experts.
+
+    They are in a function of their own, so that most layers import none of these files.
 
     plan: the plan of the call.
     on_gpu: whether the rows are on a GPU.

@@ -123,7 +123,8 @@ class _ProgramBackward:
         compiled = runner.programs.of(runner.plan, "backward", keep=True, trained=trained)
         sums: list[GradientSum | None] = []
         for name, parameter in zip(names, inputs.parameters, strict=True):
-            # Programs sum in float32 where parameters are narrower, as for several additions.
+            # The second argument, 2, stands for "several additions": programs always sum in float32 if the
+            # parameter has a narrower dtype.
             total = GradientSum(parameter, 2, call.pool.new) if name in trained else None
             if total is not None:
                 call.put(Base[f"D{name.upper()}"], total.total)
@@ -146,10 +147,11 @@ def _names(plan: Plan) -> Sequence[str]:
 
 
 class _PassCall:
-    """One pass of a call: its memory by base, and the call of the program.
+    """One run of a pass: collects the tensors that the program reads and writes, and runs the program.
 
-    memory: the tensor of each base. They stay until the pass has been issued. Other lanes end before the
-        compute lane goes on, so the allocator may then use the memory again.
+    memory: the tensors. A key, a `Base`, says what the tensor is for, such as the layer's input (T_I). The
+        tensors may be freed as soon as all work of the pass is enqueued: the current stream then waits for
+        the streams of all other lanes, so the allocator can reuse the memory for later work on this stream.
     """
 
     def __init__(
@@ -185,14 +187,18 @@ class _PassCall:
         return self.pool.new(self.like, rows, columns)
 
     def put(self, base: Base, tensor: Tensor) -> None:
-        """Sets the memory of a base."""
+        """Sets the tensor that the program uses for ``base``, of any shape."""
         self.memory[base] = tensor
 
     def put_weights(self, kind: str, *, arrived: Base) -> None:
-        """Allocates the messages of one number for each row: routing weights, or their gradients.
+        """Allocates tensors for the routing weights of all rows, or for the gradients of these weights.
 
-        kind: "WEIGHT" or "DWEIGHT".
-        arrived: the memory of the numbers in the order of arrival. It is used only if they must be sorted.
+        Each tensor has one number for each row: in the order in which this rank sends them, and in the order
+        in which the experts read them.
+
+        kind: "WEIGHT" for the weights, "DWEIGHT" for their gradients.
+        arrived: the `Base` of one more tensor, for the received numbers in the order of their source ranks.
+            It is allocated only if this order is not that of the experts.
         """
         weight_TK = self.inputs.weight_TK
         self.put(Base[f"{kind}_BY_NUMBER"], weight_TK.new_empty(self.memory[Base.PAIR_BY_NUMBER].shape[0]))
@@ -223,7 +229,10 @@ class _PassCall:
             return self.new(rows, columns)
 
     def run(self, compiled: CompiledPass) -> None:
-        """Issues the pass."""
+        """Runs the program: enqueues all kernels and collectives of the pass, and counts the sent bytes.
+
+        compiled: the program.
+        """
         runner = self.runner
         programs = runner.programs
         ranks = self.plan.modules.grid.all
@@ -261,7 +270,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _pair_by_number(pass_plan: PassPlan) -> Tensor:
-    """Returns the (token, choice) pair of each row, (rows,): those of sent rows, then of rows that stay."""
+    """Returns the index of each row's (token, choice) pair, (rows,): first sent rows, then rows that stay."""
     if pass_plan.by_kernel is not None:
         return pass_plan.by_kernel.slot
     sent = [] if pass_plan.weights is None else [pass_plan.weights.slot]
@@ -269,9 +278,10 @@ def _pair_by_number(pass_plan: PassPlan) -> Tensor:
 
 
 def _regroup(pass_plan: PassPlan) -> Tensor | None:
-    """Returns the index that sorts received rows by expert, (N,), chunk by chunk; None for none.
+    """Returns the index (N,) that sorts the N received rows by expert, within each chunk.
 
-    The part of a chunk whose rows arrive sorted is not read, and has no values.
+    Returns None if the rows of all chunks arrive sorted. If the rows of only some chunks do, the part of the
+    index for these chunks is uninitialised, because nothing reads it.
     """
     parts = [chunk.regroup for chunk in pass_plan.chunks]
     some = next((part for part in parts if part is not None), None)

@@ -166,9 +166,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     remote = stages.remote
     dispatched, hidden_fate = restore.dispatched, restore.hidden
     sends_again = dispatched == "communicate"
-    arranges = (
-        dispatched in GATHERED_AGAIN
-    )  # T_DI in expert order is made from rows sent again, messages, or T_I
+    # Whether backward has to put T_DI into expert order again: from rows that are sent again, from messages,
+    # or from T_I.
+    arranges = dispatched in GATHERED_AGAIN
     sizes = {
         **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
         **dict.fromkeys(("dT_DO", "T_DI", "dT_DI"), 2),

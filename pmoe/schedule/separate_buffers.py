@@ -88,9 +88,11 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
     stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
     chunk's task comes after the next chunk's experts, so that the tasks of the last two chunks fill the time
-    while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks. If
-    rows stay for copies, the rows of the last chunk that stay for own experts come last, so that the
-    gradients of copies are sent earlier (VG).
+    while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks.
+
+    A rank may also host copies of busy experts, and rows may stay for these copies. The rows of the last
+    chunk that stay for the rank's own experts are then computed at the very end, so that the gradients of the
+    copies are ready, and can be sent (VG), earlier.
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 
@@ -103,8 +105,8 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     for_copies = pieces_for_copies(m, stages)
     chunks = range(n if remote else 0)
 
-    # The last rows that stay for own experts come at the end if other tasks are urgent: the gradients of
-    # copies are sent only after the last chunk, and a host of copies has much to compute before.
+    # On a rank with copies, the last rows that stay for own experts are computed at the end. Other ranks wait
+    # for the gradients of the copies, which are sent only after the last chunk.
     early = m - 1 if stages.local_copies and m > 1 else m
 
     def add_weight_gradients(i: int) -> None:

@@ -191,13 +191,14 @@ class Schedule:
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """Maps each task's name to tasks of other lanes: before the task, its lane must wait for these.
+        """The tasks of other lanes for which a lane must wait before each of its tasks, by the task's name.
 
-        The tasks are taken from the task's ``waits``. A task X in ``waits`` is left out in three cases:
+        They are the task's ``waits``, without those that need no wait of their own. A task X in ``waits`` is
+        left out in three cases:
 
         - X is in the same lane, which runs its tasks in order.
-        - Another task in ``waits`` certainly runs after X.
-        - An earlier task of the same lane certainly runs after X.
+        - Another task in ``waits`` can end only after X has ended.
+        - Before an earlier task, the lane has already waited for X, or for a task that ends after X.
 
         Example: S0 and S1 run in one lane, in this order. Task C of another lane has both in ``waits``. C's
         lane waits for S1 only, because S1 runs after S0. If an earlier task in C's lane has already waited
@@ -211,7 +212,8 @@ class Schedule:
         for task in self.tasks:
             ended = ended_before[task.lane]
             needed = []
-            # The newest first: waiting for it may imply older tasks, and an older task never implies it.
+            # The newest first: to wait for a newer task may include to wait for an older one, never the other
+            # way round.
             for earlier in sorted(map(place.__getitem__, task.waits), reverse=True):
                 awaited = self.tasks[earlier]
                 if awaited.lane is task.lane or ended.get(awaited.lane, -1) >= earlier:
@@ -226,12 +228,13 @@ class Schedule:
 
     @functools.cached_property
     def joint_copies(self) -> dict[str, tuple[Task, ...]]:
-        """Maps the name of each task GI to the tasks whose rows can be copied in the same launch as GI's.
+        """The tasks whose rows can be copied in one kernel launch with the rows of a task GI, by GI's name.
 
-        GI gathers rows that backward sends again. The result may have a task G and a task LM, which copy
-        rows, too. They must follow GI in the compute lane, in this order, and must not wait for another lane
-        any more. The memory that they write is then free when GI runs. A task O may come before LM, because O
-        uses none of that memory.
+        GI gathers rows that backward sends again. Two other tasks copy rows, too: G gathers gradients to be
+        sent, and LM gathers rows that stay. They can join the launch of GI if nothing needs to run between GI
+        and them: they follow GI in the compute lane, G before LM, and wait for no other lane. The memory that
+        they write is then already free when GI runs. A task O may stand before LM, because O does not use
+        that memory.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """
@@ -614,7 +617,7 @@ class PassBuilder:
             self._all_gather(i, arrived, again)
 
     def open(self, i: int, *, again: bool = False) -> None:
-        """Appends callbacks on chunk i's dispatched rows (task HA), and the all-gather of these rows (AG).
+        """Appends task HA, the callbacks on chunk i's dispatched rows, and AG, the all-gather of these rows.
 
         The all-gather is inside the node. Nothing is appended unless the layer has sharded experts and
         callbacks between dispatch and all-gather (`Stages.hooked`).
@@ -654,9 +657,9 @@ class PassBuilder:
             self.add(Kind.COMBINE, i, [f"{leaving}.{i}"], [f"{self._home}.{i}"])
 
     def close(self, i: int) -> None:
-        """Appends callbacks on chunk i's results from the experts (task HB), and the combine all-to-all (R).
+        """Appends task HB, the callbacks on chunk i's results, and R, which sends these results back.
 
-        Does nothing unless the layer has sharded experts and callbacks on their summed results
+        Appends nothing unless the layer has sharded experts and callbacks on their summed results
         (`Stages.hooked`).
 
         i: number of the chunk.
@@ -772,8 +775,9 @@ class PassBuilder:
         """Appends task O of chunk i, which sums the results of each of the chunk's tokens.
 
         i: number of the chunk.
-        pieces: the numbers of the tasks that computed the chunk's rows that stay on this rank
-            (`local_tasks_of`). If there are none, it is one task, with the chunk's number.
+        pieces: the numbers of the tasks that have computed this chunk's rows that stay on this rank
+            (`local_tasks_of`). Without this argument, the one task with the chunk's own number has computed
+            them.
         """
         if 0 <= i < self.n:
             own_pieces = pieces or (i,)

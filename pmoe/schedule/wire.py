@@ -135,9 +135,10 @@ class MessageSizes(BufferSizes):
         return rows, message_bytes(wire, self.d_model, self.element_size) // self.element_size
 
     def _wire_of(self, name: str) -> WireName | None:
-        """Returns the number format of the messages that a buffer stores, or that are unpacked into it.
+        """Returns the number format of a buffer's messages; None if the buffer has none.
 
-        None if the buffer has nothing to do with messages, or if rows are sent in their own dtype.
+        The buffer stores messages, or gets the rows that are unpacked from messages. The result is also None
+        if rows are sent in their own dtype.
 
         name: name of the buffer, without a chunk, such as "T_DI_sorted".
         """

@@ -581,6 +581,7 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         once_FP=orders.count_once(num_bins),
         exchanges=(modules.dispatch, modules.combine),
         bypass_local=modules.stages.local,
+        sorts_results=batch.counts.sorts_results,
     )
     if orders.modules.copies is not None:  # with ring slots, rows for copies are sent, also to their own rank
         exchange.num_staying = len(orders.modules.staying)

@@ -336,7 +336,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def leaves_choice_open(self) -> bool:
-        """Whether the options may leave the number of chunks or the restore pair open, so that a call chooses.
+        """Whether the options leave the number of chunks or the restore pair open, so that calls may choose.
 
         A call without gradients has no use for a restore pair, and may have nothing to choose.
         """

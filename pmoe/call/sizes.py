@@ -89,8 +89,8 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
 def places_results(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether kernels store the results of sorted rows in the order in which the rows arrived.
 
-    Weights that kernels cannot read as they are, such as parts of a flat buffer that do not begin at a multiple
-    of 16 bytes, make the result False. It may be False for weights that a call casts or gathers into new
+    The result is False if kernels cannot read a weight as it is, such as a part of a flat buffer that does
+    not begin at a multiple of 16 bytes. It may be False for weights that a call casts or gathers into new
     memory, which kernels can read.
 
     modules: the modules and options of the layer.

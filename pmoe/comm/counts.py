@@ -195,7 +195,9 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy in which the fields ``..._device`` have tensors on the host, too."""
+        """Returns the counts with tensors on the host also in the fields ``..._device``."""
+        if self.recv_device is self.recv and self.received_once is None:
+            return self  # a call on the CPU
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
@@ -283,6 +285,10 @@ class Slots:
     num_staying: int | None = None
     total_slack: float | None = None
 
+    def may_cut(self, num_bins: int) -> bool:
+        """Returns whether any chunks can be cut finer: not if each consists of a single bin."""
+        return any(n != num_bins for n in self.degrees)
+
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor, own_F: Tensor | None = None) -> list[Tensor]:
         """Returns, for each n in ``degrees``, how often n chunks must be cut finer to fit on this rank.
 
@@ -297,8 +303,6 @@ class Slots:
         own_F: (F,) int64 on the device: the rows of this rank's tokens in each bin. Only read with
             ``total_slack``, if rows stay on this rank.
         """
-        if all(n == recv_FWE.shape[0] for n in self.degrees):  # chunks of single bins are not tested
-            return [torch.zeros_like(max_tokens) for _ in self.degrees]
         rows_GF = recv_FWE.sum((1, 2)).unsqueeze(0)
         if self.own_rank is not None:
             staying_GF = recv_FWE[:, self.own_rank, : self.num_staying].sum(1).unsqueeze(0)
@@ -922,9 +926,10 @@ class CountsExchange:
         if slots is not None:
             if slots.host_rows is not None:
                 agreed[HEADER] = recv_FWE.sum() > slots.host_rows
-            own_F = None if slots.total_slack is None else self._own_FPX.sum((1, 2))
-            for i, depth in enumerate(slots.depths(recv_FWE, header[0], own_F)):
-                agreed[HEADER + 3 + i] = depth
+            if slots.may_cut(recv_FWE.shape[0]):
+                own_F = None if slots.total_slack is None else self._own_FPX.sum((1, 2))
+                for i, depth in enumerate(slots.depths(recv_FWE, header[0], own_F)):
+                    agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()
             reduce_to_largest(agreed, self._ranks.group)

@@ -26,7 +26,13 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.rows_per_pass import counted_rows
-from pmoe.schedule.buffer_sizes import SORTED_RESULTS, BufferSizes, slot_elements
+from pmoe.schedule.buffer_sizes import (
+    SORTED_RESULTS,
+    BufferSizes,
+    SlotLayout,
+    slot_elements,
+    slot_layout,
+)
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Schedule
@@ -88,10 +94,11 @@ def recorded_slots() -> Iterator[dict[str, dict[str, int]]]:
     """Yields a dict to which each pass in the block adds the elements of its ring slots, by its direction."""
     allocated: dict[str, dict[str, int]] = {}
 
-    def recording(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
-        return allocated.setdefault(schedule.direction, slot_elements(schedule, sizes))
+    def recording(schedule: Schedule, sizes: BufferSizes, element_size: int) -> SlotLayout:
+        allocated[schedule.direction] = slot_elements(schedule, sizes)
+        return slot_layout(schedule, sizes, element_size)
 
-    with mock.patch.object(arena, "slot_elements", recording):
+    with mock.patch.object(arena, "slot_layout", recording):
         yield allocated
 
 

@@ -294,7 +294,7 @@ class SlotLayout:
     view_of_buffer: dict[str, int]
 
 
-MOST_LAYOUTS = 64
+MOST_LAYOUTS = 16
 """Layouts of one schedule that `slot_layout` keeps."""
 
 

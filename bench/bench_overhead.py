@@ -123,7 +123,7 @@ def shortest(call: Call) -> Call:
         try:
             with Recording() as recording:
                 function(*args, **given)
-        except (TypeError, RuntimeError):
+        except Exception:  # the function takes other arguments than the operation
             continue
         if [recorded for recorded, _, _ in recording.calls] == [operation]:
             return function, args, given

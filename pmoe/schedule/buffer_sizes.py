@@ -277,7 +277,7 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SlotLayout:
-    """Where the ring slots of a pass lie in one common allocation, and where each buffer lies in them.
+    """The places of a pass's ring slots in one common allocation, and the slot and shape of each buffer.
 
     A ring slot is memory in which buffers of different chunks take turns.
 

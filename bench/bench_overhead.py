@@ -13,6 +13,10 @@ Operations are those that torch dispatches. Views are the operations that only r
 argument. An operation belongs to the innermost file of pmoe on the stack, or to autograd if there is none. A
 file's milliseconds are its share of a call under ``sys.setprofile``, times the thread's CPU time of a call
 without it.
+
+No pass can take less time than its operators. So they are called once more on the same tensors, one after the
+other in a plain loop without autograd: "operators ms" is the thread's CPU time of these calls, and "messages
+ms" that of the all-to-alls and their waits. Both are lower bounds: the caches are warmer than in a call.
 """
 
 from __future__ import annotations
@@ -85,6 +89,69 @@ def owner_of(frame: FrameType | None, package: str) -> str | None:
             return name[len(package) :]
         frame = frame.f_back
     return None
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function with its arguments."""
+
+
+class Recording(TorchDispatchMode):
+    """Records the dispatched operations with their arguments, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def shortest(call: Call) -> Call:
+    """Returns the call by a function of torch that dispatches exactly this operation.
+
+    Such functions take less time than the operation's own object, which reads its arguments in Python. An
+    operation without such a function is returned unchanged.
+    """
+    operation, args, kwargs = call
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    name = operation._schema.name.partition("::")[2]
+    for owner in (Tensor, torch, torch._C._nn):
+        function = getattr(owner, name, None)
+        if not callable(function):
+            continue
+        try:
+            with Recording() as recording:
+                function(*args, **given)
+        except Exception:  # the function takes other arguments than the operation
+            continue
+        if [recorded for recorded, _, _ in recording.calls] == [operation]:
+            return function, args, given
+    return call
+
+
+def send(call: Call) -> None:
+    """Runs a recorded all-to-all by torch.distributed's function, and waits for it."""
+    _, (out, rows, _, recv_rows, send_rows, *_), _ = call
+    dist.all_to_all_single(out, rows, list(recv_rows), list(send_rows), async_op=True).wait()
+
+
+@torch.no_grad()
+def seconds_alone(recording: Recording, calls: int) -> dict[str, float]:
+    """Returns the median seconds in which the recorded operators, and the messages, run by themselves."""
+    messages = [call for call in recording.calls if call[0].namespace == "c10d"]
+    operators = [shortest(call) for call in recording.calls if call[0].namespace != "c10d"]
+    seconds: dict[str, list[float]] = {"operators": [], "messages": []}
+    for _ in range(calls):
+        begin = time.thread_time()
+        for function, args, kwargs in operators:
+            function(*args, **kwargs)
+        middle = time.thread_time()
+        for call in messages:
+            send(call)
+        seconds["operators"].append(middle - begin)
+        seconds["messages"].append(time.thread_time() - middle)
+    return {kind: median(samples) for kind, samples in seconds.items()}
 
 
 class Clocked:
@@ -197,6 +264,21 @@ class Subject:
                     seconds[file] /= total
         return shares
 
+    def alone(self, calls: int) -> dict[str, Any]:
+        """Returns, for each case and pass, the median seconds of its operators and of its messages alone."""
+        found: dict[str, Any] = {}
+        for case in CASES:
+            recordings: dict[str, Recording] = {}
+
+            @contextmanager
+            def recorded(name: str, of: dict[str, Recording] = recordings) -> Iterator[None]:
+                with Recording() as of[name]:
+                    yield
+
+            self._step(case, recorded)
+            found[case] = {name: seconds_alone(recording, calls) for name, recording in recordings.items()}
+        return found
+
     def _step(self, case: str, around: Callable[[str], Any] | None = None) -> None:
         layer = self.layers[case]
         layer.zero_grad(set_to_none=True)
@@ -295,6 +377,7 @@ def measure(roots: dict[str, Path], rounds: int, calls: int) -> dict[str, Any]:
             samples[name].append(versions[name].ask("times", calls))
     for name, version in versions.items():
         results[name] |= {"times": samples[name], "shares": version.ask("shares", 2 * calls)}
+        results[name] |= {"alone": version.ask("alone", 2 * calls)}
         version.close()
     return results
 
@@ -315,7 +398,8 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
 def _row(of: dict[str, Any], case: str, name: str) -> dict[str, Any]:
     facts = of["facts"][case][name]
     times = {f"{clock} ms": 1e3 * median(series(of, case, name, clock)) for clock in CLOCKS}
-    return {key: facts[key] for key in COUNTS} | times
+    alone = {f"{kind} ms": 1e3 * seconds for kind, seconds in of["alone"][case][name].items()}
+    return {key: facts[key] for key in COUNTS} | times | alone
 
 
 def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -> dict[str, Any]:
@@ -324,6 +408,8 @@ def _ratios(this: dict[str, Any], other: dict[str, Any], case: str, name: str) -
     for clock in CLOCKS:
         rounds = zip(series(this, case, name, clock), series(other, case, name, clock), strict=True)
         row[f"{clock} ms"] = median(a / b for a, b in rounds)
+    for kind, seconds in this["alone"][case][name].items():
+        row[f"{kind} ms"] = seconds / other["alone"][case][name][kind]
     return row
 
 

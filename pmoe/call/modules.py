@@ -336,6 +336,15 @@ class LayerModules(PassModules):
         return with_two(degrees) if self.has_copies else tuple(degrees)
 
     @functools.cached_property
+    def leaves_choice_open(self) -> bool:
+        """Whether the options leave the number of chunks or the restore pair open, so that calls may choose.
+
+        A call without gradients has no use for a restore pair, and may have nothing to choose.
+        """
+        options = self.options
+        return options.fixed_degree is None or len(self.pairs) > 1 or options.budget is not None
+
+    @functools.cached_property
     def num_bins(self) -> int:
         """F, the number of bins in which rows are counted, for all numbers of chunks that may be chosen.
 

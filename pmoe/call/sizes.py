@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
@@ -18,6 +19,7 @@ from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
+from pmoe.kernels.operands import VECTOR_BYTES
 from pmoe.ordering.sorted import copies_bytes
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
 from pmoe.runners.features import Feature
@@ -85,21 +87,24 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
     return row_size == 2 and modules.refusal("program") is None
 
 
-def _places_results(modules: LayerModules, like: Tensor) -> bool:
+def places_results(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether kernels store the results of sorted rows in the order in which the rows arrived.
 
-    Then no memory is needed for results in sorted order. The addresses of weights are not checked here,
-    although the kernels refuse a weight that does not begin at a multiple of 16 bytes: results are then
-    copied from memory in sorted order.
+    Then no memory is needed for results in sorted order.
+
+    The result is False if kernels cannot read a weight as it is, such as a part of a flat buffer that does
+    not begin at a multiple of 16 bytes. It may be False for weights that a call casts or gathers into new
+    memory, which kernels can read.
 
     modules: the modules and options of the layer.
-    like: a tensor with the dtype and device of the rows.
+    device, dtype: of the rows that reach the experts.
     """
     is_plain = modules.wires is None and modules.products is None and not modules.options.send_once
     may_copy = copies_at_most(modules) != CopyNumbers()
-    if not is_plain or may_copy or kernels_for(modules.experts, like.device, like.dtype) is None:
+    if not is_plain or may_copy or kernels_for(modules.experts, device, dtype) is None:
         return False
-    return all(parameter.is_contiguous() for parameter in modules.experts.used_parameters())
+    weights = map(local_part, modules.experts.used_parameters())
+    return all(weight.is_contiguous() and weight.data_ptr() % VECTOR_BYTES == 0 for weight in weights)
 
 
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:
@@ -152,7 +157,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
         cast_from=parameter_size if parameter_size != row_size else 0,
         rotates=options.rotates,
         programs=_runs_programs(modules, device_type, row_size),
-        places=like is not None and _places_results(modules, like),
+        places=like is not None and places_results(modules, like.device, like.dtype),
         merges=options.send_once,
         wires=modules.wires or AS_THEY_ARE,
         packs_tokens=device_type == "cpu" and copies_bytes(modules.order),
@@ -166,7 +171,7 @@ def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerS
     )
 
 
-def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
+def agreed_sizes(modules: LayerModules, rows_TM: Tensor, *, sorts_results: bool = True) -> LayerSizes:
     """Returns sizes of a layer that are the same on all ranks, so that all ranks make the same choices.
 
     A user may freeze parameters on some ranks only, also between two calls. So ``requires_grad`` does not
@@ -175,18 +180,23 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     - all parameters of the gate count as trained;
     - if experts have an adapter, only the adapter counts, otherwise all parameters of the experts.
 
-    Kernels that need no memory for sorted results (`_places_results`) may be missing on some ranks. So this
-    memory is always counted.
-
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
+    sorts_results: whether any rank needs memory for results that are sorted by expert, as the ranks have
+        agreed (`RankCounts.sorts_results`). Kernels may be missing on some ranks only. True is an upper bound
+        of the memory.
     """
     sizes = memory_shape(modules, rows_TM)
     beside_adapter = 0
     if isinstance(modules.experts, StackedExperts) and sizes.columns.adapter:
         beside_adapter = _elements_of(parameter for _, parameter in modules.experts.own_parameters())
     gate_parameters = _elements_of(modules.gate.parameters())
-    return replace(sizes, frozen_parameters=beside_adapter, gate_parameters=gate_parameters, places=False)
+    return replace(
+        sizes,
+        frozen_parameters=beside_adapter,
+        gate_parameters=gate_parameters,
+        places=not sorts_results,
+    )
 
 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:

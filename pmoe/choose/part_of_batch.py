@@ -581,6 +581,7 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
         once_FP=orders.count_once(num_bins),
         exchanges=(modules.dispatch, modules.combine),
         bypass_local=modules.stages.local,
+        sorts_results=batch.counts.sorts_results,
     )
     # With ring slots, this rank's rows for a copy on this rank go through the all-to-all, too. Only rows for
     # the rank's own experts stay where they are.

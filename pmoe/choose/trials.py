@@ -104,7 +104,7 @@ class TrialBatch:
         The number of copies of busy experts in the result is that of this batch, and not the largest number
         that the layer allows.
         """
-        sizes = agreed_sizes(self.modules, self.inputs.x_TM)
+        sizes = agreed_sizes(self.modules, self.inputs.x_TM, sorts_results=self.counts.sorts_results)
         num_local = self.modules.experts.num_local_experts
         copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.grid.ep.size)
         copies = replace(copies, limits_rows=self.modules.has_copies)

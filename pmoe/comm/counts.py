@@ -142,6 +142,8 @@ class RankCounts:
                          the rows of each chunk fit into a ring slot, a buffer of fixed size, on every rank.
                          Chunks of a single bin are not cut. Empty if no chunks must be cut
         host_shortage    whether any rank lacks host memory for the rows that it receives
+        sorts_results    whether any rank needs memory for results that are sorted by expert. False if the
+                         kernels of all ranks store results in the order in which the rows arrived
         relays_copies    whether any expert has several copies in one group. The ranks with these copies then
                          pass the expert's weights on to each other
         max_rows         largest number of rows that any rank receives, with its rows from itself. None if it
@@ -161,6 +163,7 @@ class RankCounts:
     needs_grad: bool
     depth: dict[int, int] = field(default_factory=dict)
     host_shortage: bool = False
+    sorts_results: bool = True
     max_rows: int | None = None
     sent_once: Tensor | None = None
     received_once: Tensor | None = None
@@ -192,7 +195,9 @@ class RankCounts:
         return self.recv.sum(2) if self.received_once is None else self.received_once
 
     def on_host(self) -> RankCounts:
-        """Returns a copy in which the fields ``..._device`` have tensors on the host, too."""
+        """Returns the counts with tensors on the host also in the fields ``..._device``."""
+        if self.recv_device is self.recv and self.received_once is None:
+            return self  # a call on the CPU
         return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
@@ -284,6 +289,10 @@ class Slots:
     num_staying: int | None = None
     total_slack: float | None = None
 
+    def may_cut(self, num_bins: int) -> bool:
+        """Returns whether any chunks can be cut finer: not if each consists of a single bin."""
+        return any(n != num_bins for n in self.degrees)
+
     def depths(self, recv_FWE: Tensor, max_tokens: Tensor, own_F: Tensor | None = None) -> list[Tensor]:
         """Returns, for each n in ``degrees``, how often n chunks must be cut finer to fit on this rank.
 
@@ -298,8 +307,6 @@ class Slots:
         own_F: (F,) int64 on the device: the rows of this rank's tokens in each bin. Only read with
             ``total_slack``, if rows stay on this rank.
         """
-        if all(n == recv_FWE.shape[0] for n in self.degrees):  # chunks of single bins are not tested
-            return [torch.zeros_like(max_tokens) for _ in self.degrees]
         rows_GF = recv_FWE.sum((1, 2)).unsqueeze(0)
         if self.own_rank is not None:
             staying_GF = recv_FWE[:, self.own_rank, : self.num_staying].sum(1).unsqueeze(0)
@@ -542,18 +549,27 @@ hundredth of 4,096 rows of 4,096 columns with two bytes each.
     fault        number of its `Fault`
     mode         LIFE * `GroupRecord.life` plus the bits that are set, such as TRAINING. The life is the
                  number of the default process group in this job. It distinguishes groups of the same name
-    type, layer  LAYER * the layer's number (`Ranks.number`) plus the index of the rows' dtype in TYPES
+    type, layer  LAYER * the layer's number (`Ranks.number`) + TYPE * the index of the rows' dtype in TYPES,
+                 plus SORTS_RESULTS if the rank sorts results
 """
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of rows. A header has their index in this tuple, or 4 for any other dtype."""
 
 LIFE = 8
-LAYER = 8
-"""Factors that leave the lowest three bits of a number in a header free for a second value.
+LAYER = 16
+TYPE = 2
+"""Factors that leave the lowest bits of a number in a header free for other values.
 
-In the number ``mode``, these bits are flags. In the last number of the header, they are the index of the
-rows' dtype.
+In the number ``mode``, the lowest three bits are flags. In the last number of the header, the lowest bit is a
+flag, and the next three are the index of the rows' dtype.
+"""
+
+SORTS_RESULTS = 1
+"""The flag in a header's last number: this rank needs memory for results that are sorted by expert.
+
+All else in this number is equal on all ranks. So the maximum of all ranks' numbers shows whether any rank has
+set the flag.
 """
 
 
@@ -567,7 +583,14 @@ runs inside a backward pass.
 
 
 def heading(
-    ranks: Ranks, num_tokens: int, dtype: torch.dtype, num_degrees: int, *, needs_grad: bool, training: bool
+    ranks: Ranks,
+    num_tokens: int,
+    dtype: torch.dtype,
+    num_degrees: int,
+    *,
+    needs_grad: bool,
+    training: bool,
+    sorts_results: bool,
 ) -> Heading:
     """Returns the heading of this rank's messages of row counts, for a rank without a fault.
 
@@ -577,8 +600,10 @@ def heading(
     num_degrees: the number of degrees (numbers of chunks) for which `Slots` computes whether chunks fit.
     needs_grad: whether this rank wants gradients.
     training: whether the layer is in training mode.
+    sorts_results: whether this rank needs memory for results that are sorted by expert.
     """
-    kind = ranks.number * LAYER + (TYPES.index(dtype) if dtype in TYPES else len(TYPES))
+    dtype_index = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
+    kind = LAYER * ranks.number + TYPE * dtype_index + SORTS_RESULTS * sorts_results
     mode = (TRAINING if training else 0) + (ranks.record.life * LIFE if ranks.size > 1 else 0)
     if needs_grad:
         mode |= WANTS_GRADIENTS | GRAD_ENABLED
@@ -643,6 +668,7 @@ class CountsExchange:
         bypass_local: bool = False,
         asks_max_rows: bool = False,
         one_row_a_choice: bool = True,
+        sorts_results: bool = True,
         loads: Loads | None = None,
         early: EarlyMessages | None = None,
     ) -> None:
@@ -669,6 +695,8 @@ class CountsExchange:
         asks_max_rows: whether `RankCounts.max_rows` is computed; the same on all ranks.
         one_row_a_choice: whether this rank has exactly one row for each choice of its tokens. If this is
             False on any rank, `RankCounts.max_rows` is None on all ranks.
+        sorts_results: whether this rank needs memory for results that are sorted by expert. If it is True on
+            any rank, `RankCounts.sorts_results` is True on all ranks.
         loads: a request for the loads of all experts. It must be None on all ranks or on none.
         early: messages that the routing kernels have written already. They are sent if they agree with the
             other arguments. Otherwise new messages are written.
@@ -689,7 +717,15 @@ class CountsExchange:
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
         num_degrees = 0 if slots is None else len(slots.degrees)
-        head = heading(ranks, num_tokens, dtype, num_degrees, needs_grad=needs_grad, training=training)
+        head = heading(
+            ranks,
+            num_tokens,
+            dtype,
+            num_degrees,
+            needs_grad=needs_grad,
+            training=training,
+            sorts_results=sorts_results,
+        )
         if ranks.size > 1:
             ranks.count_exchange()
         self._received: Tensor | None = None  # the messages of all ranks; None on one rank, which sends none
@@ -737,7 +773,7 @@ class CountsExchange:
             with at_stage(stage, self._ranks):
                 device_FWX, on_host = self._to_host()
         own, arrived, headers, numbers, *counts = on_host
-        max_tokens, fault, mode, _, host_shortage, max_rows, irregular, *others = numbers.tolist()
+        max_tokens, fault, mode, kind, host_shortage, max_rows, irregular, *others = numbers.tolist()
         if fault or device_FWX.is_cuda:  # on the CPU several ranks have compared their headers before
             self._check(headers)
         if self._ranks.size > 1 and not self._ranks.number:
@@ -754,6 +790,7 @@ class CountsExchange:
             needs_grad=mode >= WANTS_GRADIENTS,
             depth={} if self._slots is None else self._slots.agreed(others),
             host_shortage=bool(host_shortage),
+            sorts_results=bool(kind & SORTS_RESULTS),
             max_rows=max_rows if self._asks_max_rows and not irregular else None,
             sent_once=sent_once,
             received_once=received_once_host,
@@ -894,9 +931,10 @@ class CountsExchange:
         if slots is not None:
             if slots.host_rows is not None:
                 agreed[HEADER] = recv_FWE.sum() > slots.host_rows
-            own_F = None if slots.total_slack is None else self._own_FPX.sum((1, 2))
-            for i, depth in enumerate(slots.depths(recv_FWE, header[0], own_F)):
-                agreed[HEADER + 3 + i] = depth
+            if slots.may_cut(recv_FWE.shape[0]):
+                own_F = None if slots.total_slack is None else self._own_FPX.sum((1, 2))
+                for i, depth in enumerate(slots.depths(recv_FWE, header[0], own_F)):
+                    agreed[HEADER + 3 + i] = depth
         if self._ranks.size > 1:
             self._traffic.counts += agreed.numel() * agreed.element_size()
             reduce_to_largest(agreed, self._ranks.group)
@@ -988,8 +1026,8 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
 
     modes: for each rank, the third number of its header: LIFE * `GroupRecord.life` plus the bits that are
         set, such as TRAINING.
-    kinds: for each rank, the fourth number of its header: LAYER * the layer's number plus the index of the
-        rows' dtype.
+    kinds: for each rank, the fourth number of its header: LAYER * the layer's number + TYPE * the index of
+        the rows' dtype, and a flag that may differ.
     ranks: the ranks of the layer.
     """
     ranks.record.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
@@ -1031,7 +1069,7 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
             "all of them; a rank whose loss is not needed calls the layer with gradients too, and calls "
             "backward",
         )
-    types = [kind % LAYER for kind in kinds]
+    types = [kind % LAYER // TYPE for kind in kinds]
     if len(set(types)) > 1:
         names = [(*map(str, TYPES), "another type")[kind] for kind in types]
         rule = f"rows must have one dtype on all ranks (autocast on all or on none): {_by_rank(names)}"

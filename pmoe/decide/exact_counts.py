@@ -19,7 +19,7 @@ from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, Loads, RankCounts
 from pmoe.comm.failures import publishing_failures
-from pmoe.decide.route import route_batch
+from pmoe.decide.route import route_batch, sorts_results
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
@@ -129,6 +129,7 @@ class ExactCounts:
             bypass_local=modules.stages.local,
             asks_max_rows=self.fuses,
             one_row_a_choice=has_k_choices and routing.mix is None and routing.token is None,
+            sorts_results=sorts_results(modules, routed.x_TM) if routed.x_TM.is_cuda else True,
             loads=self.loads,
             early=routed.gated.early,
         )

@@ -244,6 +244,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
                 len(options.degrees) if modules.limits_rows else 0,
                 needs_grad=needs_gradients(call, x_TM, logits_TE),
                 training=call.layer.training,
+                sorts_results=sorts_results(modules, x_TM),
             )
         routes = route(
             logits_TE,
@@ -262,6 +263,22 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     return CheckedRouting(
         routing=routing, fault=fault, kernel_routes=routes, sorted_for=n, early=early, rows_TM=rows_TM
     )
+
+
+def sorts_results(modules: LayerModules, x_TM: Tensor) -> bool:
+    """Returns whether this rank needs memory for experts' results that are sorted by expert.
+
+    Ranks exchange the answer with their row counts, because kernels may be missing on some ranks only. Only
+    the choice of n and of the restore pair needs it. So it is True for layers whose options fix both.
+
+    modules: the modules and options of the layer.
+    x_TM: (T, M), the rows of T tokens with M = d_model columns, on a GPU. Only dtype and device are read.
+    """
+    if not modules.leaves_choice_open:
+        return True
+    from pmoe.call.sizes import places_results
+
+    return not places_results(modules, x_TM.device, cast_dtype(modules, x_TM) or x_TM.dtype)
 
 
 def _routing(call: Call, x_TM: Tensor) -> Routing:

@@ -52,6 +52,8 @@ class HiddenColumns:
 class ChunkRows:
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
+    The engine passes tuples, because its layouts of ring slots are found by these numbers (`slot_layout`).
+
     send: rows that this rank sends to other ranks.
     received: rows that other ranks send to this rank's experts. If one row is for several of these experts,
         it counts once for each.
@@ -271,6 +273,65 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
         for _, chunk, slot in turns:
             largest[slot] = max(largest.get(slot, 0), rows[chunk] * columns)
     return largest
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotLayout:
+    """The places of a pass's ring slots in one common allocation, and the slot and shape of each buffer.
+
+    A ring slot is memory in which buffers of different chunks take turns.
+
+    spans: the elements that each slot takes in the allocation, in the order of the slots.
+    total: the elements of the allocation, the sum of ``spans``.
+    views: (slot, rows, columns) of each view of a slot; a slot is its index in ``spans``.
+    view_of_buffer: for each buffer that has rows the index of its view in ``views``, by name and chunk.
+        Buffers of equal shape that take turns in a slot have the same view.
+    """
+
+    spans: list[int]
+    total: int
+    views: list[tuple[int, int, int]]
+    view_of_buffer: dict[str, int]
+
+
+MOST_LAYOUTS = 16
+"""Layouts of one schedule that `slot_layout` keeps."""
+
+
+def slot_layout(schedule: Schedule, sizes: BufferSizes, element_size: int) -> SlotLayout:
+    """Returns the layout of a pass's ring slots in one allocation.
+
+    The layout depends on numbers of rows alone. They are often those of an earlier call, for example on one
+    rank, or if rows are padded. So the schedule keeps its layouts.
+
+    schedule: the tasks of the pass, with the slot of each buffer.
+    sizes: rows and columns of each buffer.
+    element_size: bytes of an element.
+    """
+    key = (sizes, element_size)
+    layout = schedule.layouts.get(key)
+    if layout is None:
+        if len(schedule.layouts) >= MOST_LAYOUTS:
+            schedule.layouts.clear()
+        layout = schedule.layouts[key] = _new_layout(schedule, sizes, element_size)
+    return layout
+
+
+def _new_layout(schedule: Schedule, sizes: BufferSizes, element_size: int) -> SlotLayout:
+    """Computes the result of `slot_layout`."""
+    spans, total = arena_elements(slot_elements(schedule, sizes), element_size)
+    slot_index = {slot: index for index, slot in enumerate(spans)}
+    view_index: dict[tuple[int, int, int], int] = {}
+    view_of_buffer: dict[str, int] = {}
+    for name, turns in schedule.turns.items():
+        rows, columns = sizes.of(name)
+        for buffer, chunk, slot in turns:
+            if rows[chunk]:
+                view = (slot_index[slot], rows[chunk], columns)
+                view_of_buffer[buffer] = view_index.setdefault(view, len(view_index))
+    return SlotLayout(
+        spans=list(spans.values()), total=total, views=list(view_index), view_of_buffer=view_of_buffer
+    )
 
 
 def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[str, int], int]:

@@ -33,7 +33,7 @@ import enum
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pmoe.schedule.restore import CopiesFate
 from pmoe.text import table
@@ -188,6 +188,20 @@ class Schedule:
             name, _, chunk = buffer.rpartition(".")
             turns.setdefault(name, []).append((buffer, int(chunk), slot))
         return turns
+
+    @functools.cached_property
+    def layouts(self) -> dict[Any, Any]:
+        """Layouts of the ring slots in memory, which `pmoe.schedule.buffer_sizes.slot_layout` keeps here."""
+        return {}
+
+    @functools.cached_property
+    def waits_beside_compute(self) -> dict[str, tuple[str, ...]]:
+        """Maps each task's name to those tasks in its ``waits`` that are not on the compute lane.
+
+        On the CPU the calling thread runs the tasks of the compute lane, so these have ended in any case.
+        """
+        computing = {task.name for task in self.tasks if task.lane is Lane.COMPUTE}
+        return {task.name: tuple(name for name in task.waits if name not in computing) for task in self.tasks}
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:

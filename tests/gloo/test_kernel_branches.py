@@ -6,8 +6,11 @@ The result must be that of the CPU's own branches, which other tests compare to 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,9 +19,20 @@ import torch
 
 from bench.bench_device_calls import as_cuda
 from pmoe.call.sizes import memory_shape
+from pmoe.choose import open_choice
+from pmoe.choose.trials import TrialBatch
 from pmoe.engine.buffers import arena
+from pmoe.experts.stacked import StackedExperts
+from pmoe.planner.degree import Choice
+from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.rows_per_pass import counted_rows
-from pmoe.schedule.buffer_sizes import SORTED_RESULTS, BufferSizes, slot_elements
+from pmoe.schedule.buffer_sizes import (
+    SORTED_RESULTS,
+    BufferSizes,
+    SlotLayout,
+    slot_elements,
+    slot_layout,
+)
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Schedule
@@ -75,18 +89,38 @@ def test_the_branches_for_cuda_give_the_results_of_the_cpu(case: str, world: int
 # ---- memory
 
 
+@contextlib.contextmanager
+def recorded_slots() -> Iterator[dict[str, dict[str, int]]]:
+    """Yields a dict to which each pass in the block adds the elements of its ring slots, by its direction."""
+    allocated: dict[str, dict[str, int]] = {}
+
+    def recording(schedule: Schedule, sizes: BufferSizes, element_size: int) -> SlotLayout:
+        allocated[schedule.direction] = slot_elements(schedule, sizes)
+        return slot_layout(schedule, sizes, element_size)
+
+    with mock.patch.object(arena, "slot_layout", recording):
+        yield allocated
+
+
+def sorted_elements(allocated: dict[str, dict[str, int]]) -> int:
+    """Returns the elements of the ring slots for sorted results, of both passes together."""
+    of_results = [
+        elements
+        for slots in allocated.values()
+        for slot, elements in slots.items()
+        if slot.partition("[")[0] in SORTED_RESULTS
+    ]
+    assert len(of_results) == 2
+    return sum(of_results)
+
+
 def ring_slots(rank: int, world: int, options: dict[str, Any]) -> tuple[bool, int, int]:
     """Compares the ring slots of both passes with the predicted ones.
 
     Returns whether results are stored in the order of arrival by prediction, the elements of slots for sorted
     results, and the number of chunks whose rows were sorted.
     """
-    allocated: dict[str, dict[str, int]] = {}
-
-    def noted(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
-        return allocated.setdefault(schedule.direction, slot_elements(schedule, sizes))
-
-    with as_cuda(computes=True), mock.patch.object(arena, "slot_elements", noted):
+    with as_cuda(computes=True), recorded_slots() as allocated:
         layer = build(**options)
         one_step(layer, rank, world)
         sizes = memory_shape(layer.layer_modules)
@@ -97,14 +131,7 @@ def ring_slots(rank: int, world: int, options: dict[str, Any]) -> tuple[bool, in
         schedule = rotating(direction, options["pipeline"], sizes.stages, restore=pair)
         buffers = sizes.buffer_sizes(direction=direction, extent=rows.extent, restore=pair)
         assert slots == slot_elements(schedule, buffers), direction
-    of_results = [
-        elements
-        for slots in allocated.values()
-        for slot, elements in slots.items()
-        if slot.partition("[")[0] in SORTED_RESULTS
-    ]
-    assert len(of_results) == 2
-    return sizes.places, sum(of_results), sum(rows.extent.regrouped)
+    return sizes.places, sorted_elements(allocated), sum(rows.extent.regrouped)
 
 
 @pytest.mark.parametrize("options", [{}, {"send_once": True}], ids=str)
@@ -115,6 +142,40 @@ def test_results_that_are_stored_in_the_order_of_arrival_have_no_sorted_form(opt
     for places, elements, is_sorted in found:
         assert places is not bool(options)
         assert (elements > 0) == (bool(options) and is_sorted > 0)
+
+
+def chosen_from(rank: int, world: int) -> list[tuple[LayerSizes, int]]:
+    """Makes two steps. Before the second, a tool takes kernels from the experts of rank 1 alone.
+
+    Returns for each step the sizes from which the ranks choose, and the elements of slots for sorted results.
+    """
+    sizes: list[LayerSizes] = []
+    elements: list[int] = []
+
+    def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
+        sizes.append(batch.sizes)
+        return Choice(forward=2, backward=2, restore=STRATEGIES["S4"])
+
+    with as_cuda(computes=True), mock.patch.object(open_choice, "choose_among", choose_among):
+        layer = build(memory_reuse=True)
+        for loses_kernels in (False, rank == 1):
+            if loses_kernels:
+                layer.experts.compute = functools.partial(StackedExperts.compute, layer.experts)
+            with recorded_slots() as allocated:
+                one_step(layer, rank, world)
+            elements.append(sorted_elements(allocated))
+    return list(zip(sizes, elements, strict=True))
+
+
+def test_ranks_choose_from_the_memory_that_the_engine_holds() -> None:
+    """The common choice counted a slot for sorted results on every rank, also where no rank has one."""
+    found = ranks(4).run(chosen_from)
+    with_kernels, without_on_one = zip(*found, strict=True)
+    assert {(sizes.places, elements) for sizes, elements in with_kernels} == {(True, 0)}
+    assert {sizes.places for sizes, _ in without_on_one} == {False}
+    assert [elements > 0 for _, elements in without_on_one] == [False, True, False, False]
+    for step in (with_kernels, without_on_one):
+        assert len({sizes for sizes, _ in step}) == 1, "the sizes are the same on all ranks"
 
 
 # ---- rows in a narrower number format

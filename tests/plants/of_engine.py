@@ -213,8 +213,8 @@ ENGINE = (
         name="regroup-of-two-sources",
         breaks="rows of two sources are taken to be in expert order",
         file=CUT,
-        old="    return (come_nW.count_nonzero(-1) > 1).tolist()\n",
-        new="    return (come_nW.count_nonzero(-1) > 2).tolist()\n",
+        old="    return len(come_W) - come_W.count(0) > 1\n",
+        new="    return len(come_W) - come_W.count(0) > 2\n",
         tests=SPECIFICATION,
     ),
     Plant(

@@ -18,7 +18,8 @@ from pmoe import Restore
 from pmoe.engine.buffers.host_pool import HostPool
 from pmoe.graph import capture
 from pmoe.schedule.buffer_sizes import ALIGNMENT
-from pmoe.schedule.restore import ALL_PAIRS
+from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
+from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from tests.kit import (
     AUX,
     D_HIDDEN,
@@ -387,3 +388,31 @@ def test_one_rank_limits_rows_only_if_it_sends_or_offloads_them(
     assert layer.row_counts is not None
     assert layer.row_counts.depth == ({2: 0} if is_limited else {})
     assert layer.ran is not None and layer.ran.forward == 2
+
+
+@pytest.mark.parametrize("pair", [STRATEGIES["S1"], STRATEGIES["S4"], Restore("keep", "keep")], ids=str)
+def test_calls_that_alternate_have_the_bits_of_calls_in_which_no_layout_is_kept(pair: Restore) -> None:
+    """A schedule keeps where its slots lie. Batches, dtypes and gradient modes use it in turn."""
+
+    def steps(*, keeps_layouts: bool) -> list[Tensor]:
+        results: list[Tensor] = []
+        layers = [
+            build(pipeline=3, memory_reuse=pair, dtype=dtype) for dtype in (torch.float32, torch.float64)
+        ]
+        for count, layer in itertools.product((9, 4, 0, 9), layers):
+            if not keeps_layouts:
+                rotating_forward.cache_clear()
+                rotating_backward.cache_clear()
+            dtype = layer.gate.weight.dtype
+            x = tokens(count).to(dtype).requires_grad_()
+            with torch.no_grad():
+                results.append(layer(x))
+            y = layer(x)
+            y.sum().backward()
+            results += [y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())]
+            layer.zero_grad(set_to_none=True)
+        return results
+
+    kept = steps(keeps_layouts=True)
+    for got, expected in zip(kept, steps(keeps_layouts=False), strict=True):
+        assert torch.equal(got, expected)

@@ -15,6 +15,14 @@ import torch
 
 from pmoe import Restore
 from pmoe.comm.counts import HEADER, Slots, cuts, num_bins, slot_rows, with_two
+from pmoe.schedule.buffer_sizes import (
+    MOST_LAYOUTS,
+    BufferSizes,
+    ChunkRows,
+    HiddenColumns,
+    slot_elements,
+    slot_layout,
+)
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 from pmoe.schedule.ring_buffers import rotating_backward, rotating_forward
 from pmoe.schedule.tasks import Schedule, Stages, link
@@ -423,3 +431,54 @@ def test_the_schedule_of_three_chunks_is_this_table(strategy: str, direction: st
     assert [(t.name, t.lane.value, t.waits) for t in schedule.tasks] == table(
         TABLES[strategy, direction, rows]
     )
+
+
+# ---- slots in memory
+
+
+def sizes_of(rows: tuple[int, ...]) -> BufferSizes:
+    """Returns the sizes of forward's buffers with S4, where chunk i sends and receives rows[i] rows."""
+    no_rows = (0,) * len(rows)
+    regrouped = (False,) * len(rows)
+    extent = ChunkRows(send=rows, received=rows, local=no_rows, home=rows, regrouped=regrouped)
+    columns = HiddenColumns(hidden=8, scratch=8)
+    return BufferSizes(
+        direction="forward", extent=extent, d_model=4, columns=columns, restore=STRATEGIES["S4"]
+    )
+
+
+def new_schedule() -> Schedule:
+    """Returns a schedule of forward with S4, without any layout."""
+    return replace(rotating_forward(3, Stages(local=False, remote=True), restore=STRATEGIES["S4"]))
+
+
+def test_each_buffer_has_its_shape_in_its_slot_and_slots_do_not_overlap() -> None:
+    schedule = new_schedule()
+    sizes = sizes_of((5, 0, 7))
+    layout = slot_layout(schedule, sizes, 4)
+    elements = slot_elements(schedule, sizes)
+    assert layout.total == sum(layout.spans)
+    assert all(span >= size for span, size in zip(layout.spans, elements.values(), strict=True))
+    slots = list(elements)
+    for buffer, slot in schedule.slots.items():
+        rows, columns = sizes.shape(buffer)
+        if not rows:
+            assert buffer not in layout.view_of_buffer
+            continue
+        assert layout.views[layout.view_of_buffer[buffer]] == (slots.index(slot), rows, columns)
+
+
+def test_a_schedule_keeps_its_layouts_by_all_numbers_on_which_they_depend() -> None:
+    schedule = new_schedule()
+    layout = slot_layout(schedule, sizes_of((5, 0, 7)), 4)
+    assert slot_layout(schedule, sizes_of((5, 0, 7)), 4) is layout
+    others = [
+        slot_layout(schedule, sizes_of((5, 0, 8)), 4),
+        slot_layout(schedule, sizes_of((5, 0, 7)), 8),
+        slot_layout(schedule, replace(sizes_of((5, 0, 7)), d_model=6), 4),
+        slot_layout(schedule, replace(sizes_of((5, 0, 7)), restore=None), 4),
+    ]
+    assert all(other is not layout for other in others)
+    for rows in range(3 * MOST_LAYOUTS):
+        slot_layout(schedule, sizes_of((rows, rows, rows)), 4)
+        assert len(schedule.layouts) <= MOST_LAYOUTS

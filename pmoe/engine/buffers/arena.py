@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from pmoe.arguments import check_place
-from pmoe.schedule.buffer_sizes import BufferSizes, arena_elements, slot_elements
+from pmoe.schedule.buffer_sizes import BufferSizes, slot_layout
 from pmoe.schedule.tasks import Schedule
 
 if TYPE_CHECKING:
@@ -47,19 +47,15 @@ class Arena:
         if not schedule.slots:  # every buffer has memory of its own
             self._memory = pool.take(0, like, self)
             return
-        spans, total = arena_elements(slot_elements(schedule, sizes), like.element_size())
-        self._memory = pool.take(total, like, self)
+        layout = slot_layout(schedule, sizes, like.element_size())
+        self._memory = pool.take(layout.total, like, self)
         # unsafe_split gives each slot a version counter of its own. Ordinary views share one counter, so for
         # autograd a write to one slot would change all slots.
-        pieces = torch.unsafe_split_with_sizes(self._memory, list(spans.values()))
-        of_slot = dict(zip(spans, pieces, strict=True))
-        # (slot, rows, columns) of each buffer that has rows. Buffers for which these are equal share a view.
-        places: dict[str, tuple[str, int, int]] = {}
-        for name, turns in schedule.turns.items():
-            rows, columns = sizes.of(name)
-            places |= {buffer: (slot, rows[chunk], columns) for buffer, chunk, slot in turns if rows[chunk]}
-        views = {at: of_slot[at[0]].as_strided(at[1:], (at[2], 1)) for at in set(places.values())}
-        self.buffers = {buffer: views[place] for buffer, place in places.items()}
+        slots = torch.unsafe_split_with_sizes(self._memory, layout.spans)
+        views = [
+            slots[slot].as_strided((rows, columns), (columns, 1)) for slot, rows, columns in layout.views
+        ]
+        self.buffers = {buffer: views[view] for buffer, view in layout.view_of_buffer.items()}
 
     def close(self) -> None:
         """Gives the memory back to the pool. Called on the compute lane, after all lanes have ended."""

@@ -81,7 +81,7 @@ class CpuLanes(Lanes):
         self._works: dict[str, tuple[Task, Any]] = {}
 
     def run(self, task: Task, action: Action) -> None:
-        for name in task.waits:
+        for name in self._schedule.waits_beside_compute[task.name]:
             if name in self._works:
                 self._wait(name)
         try:

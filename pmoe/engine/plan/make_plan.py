@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -292,15 +292,17 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     weights = once = None
     if modules.stages.remote:
         counts = shared.travelling(rank, len(modules.staying)) if bypass_local else shared
-        sent_by_chunk = counts.sent_rows.tolist()
+        numbers_nP = counts.send.sum(2)
+        numbers_by_chunk = numbers_nP.tolist()
+        sent_by_chunk = numbers_by_chunk if counts.sent_once is None else counts.sent_once.tolist()
         come_by_chunk = counts.received_rows.tolist()
         by_expert = counts.recv.sum(1).tolist()
-        are_several = _are_several(counts.received_rows)
-        come_by_source = counts.recv.sum((0, 2))
+        are_several = [_are_several(come_W) for come_W in come_by_chunk]
+        come_by_source = counts.recv.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None
         fine: Tensor | None = None
-        if bins.messages is None:
+        if bins.messages is None and (comes_from_several or shared.sent_once is not None):
             bins_device = bins.recv_device
             if bypass_local and comes_from_several:
                 bins_device = without_own(bins_device, rank, len(modules.staying))
@@ -312,21 +314,26 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             if comes_from_several:  # if there is a single chunk, its index also sorts the message of weights
                 message_regroup = regroups[0] if n == 1 else None
                 if message_regroup is None:
-                    message_regroup = _regroup(fine.flatten(1), come_by_source.tolist())
+                    message_regroup = _regroup(fine.flatten(1), come_by_source)
         elif order is not None and order.of_chunks is not None:
             message_regroup = order.of_all
             of_chunk = order.of_chunks.split([sum(come_W) for come_W in come_by_chunk])
             regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
         staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
         sizes = [
-            [*rows_P, staying]
-            for rows_P, staying in zip(counts.send.sum(2).tolist(), staying_rows, strict=True)
+            [*numbers_P, staying] for numbers_P, staying in zip(numbers_by_chunk, staying_rows, strict=True)
         ]
+        send_numbers = numbers_nP.sum(0).tolist()
         numbers = None if order is None else order.number_slot
-        message_slot = (
-            _by_destination(slots.slot, sizes) if numbers is None else numbers[: int(counts.send.sum())]
+        message_slot = _by_destination(slots.slot, sizes) if numbers is None else numbers[: sum(send_numbers)]
+        recv_numbers, gathered_numbers = _by_place(come_by_source, modules.grid)
+        weights = WeightMessage(
+            slot=message_slot,
+            send=tuple(send_numbers),
+            recv=recv_numbers,
+            regroup=message_regroup,
+            gathered=gathered_numbers,
         )
-        weights = _weight_message(message_slot, counts.send, come_by_source, message_regroup, modules)
         once = None if fine is None else orders.number_rows(n, weights, shared, fine)
     chunks = []
     pieces = []
@@ -426,7 +433,7 @@ def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
     come_W = bins.recv.sum((0, 2)).tolist()
     if bypass_local:
         come_W[rank] = 0
-    are_several = sum(rows > 0 for rows in come_W) > 1
+    are_several = _are_several(come_W)
     num_pieces = orders.num_pieces(n)
     slot = orders.slots(n).slot
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
@@ -484,25 +491,6 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
     return slot[torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)]
 
 
-def _weight_message(
-    slot: Tensor, send: Tensor, come_W: Tensor, regroup: Tensor | None, modules: PassModules
-) -> WeightMessage:
-    """Plans the all-to-all that carries the routing weights of all chunks: which weights go to which rank.
-
-    There are n chunks, P ranks over which experts are distributed, W ranks from which rows come, and E_local
-    experts on a rank.
-
-    slot: (S,) int64, the S (token, choice) pairs whose weights are sent, in the order of the message.
-    send: (n, P, E_local), numbers of rows that this rank sends, by chunk, rank and expert, on the host.
-    come_W: (W,), the number of rows that each rank sends to this one, on the host.
-    regroup: the index that sorts the weights that arrive (`WeightMessage.regroup`).
-    modules: the layer's modules and ranks.
-    """
-    send_rows = send.sum((0, 2)).tolist()
-    recv_rows, gathered = _by_place(come_W.tolist(), modules.grid)
-    return WeightMessage(slot=slot, send=tuple(send_rows), recv=recv_rows, regroup=regroup, gathered=gathered)
-
-
 def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Splits row counts by source rank into counts for the all-to-all and counts for the all-gather.
 
@@ -521,15 +509,14 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
     return tuple(come[own_start : own_start + width]), tuple(gathered) if grid.is_sharded else ()
 
 
-def _are_several(come_nW: Tensor) -> Any:
-    """Returns for each chunk whether its rows come from more than one rank, so that they must be sorted.
+def _are_several(come_W: list[int]) -> bool:
+    """Returns whether rows come from more than one rank, so that they must be sorted.
 
     Rows from a single rank arrive in expert order already.
 
-    come_nW: (n, W), numbers of rows by n chunks and W source ranks, on the host. For an argument (W,) the
-        result is one bool.
+    come_W: (W,), numbers of rows by source rank.
     """
-    return (come_nW.count_nonzero(-1) > 1).tolist()
+    return len(come_W) - come_W.count(0) > 1
 
 
 def _regroup(counts_WG: Tensor, rows_by_source: Sequence[int]) -> Tensor:

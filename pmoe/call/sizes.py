@@ -88,9 +88,8 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
 def _places_results(modules: LayerModules, like: Tensor) -> bool:
     """Returns whether kernels store the results of sorted rows in the order in which the rows arrived.
 
-    Then no memory is needed for results in sorted order. The addresses of weights are not checked here,
-    although the kernels refuse a weight that does not begin at a multiple of 16 bytes: results are then
-    copied from memory in sorted order.
+    The addresses of weights are not looked at. If a weight does not begin at a multiple of 16 bytes, results
+    are copied all the same, and need memory in sorted order.
 
     modules: the modules and options of the layer.
     like: a tensor with the dtype and device of the rows.
@@ -170,13 +169,9 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor) -> LayerSizes:
     """Returns sizes of a layer that are the same on all ranks, so that all ranks make the same choices.
 
     A user may freeze parameters on some ranks only, also between two calls. So ``requires_grad`` does not
-    decide which parameters count as trained:
-
-    - all parameters of the gate count as trained;
-    - if experts have an adapter, only the adapter counts, otherwise all parameters of the experts.
-
-    Kernels that need no memory for sorted results (`_places_results`) may be missing on some ranks. So this
-    memory is always counted.
+    decide which parameters count as trained. If experts have an adapter, only the adapter counts as trained.
+    Otherwise all parameters count as trained. Those of the gate always do. Kernels may be missing on some
+    ranks only, so memory for sorted results counts.
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.

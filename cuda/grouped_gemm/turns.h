@@ -25,8 +25,8 @@ inline bool can_take_turns(const GroupedGemm& which, bool a_gathered) {
 //
 // In turns a tile's store costs no time, but each step along the reduction is predicted to take a quarter of
 // 0.68 us longer. Turns are faster if the steps of a tile together lose less time than its store takes. On an
-// H200 a store takes 4.2 us (plain tile), 7.0 us (SwiGLU's hidden columns) or 17.8 us (their gradient). 24,
-// 41 and 104 steps lose as much (bench/bench_shapes.py). Products in turns were not measured.
+// H200 a store takes 4.2 us (plain tile), 7.0 us (SwiGLU's hidden columns) or 17.8 us (their gradient). These
+// are 24, 41 and 104 steps (bench/bench_shapes.py). Products in turns were not measured.
 //
 // k: the number of columns of A, over which the product sums.
 inline bool is_faster_in_turns(const GroupedGemm& which, int k) {

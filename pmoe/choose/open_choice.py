@@ -68,9 +68,9 @@ chunks. With two chunks, only about an eighth of the tokens would fit, too few t
 _compared: set[tuple[tuple[int, ...], str]] = set()
 """The profiles that were already compared with a measured step, by (ranks, time when it was measured).
 
-A profile has the measured rates of a machine. Several groups of equally many ranks may read one profile. A
-comparison is collective, so the ranks of a group must agree whether it was made: for their own group, not for
-another group to which some of them belong.
+A profile has the measured rates of a machine. Several groups of ranks may read the same profile, and a rank
+may belong to more than one of them. The key contains the ranks, because a comparison is collective: either
+all ranks of a group make it, or none.
 """
 
 

@@ -37,12 +37,16 @@ BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 """The backends that run programs, by the type of the rows' device."""
 
 _agreed: dict[tuple[object, ...], Programs | str] = {}
-"""A cache: the programs on which ranks agreed, or the reason against them, by layer shape and group."""
+"""A cache of `_programs_of`: the programs on which ranks agreed, or the reason why there are none.
+
+A key has everything on which the answer depends: group, device, dtype, backend, and sizes of the layer.
+"""
 
 FIRST_PAUSE = 100
-"""The number of calls that the engine runs after ranks failed to connect, before the next attempt.
+"""The length of the first pause, in calls: after ranks failed to connect, the engine runs so many calls.
 
-Each later pause is `LONGER` times as long, because an attempt may last until a time limit.
+Then the ranks try again. Each later pause is `LONGER` times as long, because a failing attempt may last until
+a time limit.
 """
 
 LONGER = 10
@@ -63,7 +67,7 @@ class _Pause:
 
 
 _pauses: dict[tuple[object, ...], _Pause] = {}
-"""The pauses after failed attempts to connect, by the same facts as `_agreed`."""
+"""The pauses after failed attempts to connect. The keys are those of `_agreed`."""
 
 
 def layer_refusal(modules: LayerModules) -> str | None:

@@ -21,7 +21,10 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 
 COUNTS = (70, 0, 33, 1)
-"""Number of rows of each expert: more than a tile of the kernels has, none, and fewer than a tile has."""
+"""Number of rows of each expert: one has more rows than a tile of the kernels, one has none, two have fewer.
+
+A tile is the block of a matrix that one thread block computes.
+"""
 
 NUM_MODEL = 136
 """d_model of the case."""

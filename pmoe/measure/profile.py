@@ -170,9 +170,10 @@ WHOLE_BYTES = 2**28
 """Bytes that are enough to measure the longest products and messages of a profile."""
 
 WIDER = 4
-"""How much larger than in its measurement a layer's tensors may be before a profile is measured again.
+"""Factor for the limit of bytes above which a profile is measured again.
 
-A profile that was measured within b bytes is used for layers that allow up to WIDER * b bytes.
+A profile that was measured with tensors of at most b bytes is used for layers that allow up to WIDER * b
+bytes for a measurement.
 """
 
 _limits: dict[tuple[str, torch.device, torch.dtype], float] = {}

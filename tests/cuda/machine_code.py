@@ -135,6 +135,10 @@ class Code:
                 found.append(body)
         return sorted(found, key=len)
 
+    def is_back(self, block: int, following: int) -> bool:
+        """Whether each way to ``block`` leads through the block that follows it: the end of a loop."""
+        return bool(self._dominators[block] >> following & 1)
+
     def instructions(self, blocks: set[int]) -> list[str]:
         return [each for block in sorted(blocks) for each in self.code[self.begins[block] : self.end(block)]]
 
@@ -247,10 +251,43 @@ def between_tiles(code: Sequence[str]) -> list[str]:
     Those of all branches are among them, so a warp issues fewer. Left out are the loops along the reduction.
     """
     flow = Code(code)
+    tiles, steps = _loops_of_tiles(flow)
+    return flow.instructions(tiles - steps)
+
+
+def issued_for_boxes(code: Sequence[str]) -> int:
+    """The most instructions that a warp issues between two of its tiles' products, if it stores boxes only.
+
+    That is the longest of the ways through a tile that lead by the most stores of the tensor memory accelerator.
+    The products and the loops that wait count once.
+    """
+    flow = Code(code)
+    tiles, steps = _loops_of_tiles(flow)
+    own = {}
+    for block in tiles:
+        instructions = [] if block in steps else flow.instructions({block})
+        own[block] = (len(starts(instructions, "UTMASTG")), executed(instructions))
+    longest = dict(own)
+    changed = True
+    while changed:
+        changed = False
+        for block in tiles:
+            for following in flow.successors[block]:
+                if following not in tiles or flow.is_back(block, following):
+                    continue
+                stores = own[block][0] + longest[following][0]
+                length = own[block][1] + longest[following][1]
+                changed |= (stores, length) > longest[block]
+                longest[block] = max(longest[block], (stores, length))
+    return max(longest.values())[1]
+
+
+def _loops_of_tiles(flow: Code) -> tuple[set[int], set[int]]:
+    """Returns (blocks of the loop over tiles, those of its loops along the reduction)."""
     waits = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
     tiles = next(loop for loop in flow.loops if any(waits in each for each in flow.instructions(loop)))
     steps = (loop for loop in flow.loops if loop < tiles and starts(flow.instructions(loop), "HGMMA"))
-    return flow.instructions(tiles.difference(flow.apart, *steps))
+    return tiles - flow.apart, set().union(*steps)
 
 
 def _a_step(loop: Sequence[str], kind: str, a_step: int) -> float:

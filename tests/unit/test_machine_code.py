@@ -74,6 +74,7 @@ def test_no_function_is_called_in_a_loop() -> None:
 
 def test_both_element_types_have_the_same_products_loads_barriers_and_waits() -> None:
     kinds = (
+        "UTMASTG",
         "HGMMA",
         "HMMA",
         "UTMALDG",

@@ -126,17 +126,23 @@ void relay(const uint8_t* from, uint8_t* to, uint32_t* flags, BulkMistake mistak
 }
 
 void expect_bulk(const char* name, BulkMistake mistake, const std::string& word) {
-  alignas(16) uint8_t from[kParts * kPartBytes], to[kParts * kPartBytes] = {};
+  alignas(16) uint8_t from[kParts * kPartBytes];
   for (int i = 0; i < kParts * kPartBytes; ++i) from[i] = static_cast<uint8_t>(1 + i % 251);
-  uint32_t flags[1] = {0};
   emu::unregister_arrays();
-  std::string said = "ok";
-  try {
-    emu::launch(1, 64, 3, [&] { relay(from, to, flags, mistake); });
-  } catch (const emu::Error& error) {
-    said = error.what();
+  std::string said;
+  bool found = false;
+  for (unsigned seed = 1; seed <= 6; ++seed) {
+    alignas(16) uint8_t to[kParts * kPartBytes] = {};
+    uint32_t flags[1] = {0};
+    said = "ok";
+    try {
+      emu::launch(1, 64, seed, [&] { relay(from, to, flags, mistake); });
+    } catch (const emu::Error& error) {
+      said = error.what();
+    }
+    if (mistake == BulkMistake::kNone ? said != word : said.find(word) != std::string::npos) found = true;
   }
-  if (said.find(word) != std::string::npos) return;
+  if (found == (mistake != BulkMistake::kNone)) return;
   ++failures;
   std::printf("FAILED: %s: \"%s\", not \"%s\"\n", name, said.c_str(), word.c_str());
 }

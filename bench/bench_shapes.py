@@ -14,8 +14,8 @@ store   the time from a tile's last product to the first product of the next til
 other kernels move rows, at a share of a copy's rate that was stored as well. An H100 has the arithmetic of an
 H200 and 0.7 of its memory rate, so what moves bytes takes longer there.
 
-"Beside" is a layer whose tiles are stored beside the products of the next tiles, in the way that is predicted to
-be faster. In one way the tensor memory accelerator stores a tile from boxes in shared memory
+"Beside" is a layer whose tiles are stored beside the products of the next tiles, in the way that is predicted
+to be faster. In one way the tensor memory accelerator stores a tile from boxes in shared memory
 (cuda/grouped_gemm/hopper_boxes.cuh). The multiplying warps are held until they have written the boxes:
 
     seconds = waves * (product + held) + drained
@@ -24,8 +24,8 @@ be faster. In one way the tensor memory accelerator stores a tile from boxes in 
     drained   the last boxes are stored
 
 The other way are turns (cuda/grouped_gemm/hopper_turns.cuh). Tiles of 128 x 128 alternate between two
-warpgroups. While one is held, the other multiplies, so two tiles take as long as both products, or as one product
-and its store:
+warpgroups. While one is held, the other multiplies, so two tiles take as long as both products, or as one
+product and its store:
 
     seconds = waves * max(product, (product + held) / 2) + drained
 
@@ -117,8 +117,8 @@ class Store:
     num_bytes: read from and written to memory. All multiprocessors store at the same time, so each gets its
         share of the memory's rate.
     takes_turns: whether there are kernels that compute such products in turns.
-    instructions: of a warp for its rows of a tile that is stored as boxes, counted in machine code; None if there
-        are no kernels that store boxes.
+    instructions: of a warp for its rows of a tile that is stored as boxes, counted in machine code; None if
+        there are no kernels that store boxes.
     """
 
     seconds: float
@@ -132,7 +132,7 @@ class Store:
         return (self.seconds + slower) * card.stores
 
     def held(self, card: Card) -> float:
-        """Returns the seconds in which the warps that store a tile do not multiply, with boxes if there are."""
+        """Returns the seconds in which the warps that store a tile do not multiply; with boxes, if it can."""
         if self.instructions is None:
             return self.on(card)
         issued = WARPS_A_SCHEDULER * self.instructions / CLOCK
@@ -149,10 +149,10 @@ class Store:
         return 0.0 if self.instructions is None else card.seconds_for(self.num_bytes)
 
 
-PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True, instructions=400)
-GATED = Store(7.0e-6, 96 * 1024, takes_turns=True, instructions=1200)
+PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True, instructions=760)
+GATED = Store(7.0e-6, 96 * 1024, takes_turns=True, instructions=1290)
 GATED_GRADIENT = Store(17.8e-6, 320 * 1024, takes_turns=True)
-WEIGHT = Store(3.0e-6, 64 * 1024, instructions=400)
+WEIGHT = Store(3.0e-6, 64 * 1024, instructions=510)
 
 NOTHING, B, A = "nothing", "B", "A"
 Tiles = Callable[[int], float]

@@ -131,7 +131,7 @@ def stored_beside(turns: int) -> Iterator[None]:
 
 
 def storing_beside(turns: int, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns ``run`` with products that store tiles beside other products; ``turns`` as in stored_beside()."""
+    """Returns ``run`` with products as in a with-block of `stored_beside`."""
 
     def beside() -> Tensor:
         with stored_beside(turns):

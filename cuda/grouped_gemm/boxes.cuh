@@ -12,21 +12,22 @@
 // is not ordered after a thread's own writes. Lane 0 starts all stores of a warp, so it is the lane that can
 // wait for them: until they have read their box (bulk_wait_read), or until they are done (bulk_wait).
 //
-// A warp has two boxes and writes them by turns, so it only waits for the store before the last. A tile begins
-// with the first box again, because each tile ends in one of two ways:
+// A warp has two boxes and writes them by turns, so it only waits for the store before the last. A tile
+// begins with the first box again, because each tile ends in one of two ways:
 //
 //   - with a store of the second box: a tile has an even number of stores
 //   - with rows that pass through registers, which wait for all stores
 //
-// The accelerator stores whole boxes. It leaves out columns that the result does not have, because a tensor map
-// says how many columns there are. It knows no experts, so it would also write rows of the next expert. These
-// rows therefore pass through registers, as in exchange.cuh:
+// The accelerator stores whole boxes. It leaves out columns that the result does not have, because a tensor
+// map says how many columns there are. It knows no experts, so it would also write rows of the next expert.
+// These rows therefore pass through registers, as in exchange.cuh:
 //
 //   - the last 16 rows of an expert, if fewer than 16 exist
 //   - rows that are stored at places (Problem::place)
 //
-// A tensor map demands a base and strides that are multiples of 16 bytes. All results of grouped products have
-// them: they are also stored in words of 16 bytes, and have columns and strides of multiples of 8 elements.
+// A tensor map demands a base and strides that are multiples of 16 bytes. All results of grouped products
+// have them: they are also stored in words of 16 bytes, and have columns and strides of multiples of 8
+// elements.
 #pragma once
 #include "exchange.cuh"
 

@@ -50,7 +50,8 @@ __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& ti
 
 // Stores 16 rows of a tile. All 32 lanes of a warp must call each member function together.
 //
-// Buffer: how fragments reach memory: through registers (Exchange), or by the tensor memory accelerator (Boxes
+// Buffer: how fragments reach memory: through registers (Exchange), or by the tensor memory accelerator
+// (Boxes
 //     of boxes.cuh).
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Buffer>
 class Store {
@@ -209,14 +210,22 @@ class Store {
   // Stores 64 neighbouring columns.
   //
   // map: name of the result's tensor map, if results are stored as boxes.
-  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], TensorMap StoreMaps::*map,
+  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], TensorMap StoreMaps::* map,
                                               void* base, int64_t stride, int column, int columns) {
     if constexpr (kBoxed) {
-      const bool is_whole = left_ >= kBoxRows;
-      if (is_whole) buffer_.store(word, buffer_.maps().*map, column, static_cast<int>(first_));
+      if (left_ >= kBoxRows)
+        buffer_.store(word, buffer_.maps().*map, column, static_cast<int>(first_));
+      else
+        store_rows(word, base, stride, column, columns);
       buffer_.go_on();
-      if (is_whole) return;
+    } else {
+      store_rows(word, base, stride, column, columns);
     }
+  }
+
+  // Stores 64 neighbouring columns through registers.
+  __device__ __forceinline__ void store_rows(const uint32_t (&word)[16], void* base, int64_t stride, int column,
+                                             int columns) const {
     Words rows[4];
     buffer_.to_rows(word, rows);
     const int own = column + buffer_.column();

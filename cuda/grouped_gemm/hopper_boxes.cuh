@@ -7,8 +7,9 @@
 //   shared memory                        box, box   box, box
 //   memory                                 stores of tile 0             stores of tile 1
 //
-// A warp has boxes for half of its rows' columns of a plain tile, so it waits once in each tile until the first
-// half of its boxes has been read. There is no shared memory for more: stages take 192 KiB, boxes 32 KiB.
+// A warp has boxes for half of its rows' columns of a plain tile, so it waits once in each tile until the
+// first half of its boxes has been read. There is no shared memory for more: stages take 192 KiB, boxes 32
+// KiB.
 #pragma once
 #include "hopper.cuh"
 

@@ -84,8 +84,7 @@ StoreMaps encode_results(const GroupedGemm& which, const Problem& p) {
   } else if (p.d != nullptr && p.place == nullptr) {
     encode_one(maps.d, p.d, columns, p.rows, p.d_stride);
     // Two maps and not one: in one map, a box at the end of the first half would reach into the second.
-    if (halves)
-      encode_one(maps.up, static_cast<const uint16_t*>(p.d) + columns, columns, p.rows, p.d_stride);
+    if (halves) encode_one(maps.up, static_cast<const uint16_t*>(p.d) + columns, columns, p.rows, p.d_stride);
   }
   return maps;
 }
@@ -172,13 +171,13 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
   encode(b_map, element, of_b);
 }
 
-const GroupedGemmPath hopper_path = {
-    "sm_90a",
-    [](const GroupedGemm& which) {
-      return has_boxes(which) ? reinterpret_cast<const void*>(boxed_kernel(which))
-                              : reinterpret_cast<const void*>(hopper_kernel(which));
-    },
-    launch_hopper, hopper::kThreads, hopper_shared_bytes};
+const GroupedGemmPath hopper_path = {"sm_90a",
+                                     [](const GroupedGemm& which) {
+                                       return has_boxes(which)
+                                                  ? reinterpret_cast<const void*>(boxed_kernel(which))
+                                                  : reinterpret_cast<const void*>(hopper_kernel(which));
+                                     },
+                                     launch_hopper, hopper::kThreads, hopper_shared_bytes};
 
 const GroupedGemmPath ampere_path = {
     "sm_80", [](const GroupedGemm& which) { return reinterpret_cast<const void*>(ampere_kernel(which)); },

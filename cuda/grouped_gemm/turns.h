@@ -1,6 +1,6 @@
 // Which products on Hopper are stored beside other products: computed by two warpgroups in turns
-// (hopper_turns.cuh), or by both on one tile that is stored as boxes (hopper_boxes.cuh). Only bindings include
-// it, so that a change of the rule compiles no kernel again.
+// (hopper_turns.cuh), or by both on one tile that is stored as boxes (hopper_boxes.cuh). Only bindings
+// include it, so that a change of the rule compiles no kernel again.
 #pragma once
 #include "launch.h"
 
@@ -23,8 +23,8 @@ inline bool can_take_turns(const GroupedGemm& which, bool a_gathered) {
   return (is_plain || which.activation == Activation::kSwiglu) && !a_gathered;
 }
 
-// Returns whether there is a kernel whose warpgroups multiply one tile, which is stored as boxes. Plain products
-// have one, and SwiGLU's hidden columns. Only that of weight gradients lets two blocks share B.
+// Returns whether there is a kernel whose warpgroups multiply one tile, which is stored as boxes. Plain
+// products have one, and SwiGLU's hidden columns. Only that of weight gradients lets two blocks share B.
 inline bool can_store_boxes(const GroupedGemm& which, Sharing sharing) {
   const bool is_hidden = which.epilogue == Epilogue::kHidden && which.activation == Activation::kSwiglu;
   return (which.epilogue == Epilogue::kPlain || is_hidden) &&
@@ -35,15 +35,15 @@ inline bool can_store_boxes(const GroupedGemm& which, Sharing sharing) {
 //
 // In turns a tile's store costs no time, but each step along the reduction is predicted to take a quarter of
 // 0.68 us longer. Turns are faster if the steps of a tile together lose less time than the warpgroups lose by
-// a store if both compute one tile. On an H200, they are predicted to lose 1.4 us by the boxes of a plain tile
-// and 3.4 us by those of SwiGLU's hidden columns. The gradient of SwiGLU has no kernel that stores boxes: it
-// loses 17.8 us, as was measured. These are 8, 20 and 104 steps (bench/bench_shapes.py). Products in turns
-// were not measured.
+// a store if both compute one tile. On an H200, they are predicted to lose 1.4 us by the boxes of a plain
+// tile and 3.5 us by those of SwiGLU's hidden columns. The gradient of SwiGLU has no kernel that stores
+// boxes: it loses 17.8 us, as was measured. These are 11, 20 and 104 steps (bench/bench_shapes.py). Products
+// in turns were not measured.
 //
 // k: the number of columns of A, over which the product sums.
 inline bool is_faster_in_turns(const GroupedGemm& which, int k) {
   constexpr int kDepth = 64;
-  const int most_steps = which.epilogue == Epilogue::kPlain    ? 8
+  const int most_steps = which.epilogue == Epilogue::kPlain    ? 11
                          : which.epilogue == Epilogue::kHidden ? 20
                                                                : 104;
   return ceil_div(k, kDepth) <= most_steps;

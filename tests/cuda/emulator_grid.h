@@ -459,8 +459,8 @@ inline int mark_dirty(Fiber& fiber, void* p) {
   return unit;
 }
 
-// An ordinary write of the current thread. What it writes of its block's shared memory needs a fence before the
-// asynchronous proxy reads it.
+// An ordinary write of the current thread. What it writes of its block's shared memory needs a fence before
+// the asynchronous proxy reads it.
 inline void mark_written(const void* p, size_t bytes) {
   Fiber& fiber = self();
   auto* const first = static_cast<uint8_t*>(const_cast<void*>(p));

@@ -149,12 +149,12 @@ void expect_bulk(const char* name, BulkMistake mistake, const std::string& word)
 
 enum class BoxMistake {
   kNone,
-  kNoFence,      // a box is stored without a fence of the asynchronous proxy
-  kOneFence,     // ... with a fence of the lane alone that stores it
-  kNoReadWait,   // it is written again while a store still reads it
-  kNoMeeting,    // the store begins before all lanes have written
-  kNoGroup,      // stores are in no group, so that nothing waits for them
-  kNoLastWait,   // the warp ends before its stores
+  kNoFence,     // a box is stored without a fence of the asynchronous proxy
+  kOneFence,    // ... with a fence of the lane alone that stores it
+  kNoReadWait,  // it is written again while a store still reads it
+  kNoMeeting,   // the store begins before all lanes have written
+  kNoGroup,     // stores are in no group, so that nothing waits for them
+  kNoLastWait,  // the warp ends before its stores
 };
 
 constexpr int kBoxes = 5, kLines = 16;

@@ -494,7 +494,8 @@ void in_turns(bool thorough) {
   }
 }
 
-// Runs a test with results that pass through registers, as boxes, and in turns. They must be equal to the bit.
+// Runs a test with results that pass through registers, as boxes, and in turns. They must be equal to the
+// bit.
 template <class Test>
 void same_bits(Case c, const Test& test) {
   const auto results_of = [&](bool boxed, bool in_turns) {
@@ -507,8 +508,8 @@ void same_bits(Case c, const Test& test) {
   expect(results_of(false, true) == registers, told(c, "turns differ from registers:"));
 }
 
-// Products whose results the tensor memory accelerator stores. Tiles have whole boxes, boxes with fewer rows or
-// columns, and boxes beyond the columns.
+// Products whose results the tensor memory accelerator stores. Tiles have whole boxes, boxes with fewer rows
+// or columns, and boxes beyond the columns.
 void boxes(bool thorough) {
   Case c;
   c.boxed = true;

@@ -258,7 +258,7 @@ def between_tiles(code: Sequence[str]) -> list[str]:
 def issued_for_boxes(code: Sequence[str]) -> int:
     """The most instructions that a warp issues between two of its tiles' products, if it stores boxes only.
 
-    That is the longest of the ways through a tile that lead by the most stores of the tensor memory accelerator.
+    That is the longest of the ways through a tile that have the most stores of the tensor memory accelerator.
     The products and the loops that wait count once.
     """
     flow = Code(code)

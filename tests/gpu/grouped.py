@@ -55,13 +55,19 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.fixture(
     params=[
-        "sm_90a", "sm_90a, sharing B", "sm_90a, sharing A", "sm_90a, in turns", "sm_90a, boxes", "sm_80",
+        "sm_90a",
+        "sm_90a, sharing B",
+        "sm_90a, sharing A",
+        "sm_90a, in turns",
+        "sm_90a, boxes",
+        "sm_80",
     ],
     autouse=True,
 )
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Selects the kernels that run, and which operand pairs of blocks share. The rule lets pairs share in turns
-    and with boxes.
+    """Selects the kernels that run, and which operand pairs of blocks share.
+
+    In turns and with boxes, the rule selects what pairs share.
 
     A fall to PyTorch operations fails.
     """

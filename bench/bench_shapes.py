@@ -149,10 +149,10 @@ class Store:
         return 0.0 if self.instructions is None else card.seconds_for(self.num_bytes)
 
 
-PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True, instructions=760)
-GATED = Store(7.0e-6, 96 * 1024, takes_turns=True, instructions=1290)
+PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True, instructions=810)
+GATED = Store(7.0e-6, 96 * 1024, takes_turns=True, instructions=1330)
 GATED_GRADIENT = Store(17.8e-6, 320 * 1024, takes_turns=True)
-WEIGHT = Store(3.0e-6, 64 * 1024, instructions=510)
+WEIGHT = Store(3.0e-6, 64 * 1024, instructions=509)
 
 NOTHING, B, A = "nothing", "B", "A"
 Tiles = Callable[[int], float]

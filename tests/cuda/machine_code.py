@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from tests.cuda.disassembly import Declared, declared, opcode
 
@@ -255,31 +255,33 @@ def between_tiles(code: Sequence[str]) -> list[str]:
     return flow.instructions(tiles - steps)
 
 
-def issued_for_boxes(code: Sequence[str]) -> int:
-    """The most instructions that a warp issues between two of its tiles' products, if it stores boxes only.
+def issued_for_boxes(code: Sequence[str]) -> tuple[int, int]:
+    """Returns the (fewest, most) instructions that a warp issues from a tile to its next, if it stores boxes only.
 
-    That is the longest of the ways through a tile that have the most stores of the tensor memory accelerator.
-    The products and the loops that wait count once.
+    These are ways through the loop over tiles that have the most stores of the tensor memory accelerator. Loops
+    that wait count once. The loops along the reduction are left out.
     """
     flow = Code(code)
     tiles, steps = _loops_of_tiles(flow)
-    own = {}
-    for block in tiles:
-        instructions = [] if block in steps else flow.instructions({block})
-        own[block] = (len(starts(instructions, "UTMASTG")), executed(instructions))
-    longest = dict(own)
-    changed = True
-    while changed:
-        changed = False
-        for block in tiles:
-            for following in flow.successors[block]:
-                if following not in tiles or flow.is_back(block, following):
-                    continue
-                stores = own[block][0] + longest[following][0]
-                length = own[block][1] + longest[following][1]
-                changed |= (stores, length) > longest[block]
-                longest[block] = max(longest[block], (stores, length))
-    return max(longest.values())[1]
+
+    @cache
+    def ways(block: int) -> tuple[int, int, int]:
+        """Returns (stores, fewest instructions, most instructions) from a block to the end of the loop."""
+        own = [] if block in steps else flow.instructions({block})
+        following = [
+            ways(each) for each in flow.successors[block] if each in tiles and not flow.is_back(block, each)
+        ]
+        stores = max((found[0] for found in following), default=0)
+        best = [found for found in following if found[0] == stores] or [(0, 0, 0)]
+        return (
+            stores + len(starts(own, "UTMASTG")),
+            min(found[1] for found in best) + executed(own),
+            max(found[2] for found in best) + executed(own),
+        )
+
+    head = next(each for each in tiles if all(flow.is_back(other, each) for other in tiles))
+    _, fewest, most = ways(head)
+    return fewest, most
 
 
 def _loops_of_tiles(flow: Code) -> tuple[set[int], set[int]]:
@@ -380,6 +382,21 @@ def wrong_convergence(code: Sequence[str]) -> list[str]:
                 opened[each] = joined
                 rest.append(each)
     return list(found.values())
+
+
+def stores_without_fence(code: Sequence[str]) -> list[str]:
+    """Stores of boxes (UTMASTG) with no fence of the asynchronous proxy since the last write of a box (STSM)."""
+    found = []
+    is_fenced = False
+    for index, each in enumerate(code):
+        kind = opcode(each)
+        if kind.startswith("STSM"):
+            is_fenced = False
+        elif kind.startswith("FENCE.VIEW.ASYNC"):
+            is_fenced = True
+        elif kind.startswith("UTMASTG") and not is_fenced:
+            found.append(f"{index}: {each}")
+    return found
 
 
 def wrong_loads(code: Sequence[str]) -> list[str]:

@@ -224,13 +224,14 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
     The gradient of the gated hidden has a partial inner product for each tile.
     """
     cuda.stub_reset(runs=False, processors=7)
-    product(cuda, turns=2, n=256)
-    product(cuda, turns=2, n=128)
-    product(cuda, turns=2, n=256, sharing=1)
-    product(cuda, turns=2, n=256, form=1, epilogue=2, activation=4)
-    product(cuda, turns=2, n=256, epilogue=1, activation=4)
+    fields = {"d_stride": 256, "active": torch.zeros(64).data_ptr(), "active_stride": 256}
+    product(cuda, turns=2, n=256, **fields)
+    product(cuda, turns=2, n=128, **fields)
+    product(cuda, turns=2, n=256, sharing=1, **fields)
+    product(cuda, turns=2, n=256, form=1, epilogue=2, activation=4, **fields)
+    product(cuda, turns=2, n=256, epilogue=1, activation=4, **fields)
     in_turns = cuda.stub_launched()
-    product(cuda, turns=0, n=256, form=1, epilogue=2, activation=4)
+    product(cuda, turns=0, n=256, form=1, epilogue=2, activation=4, **fields)
     assert [(each["blocks"], each["cluster"]) for each in in_turns] == [
         (6, 2), (7, 1), (7, 1), (6, 2), (6, 2),
     ]  # fmt: skip
@@ -261,8 +262,8 @@ def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleTyp
 @pytest.mark.parametrize(
     ("given", "num_maps"),
     [
-        ({"n": 256}, 1),
-        ({"n": 256, "form": 1}, 1),
+        ({"n": 256, "d_stride": 256}, 1),
+        ({"n": 256, "d_stride": 256, "form": 1}, 1),
         ({"n": 64, "epilogue": 1, "activation": 4}, 3),
         ({"n": 64, "epilogue": 1, "activation": 4, "d": 0}, 1),
         ({"n": 64, "form": 2, "m": 64, "b_rows": T, "b_stride": 64}, 1),
@@ -286,7 +287,7 @@ def test_results_that_are_stored_as_boxes_have_maps(
 
 
 def test_other_products_are_stored_as_boxes_by_the_rule(cuda: ModuleType) -> None:
-    product(cuda, turns=1, k=64 * 12)
+    product(cuda, turns=1, k=64 * 12, a_stride=64 * 12)
     product(cuda, turns=3)
     product(cuda, turns=1)
     product(cuda, turns=2)

@@ -224,8 +224,8 @@ class Store {
   }
 
   // Stores 64 neighbouring columns through registers.
-  __device__ __forceinline__ void store_rows(const uint32_t (&word)[16], void* base, int64_t stride, int column,
-                                             int columns) const {
+  __device__ __forceinline__ void store_rows(const uint32_t (&word)[16], void* base, int64_t stride,
+                                             int column, int columns) const {
     Words rows[4];
     buffer_.to_rows(word, rows);
     const int own = column + buffer_.column();

@@ -256,10 +256,10 @@ def between_tiles(code: Sequence[str]) -> list[str]:
 
 
 def issued_for_boxes(code: Sequence[str]) -> tuple[int, int]:
-    """Returns the (fewest, most) instructions that a warp issues from a tile to its next, if it stores boxes only.
+    """Returns the (fewest, most) instructions that a warp issues from a tile to its next by storing boxes.
 
-    These are ways through the loop over tiles that have the most stores of the tensor memory accelerator. Loops
-    that wait count once. The loops along the reduction are left out.
+    These are ways through the loop over tiles that have the most stores of the tensor memory accelerator.
+    Loops that wait count once. The loops along the reduction are left out.
     """
     flow = Code(code)
     tiles, steps = _loops_of_tiles(flow)
@@ -385,7 +385,7 @@ def wrong_convergence(code: Sequence[str]) -> list[str]:
 
 
 def stores_without_fence(code: Sequence[str]) -> list[str]:
-    """Stores of boxes (UTMASTG) with no fence of the asynchronous proxy since the last write of a box (STSM)."""
+    """Stores of boxes (UTMASTG) without a fence of the asynchronous proxy since the last write (STSM)."""
     found = []
     is_fenced = False
     for index, each in enumerate(code):

@@ -40,7 +40,7 @@ def test_the_stored_layer_is_predicted_from_its_kernels(passed: str, times: floa
 
 
 def test_products_are_computed_in_turns_by_the_kernels_own_rule(kernels: Path) -> None:
-    """The rule is for an H200. At these shapes it loses at most 2 % on an H100."""
+    """The rule is for an H200. At these shapes it loses at most 3 % on an H100."""
     module = load_kernels(kernels)
     swiglu = ACTIVATIONS["swiglu"]
     gated = {"form": FORWARD, "epilogue": HIDDEN, "activation": swiglu}
@@ -62,7 +62,7 @@ def test_products_are_computed_in_turns_by_the_kernels_own_rule(kernels: Path) -
                 together = bench_shapes.product_of_rows(tiles, k, n, by_both, beside)
                 in_turns = bench_shapes.product_in_turns(tiles, k, n, store, beside)
                 faster = min(in_turns, together)
-                assert (in_turns if rule else together) <= (faster if card.copy > 4e12 else 1.02 * faster)
+                assert (in_turns if rule else together) <= (faster if card.copy > 4e12 else 1.03 * faster)
 
 
 def test_a_store_in_turns_costs_nothing_beside_a_longer_product() -> None:

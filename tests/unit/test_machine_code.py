@@ -212,9 +212,9 @@ def test_a_store_in_turns_is_issued_beside_so_many_steps_of_the_other_warpgroup(
 ) -> None:
     """A scheduler has one warp of each warpgroup, and issues one instruction a cycle.
 
-    What a warp issues between two of its tiles' products fits into the cycles of that many steps, if it stores
-    whole boxes. It waits for the ring there, and for no other warp of its block. It keeps nothing in local
-    memory.
+    What a warp issues between two of its tiles' products fits into the cycles of that many steps, if it
+    stores whole boxes. It waits for the ring there, and for no other warp of its block. It keeps nothing in
+    local memory.
     """
     for element in ("bf16", "fp16"):
         kernel = f"grouped_gemm.sm_90a.{element}.{name}.turns"

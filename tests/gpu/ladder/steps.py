@@ -56,8 +56,8 @@ def product_steps(path: str) -> list[Step]:
         Step(
             name=f"{path}: tiles stored as boxes", run=f"{HERE}tiles:check_boxes {path}",
             needs=tuple(each.name for each in pairs), hopper=True, usual=10,
-            means="tiles that threads store are right, those that the accelerator stores are not: its maps, the "
-            "fence before it, or the rows of the next expert",
+            means="tiles that threads store are right, those that the accelerator stores are not: its maps, "
+            "the fence before it, or the rows of the next expert",
             look=f"{GEMM}boxes.cuh; {GEMM}launch.cu, encode_results(); tma_store_2d of common/hopper_ptx.cuh",
         ),
         Step(

@@ -124,7 +124,7 @@ def find_tile(machine: Machine, form: str, sharing: int = 1, **options: Any) -> 
 
 def check_pairs(path: str, form: str) -> None:
     machine = this_machine(path)
-    found = {}
+    found: dict[str, str | None] = {}
     for sharing, operand in ((2, "B"), (3, "A")):
         tiles = find_tile(machine, form, sharing, side=side_of(sharing))
         found |= {f"sharing {operand}: {name}": told for name, told in tiles.items()}

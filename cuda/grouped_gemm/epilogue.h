@@ -51,8 +51,7 @@ __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& ti
 // Stores 16 rows of a tile. All 32 lanes of a warp must call each member function together.
 //
 // Buffer: how fragments reach memory: through registers (Exchange), or by the tensor memory accelerator
-// (Boxes
-//     of boxes.cuh).
+//     (Boxes, see boxes.cuh).
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Buffer>
 class Store {
  public:

@@ -35,16 +35,16 @@ inline bool can_store_boxes(const GroupedGemm& which, Sharing sharing) {
 //
 // In turns a tile's store costs no time, but each step along the reduction is predicted to take a quarter of
 // 0.68 us longer. Turns are faster if the steps of a tile together lose less time than the warpgroups lose by
-// a store if both compute one tile. On an H200, they are predicted to lose 1.4 us by the boxes of a plain
-// tile and 3.5 us by those of SwiGLU's hidden columns. The gradient of SwiGLU has no kernel that stores
-// boxes: it loses 17.8 us, as was measured. These are 11, 20 and 104 steps (bench/bench_shapes.py). Products
+// a store if both compute one tile. On an H200, they are predicted to lose 2.0 us by the boxes of a plain
+// tile and 3.6 us by those of SwiGLU's hidden columns. The gradient of SwiGLU has no kernel that stores
+// boxes: it loses 17.8 us, as was measured. These are 11, 21 and 104 steps (bench/bench_shapes.py). Products
 // in turns were not measured.
 //
 // k: the number of columns of A, over which the product sums.
 inline bool is_faster_in_turns(const GroupedGemm& which, int k) {
   constexpr int kDepth = 64;
   const int most_steps = which.epilogue == Epilogue::kPlain    ? 11
-                         : which.epilogue == Epilogue::kHidden ? 20
+                         : which.epilogue == Epilogue::kHidden ? 21
                                                                : 104;
   return ceil_div(k, kDepth) <= most_steps;
 }

@@ -243,7 +243,7 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
 
 
 def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleType) -> None:
-    """A plain product may have 11 steps of 64, one of SwiGLU's hidden columns 20, their gradient 104."""
+    """A plain product may have 11 steps of 64, one of SwiGLU's hidden columns 21, their gradient 104."""
 
     def taken(k: int, **fields: int) -> bool:
         found: bool = cuda.grouped_gemm_takes_turns(k=k, turns=1, **fields)
@@ -251,7 +251,7 @@ def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleTyp
 
     assert [taken(k, form=0) for k in (64 * 11, 64 * 11 + 8)] == [True, False]
     hidden = {"form": 0, "epilogue": 1, "activation": 4}
-    assert [taken(k, **hidden) for k in (64 * 20, 64 * 20 + 8)] == [True, False]
+    assert [taken(k, **hidden) for k in (64 * 21, 64 * 21 + 8)] == [True, False]
     gradient = {"form": 1, "epilogue": 2, "activation": 4}
     assert [taken(k, **gradient) for k in (64 * 104, 64 * 104 + 8)] == [True, False]
     assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, turns=2)

@@ -19,8 +19,8 @@
 //   - with rows that pass through registers, which wait for all stores
 //
 // The accelerator stores whole boxes. It leaves out columns that the result does not have, because a tensor
-// map says how many columns there are. It knows no experts, so it would also write rows of the next expert. Two
-// kinds of rows therefore pass through registers, as in exchange.cuh:
+// map says how many columns there are. It knows no experts, so it would also write rows of the next expert.
+// Two kinds of rows therefore pass through registers, as in exchange.cuh:
 //
 //   - rows of an expert that do not fill a box: fewer than 16, at its end
 //   - rows that are stored at places (Problem::place)

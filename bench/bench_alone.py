@@ -6,8 +6,8 @@ The layer: W = 1, SwiGLU experts without biases, bfloat16, T = 32768, M = 4096, 
 runs in four ways, with the same values of parameters:
 
     pmoe       pmoe.MoELayer by the kernels of one rank (`pmoe.runners.one_rank`)
-    in turns   the same, with all products that can in turns: one half of a thread block stores while the
-               other multiplies (`pmoe.kernels.grouped_gemm.launch.TURNS`)
+    beside     the same, with tiles that are stored beside the products of the next tiles, in the way that is
+               predicted to be the faster one (`pmoe.kernels.grouped_gemm.launch.TURNS`)
     without    pmoe.MoELayer by the pipeline with F.grouped_mm for the products, as where the extension is
                missing
     plain      what one would write with autograd and F.grouped_mm (`bench.plain`): no loss of the gate, no
@@ -47,6 +47,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.device import (
+    BY_RULE,
     LEAD_CYCLES,
     WARMUP,
     difference,
@@ -54,8 +55,8 @@ from bench.device import (
     file_name,
     need_gpu,
     part_seconds,
-    products_in_turns,
     show_gpu,
+    stored_beside,
 )
 from bench.plain import GROUPED, PlainMoE
 from bench.timing import OUT, Timing, table, write_json
@@ -129,9 +130,9 @@ def with_kernels() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_kernels_in_turns() -> Iterator[None]:
-    """As `with_kernels`, and all products that can are computed in turns (`launch.TURNS`)."""
-    with products_in_turns(), with_kernels():
+def with_stores_beside() -> Iterator[None]:
+    """As `with_kernels`, and tiles are stored beside other products (`launch.TURNS`)."""
+    with stored_beside(BY_RULE), with_kernels():
         yield
 
 
@@ -150,7 +151,7 @@ def without_kernels() -> Iterator[None]:
 PLAIN = "plain"
 WAYS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "pmoe": with_kernels,
-    "in turns": with_kernels_in_turns,
+    "beside": with_stores_beside,
     "without": without_kernels,
     PLAIN: contextlib.nullcontext,
 }

@@ -26,8 +26,9 @@ cache.
     alone, share B, share A
                 milliseconds of each way on Hopper, where two blocks may share an operand. "ms" is the way
                 that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
-    in turns    milliseconds of the way in which one half of a block stores while the other multiplies, for
-                products that have it (`pmoe.kernels.grouped_gemm.launch.TURNS`).
+    in turns, boxes
+                milliseconds of the two ways in which tiles are stored beside the products of the next tiles,
+                for products that have them (`pmoe.kernels.grouped_gemm.launch.TURNS`).
 
 Goals for plain forward and both gradients: x rival 1.0. Mixtral and Phi-3.5-MoE: 0.75 of dense. Qwen2-MoE:
 0.75 "of bound", the lower of dense rate * fill and FLOP * copy rate / fewest bytes.
@@ -51,14 +52,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.device import (
+    AS_BOXES,
     COPY_BYTES,
+    IN_TURNS,
     difference,
     file_name,
     need_gpu,
     relative_error,
     sharing,
     show_gpu,
-    taking_turns,
+    storing_beside,
     time_in_turn,
 )
 from bench.grouped_gemm_cases import (
@@ -85,7 +88,7 @@ Meanwhile the host enqueues the work, so that the measured time is that of the d
 """
 
 SHARED: dict[str, Literal["none", "B", "A"]] = {"alone": "none", "share B": "B", "share A": "A"}
-IN_TURNS = "in turns"
+BESIDE = {"in turns": IN_TURNS, "boxes": AS_BOXES}
 SHARE = 0.75
 LIMIT = 2.0**-8
 """Largest relative error of bfloat16 results. One rounding is 2^-9 at most on average."""
@@ -145,10 +148,10 @@ def measure(
     runs: dict[str, Callable[[], object]] = {"pmoe": case.run, "dense": ceilings.dense}
     if ceilings.path == "sm_90a":
         runs |= {name: sharing(operand, case.run) for name, operand in SHARED.items()}
-        if case.takes_turns:
-            in_turns = replace(case, name=f"{case.name}, {IN_TURNS}", run=taking_turns(case.run))
-            check(in_turns)
-            runs[IN_TURNS] = in_turns.run
+        for name in case.beside:
+            beside = replace(case, name=f"{case.name}, {name}", run=storing_beside(BESIDE[name], case.run))
+            check(beside)
+            runs[name] = beside.run
     if case.rival is not None:
         runs["rival"] = case.rival
     timings = time_in_turn(runs, rounds, LEAD_CYCLES)
@@ -166,7 +169,7 @@ def measure(
         "fill": case.fill,
         "of bound": rate / bound,
         "of copy": case.min_bytes / timing.median / ceilings.copy_rate,
-        **{name: timings[name].median * 1e3 if name in timings else None for name in (*SHARED, IN_TURNS)},
+        **{name: timings[name].median * 1e3 if name in timings else None for name in (*SHARED, *BESIDE)},
         "rival ms": timings["rival"].median * 1e3 if "rival" in timings else None,
         "x rival": timing.speedup_over(timings["rival"]) if "rival" in timings else None,
         "error": error,
@@ -200,7 +203,7 @@ SHOWN = (
     "of bound",
     "of copy",
     *SHARED,
-    IN_TURNS,
+    *BESIDE,
     "rival ms",
     "x rival",
 )

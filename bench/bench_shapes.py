@@ -14,11 +14,23 @@ store   the time from a tile's last product to the first product of the next til
 other kernels move rows, at a share of a copy's rate that was stored as well. An H100 has the arithmetic of an
 H200 and 0.7 of its memory rate, so what moves bytes takes longer there.
 
-"In turns" is a layer in which products are computed in turns (cuda/grouped_gemm/hopper_turns.cuh) if that is
-predicted to be faster. Tiles of 128 x 128 then alternate between two warpgroups. While one stores, the other
-multiplies, so two tiles take as long as both products, or as one product and its store:
+"Beside" is a layer whose tiles are stored beside the products of the next tiles, in the way that is predicted
+to be faster. In one way the tensor memory accelerator stores a tile from boxes in shared memory
+(cuda/grouped_gemm/hopper_boxes.cuh). The multiplying warps are held until they have written the boxes:
 
-    seconds = waves * max(product, (product + store) / 2) + store
+    seconds = waves * (product + held) + drained
+    held      two warps of a scheduler issue their instructions; and what does not fit into the boxes at once
+              is stored at the memory's rate, as if nothing else stored it
+    drained   the last boxes are stored
+
+The other way are turns (cuda/grouped_gemm/hopper_turns.cuh). Tiles of 128 x 128 alternate between two
+warpgroups. While one is held, the other multiplies, so two tiles take as long as both products, or as one
+product and its store:
+
+    seconds = waves * max(product, (product + held) / 2) + drained
+
+In both ways a wave takes at least as long as the memory needs for its results. The gradient of gated hidden
+columns has only turns, and its store goes through registers; held and drained are then the time of the store.
 
 "Bound" is the first model with stores that take no time: what a layer would take if the products of the next
 tile ran beside each store, and steps were as fast as they are now.
@@ -58,6 +70,8 @@ they read 48 KiB and write 32 KiB: 160 bytes for each of 512 cycles. So such a s
 cycles. That reads and writes share these bytes is an assumption, and was not measured.
 """
 STEP_IN_TURNS = STEP / 2 * CYCLES_IN_TURNS / CYCLES
+BOX_BYTES = 8 * 2 * 2048
+"""Bytes of the boxes of a multiprocessor: two for each of eight warps."""
 GATHERED_STEP = 0.066e-6
 """Seconds that a gather of the rows in the load adds to a step."""
 SMALL_KERNELS = 71e-6
@@ -66,6 +80,8 @@ ROUTE_FIXED = 29e-6
 """Seconds of the routing's two kernels besides the instructions of `choose_slots`."""
 CLOCK = 1.7e9
 """Cycles a second of a multiprocessor, each of whose four schedulers issues one instruction a cycle."""
+WARPS_A_SCHEDULER = 2
+"""Of the eight warps that multiply."""
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -77,12 +93,16 @@ class Card:
 
     copy: bytes per second of a copy of rows, read and written bytes together.
     stores: whether stores take time; False is the bound.
-    in_turns: whether a product is computed in turns if that is faster.
+    beside: whether tiles are stored beside the products of the next tiles.
     """
 
     copy: float
     stores: bool = True
-    in_turns: bool = False
+    beside: bool = False
+
+    def seconds_for(self, num_bytes: float) -> float:
+        """Returns the seconds in which all multiprocessors move so many bytes each."""
+        return MULTIPROCESSORS * num_bytes / self.copy
 
 
 H200 = Card(4.27e12)
@@ -97,22 +117,42 @@ class Store:
     num_bytes: read from and written to memory. All multiprocessors store at the same time, so each gets its
         share of the memory's rate.
     takes_turns: whether there are kernels that compute such products in turns.
+    instructions: of a warp for its rows of a tile that is stored as boxes, counted in machine code; None if
+        there are no kernels that store boxes.
     """
 
     seconds: float
     num_bytes: int
     takes_turns: bool = False
+    instructions: int | None = None
 
     def on(self, card: Card) -> float:
         """Returns the seconds of this store on a card."""
-        slower = 1 / card.copy - 1 / H200.copy
-        return (self.seconds + MULTIPROCESSORS * self.num_bytes * slower) * card.stores
+        slower = card.seconds_for(self.num_bytes) - H200.seconds_for(self.num_bytes)
+        return (self.seconds + slower) * card.stores
+
+    def held(self, card: Card) -> float:
+        """Returns the seconds in which the warps that store a tile do not multiply; with boxes, if it can."""
+        if self.instructions is None:
+            return self.on(card)
+        issued = WARPS_A_SCHEDULER * self.instructions / CLOCK
+        return issued + card.seconds_for(max(0, self.num_bytes - BOX_BYTES))
+
+    def drained(self, card: Card) -> float:
+        """Returns the seconds from the last warps' end to the end of the last store."""
+        if self.instructions is None:
+            return self.on(card)
+        return card.seconds_for(min(self.num_bytes, BOX_BYTES))
+
+    def least(self, card: Card) -> float:
+        """Returns the least seconds of a wave of tiles that are stored as boxes: those of its results."""
+        return 0.0 if self.instructions is None else card.seconds_for(self.num_bytes)
 
 
-PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True)
-GATED = Store(7.0e-6, 96 * 1024, takes_turns=True)
+PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True, instructions=810)
+GATED = Store(7.0e-6, 96 * 1024, takes_turns=True, instructions=1330)
 GATED_GRADIENT = Store(17.8e-6, 320 * 1024, takes_turns=True)
-WEIGHT = Store(3.0e-6, 64 * 1024)
+WEIGHT = Store(3.0e-6, 64 * 1024, instructions=509)
 
 NOTHING, B, A = "nothing", "B", "A"
 Tiles = Callable[[int], float]
@@ -177,11 +217,25 @@ def product_of_rows(
         shared = shared_operand(weight=False, m=0, n=n, gathered=gathered)
     down = tiles(2 * ROWS if shared == B else ROWS)
     step = STEP + GATHERED_STEP * gathered
-    steps = math.ceil(k / DEPTH)
-    seconds = waves(down, math.ceil(n / COLUMNS), shared) * (steps * step + store.on(card))
-    if card.in_turns and store.takes_turns and not gathered:
-        return min(seconds, product_in_turns(tiles, k, n, store, card))
+    product = math.ceil(k / DEPTH) * step
+    num_waves = waves(down, math.ceil(n / COLUMNS), shared)
+    seconds = num_waves * (product + store.on(card))
+    if not card.beside:
+        return seconds
+    if store.instructions is not None and shared != B:
+        seconds = stored_as_boxes(num_waves, product, store, card)
+    if store.takes_turns and not gathered:
+        seconds = min(seconds, product_in_turns(tiles, k, n, store, card))
     return seconds
+
+
+def stored_as_boxes(num_waves: int, product: float, store: Store, card: Card) -> float:
+    """Returns the seconds of a product whose tiles are stored as boxes.
+
+    product: seconds in which a tile is multiplied.
+    """
+    wave = max(product + store.held(card), store.least(card))
+    return num_waves * wave + store.drained(card)
 
 
 def product_in_turns(tiles: Tiles, k: int, n: int, store: Store, card: Card = H200) -> float:
@@ -192,9 +246,10 @@ def product_in_turns(tiles: Tiles, k: int, n: int, store: Store, card: Card = H2
     """
     across = math.ceil(n / COLUMNS_IN_TURNS)
     product = math.ceil(k / DEPTH) * STEP_IN_TURNS
-    stored = store.on(card) * COLUMNS_IN_TURNS / COLUMNS
+    share = COLUMNS_IN_TURNS / COLUMNS
     num_waves = waves(tiles(ROWS), across, A if across % 2 == 0 else NOTHING)
-    return num_waves * max(product, (product + stored) / 2) + stored
+    wave = max(product, (product + store.held(card) * share) / 2, store.least(card) * share)
+    return num_waves * wave + store.drained(card) * share
 
 
 def product_of_weights(
@@ -204,8 +259,11 @@ def product_of_weights(
     if shared is None:
         shared = shared_operand(weight=True, m=m, n=n)
     down = experts * math.ceil(m / (2 * ROWS if shared == B else ROWS))
-    steps = tiles(DEPTH) / experts
-    return waves(down, math.ceil(n / COLUMNS), shared) * (steps * STEP + WEIGHT.on(card))
+    product = tiles(DEPTH) / experts * STEP
+    num_waves = waves(down, math.ceil(n / COLUMNS), shared)
+    if card.beside:
+        return stored_as_boxes(num_waves, product, WEIGHT, card)
+    return num_waves * (product + WEIGHT.on(card))
 
 
 def stored_products() -> Iterator[tuple[str, float, float]]:
@@ -369,10 +427,10 @@ def rates(scenario: Scenario, card: Card) -> tuple[float, float]:
 
 CARDS = {
     "pmoe, H100": H100,
-    "in turns, H100": Card(H100.copy, in_turns=True),
+    "beside, H100": Card(H100.copy, beside=True),
     "bound, H100": Card(H100.copy, stores=False),
     "pmoe, H200": H200,
-    "in turns, H200": Card(H200.copy, in_turns=True),
+    "beside, H200": Card(H200.copy, beside=True),
     "bound, H200": Card(H200.copy, stores=False),
 }
 

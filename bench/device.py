@@ -112,25 +112,32 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
     return shared
 
 
+BY_RULE, IN_TURNS, AS_BOXES = 1, 2, 3
+"""Values of `launch.TURNS`."""
+
+
 @contextlib.contextmanager
-def products_in_turns() -> Iterator[None]:
-    """Makes products in the block be computed in turns wherever there are kernels (`launch.TURNS`)."""
+def stored_beside(turns: int) -> Iterator[None]:
+    """Makes products in the with-block store tiles beside other products, if there are kernels.
+
+    turns: `BY_RULE`, `IN_TURNS` or `AS_BOXES`.
+    """
     before = launch.TURNS
-    launch.TURNS = 2
+    launch.TURNS = turns
     try:
         yield
     finally:
         launch.TURNS = before
 
 
-def taking_turns(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Returns ``run`` with its products computed in turns wherever there are kernels."""
+def storing_beside(turns: int, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Returns ``run`` with products as in a with-block of `stored_beside`."""
 
-    def in_turns() -> Tensor:
-        with products_in_turns():
+    def beside() -> Tensor:
+        with stored_beside(turns):
             return run()
 
-    return in_turns
+    return beside
 
 
 def gathering(in_load: bool, run: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -71,6 +71,9 @@ class Routed:
             start += count
 
 
+BOTH = ("in turns", "boxes")
+
+
 @dataclass(frozen=True)
 class Case:
     """One product that is measured.
@@ -93,8 +96,8 @@ class Case:
     rival: Callable[[], Tensor] | None = None
     plain: bool = False
     """True if F.grouped_mm computes this product too. The goals are for these products only."""
-    takes_turns: bool = False
-    """True if there are kernels that compute this product in turns."""
+    beside: tuple[str, ...] = ()
+    """The ways to store tiles beside other products for which there are kernels: "in turns", "boxes"."""
 
 
 # ---- what is counted
@@ -201,7 +204,7 @@ def plain_cases(
         run=lambda: grouped_gemm.product(x, weight, ends),
         rival=lambda: F.grouped_mm(x, weight.transpose(1, 2), offs=ends),
         exact=compare_rows(routed, x, weight, as_they_are),
-        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, takes_turns=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, beside=BOTH,
     )  # fmt: skip
     fill = down * filled(num_in, columns) * filled(num_out, depth)
     yield Case(
@@ -209,7 +212,7 @@ def plain_cases(
         run=lambda: grouped_gemm.input_gradient(grad, weight, ends),
         rival=lambda: F.grouped_mm(grad, weight, offs=ends),
         exact=compare_rows(routed, grad, weight.transpose(1, 2), as_they_are),
-        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, takes_turns=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, beside=BOTH,
     )  # fmt: skip
     fill = filled(num_out, rows) * filled(num_in, columns) * groups_filled(routed.counts, depth)
     yield Case(
@@ -217,7 +220,7 @@ def plain_cases(
         run=lambda: grouped_gemm.weight_gradient(grad, x, ends),
         rival=lambda: F.grouped_mm(grad.t(), x, offs=ends),
         exact=compare_columns(routed, grad, x),
-        flop=flop, min_bytes=min_bytes, fill=fill, plain=True,
+        flop=flop, min_bytes=min_bytes, fill=fill, plain=True, beside=("boxes",),
     )  # fmt: skip
     total = torch.zeros(experts, num_out, num_in, device=DEVICE)  # grows with each timed run, after the check
     yield Case(
@@ -264,14 +267,14 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         run=lambda: hidden(x, False),
         rival=lambda: gated(x),
         exact=compare_rows(routed, x, w1, gate),
-        flop=flop, min_bytes=size(x, w1) + written, fill=forward_fill, takes_turns=True,
+        flop=flop, min_bytes=size(x, w1) + written, fill=forward_fill, beside=BOTH,
     )  # fmt: skip
     yield Case(
         name="gated hidden, gathered",
         run=lambda: hidden(tokens, True),
         rival=lambda: gated(tokens.index_select(0, token_N)),
         exact=compare_rows(routed, x, w1, gate),
-        flop=flop, min_bytes=size(tokens, w1) + written, fill=forward_fill,
+        flop=flop, min_bytes=size(tokens, w1) + written, fill=forward_fill, beside=("boxes",),
     )  # fmt: skip
     position_TK = routed.slot_N.argsort()  # the row of each slot: the inverse of a permutation
     permuted = slots._replace(position_TK=position_TK.view(-1, model.top_k).int())
@@ -296,7 +299,7 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
         flop=flop // 2,
         min_bytes=size(active, w2) + 2 * num_rows * num_model,
         fill=down * filled(num_model, columns) * filled(width, depth),
-        takes_turns=True,
+        beside=BOTH,
     )  # fmt: skip
     grad, weight_N = draw(num_rows, num_model), weight_N1.flatten()
 
@@ -312,5 +315,6 @@ def fused_cases(routed: Routed, model: Model, tile: tuple[int, int, int]) -> Ite
             grad, w2, hidden_NG, weight_N, ends, activation="swiglu", weighs_active=True
         )[0],
         exact=compare_rows(routed, grad, w2.transpose(1, 2), slope),
-        flop=flop // 2, min_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill, takes_turns=True,
+        flop=flop // 2, min_bytes=size(grad, w2, hidden_NG) + written, fill=back_fill,
+        beside=("in turns",),
     )  # fmt: skip

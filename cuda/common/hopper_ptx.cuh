@@ -79,6 +79,14 @@ __device__ __forceinline__ void tma_load_3d(void* dst, const TensorMap* map, uin
       : "memory");
 }
 
+// Stores one box of a tensor from shared memory. Elements of the box that lie outside of the tensor are left
+// out. The store belongs to this thread's current group of bulk stores.
+__device__ __forceinline__ void tma_store_2d(const TensorMap* map, const void* src, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(shared_address(src)), "r"(x), "r"(y)
+               : "memory");
+}
+
 // ---- bulk copies between global and shared memory; addresses and sizes must be multiples of 16 bytes
 
 __device__ __forceinline__ void bulk_load(void* dst, const void* src, uint64_t* bar, int bytes) {

@@ -215,10 +215,11 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
     // From here on no thread reads operands of this tile, so warps may use the memory of the stages to
     // exchange results.
     sync_block();
-    using Stores = Store<T, kForm, kEpilogue, kActivation, false>;
+    using Stores = Store<T, kForm, kEpilogue, kActivation, Exchange<false>>;
     PMOE_UNROLL
     for (int m = 0; m < 2; ++m) {
-      Stores store(p, tile, down * 32 + m * 16, lane, shared.a[0] + thread / 32 * kExchangeBytes);
+      const Exchange<false> exchange(shared.a[0] + thread / 32 * kExchangeBytes, lane);
+      Stores store(p, tile, down * 32 + m * 16, lane, exchange);
       const int column = tile.column + across * (kHalves ? 32 : kWarpWidth);
       // One call of the epilogue takes both groups of 32 accumulated columns. For the gradient of a hidden
       // activation in two halves (SwiGLU) it takes one group.

@@ -36,11 +36,12 @@ void list_kernels(std::vector<pmoe::KernelInfo>& found) {
   const auto add = [&](const GroupedGemm& which, const pmoe::GroupedGemmPath& path) {
     const char* name = names.emplace(name_of(which, path), 0).first->first.c_str();
     found.push_back(
-        {name, path.function(which), path.threads, path.shared_bytes, &path == &pmoe::hopper_path});
+        {name, path.function(which), path.threads, path.shared_bytes(which), &path == &pmoe::hopper_path});
   };
   for (int cluster : {1, 2})
     pmoe::for_each_grouped_gemm(cluster, [&](const GroupedGemm& which) { add(which, pmoe::hopper_path); });
   pmoe::for_each_in_turns([&](const GroupedGemm& which) { add(which, pmoe::hopper_path); });
+  pmoe::for_each_boxed([&](const GroupedGemm& which) { add(which, pmoe::hopper_path); });
   pmoe::for_each_grouped_gemm(1, [&](const GroupedGemm& which) { add(which, pmoe::ampere_path); });
 }
 
@@ -82,7 +83,7 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
   if (hopper) {
-    which.in_turns = pmoe::takes_turns(which, k, a_gathered, static_cast<Turns>(turns));
+    pmoe::choose_way(which, k, a_gathered, static_cast<Turns>(turns), static_cast<Sharing>(sharing));
     pmoe::share(which, p, static_cast<Sharing>(sharing));
   }
   const pmoe::OnDevice on_device(device);

@@ -11,6 +11,7 @@
 // expert. All arithmetic is done in this layout. An Exchange converts from and to it where memory is read or
 // written.
 #pragma once
+#include "boxes.cuh"
 #include "common/device.cuh"
 #include "common/scalar.h"
 #include "exchange.cuh"
@@ -48,24 +49,32 @@ __device__ __forceinline__ void prefetch_halves(const Problem& p, const Tile& ti
 }
 
 // Stores 16 rows of a tile. All 32 lanes of a warp must call each member function together.
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, bool kByMatrix>
+//
+// Buffer: how fragments reach memory: through registers (Exchange), or by the tensor memory accelerator
+//     (Boxes, see boxes.cuh).
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Buffer>
 class Store {
  public:
   static constexpr bool kGated = kActivation == Activation::kSwiglu;
   // True if the two groups of columns of a block are matching columns of the two halves (gate and up) of
   // SwiGLU.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
+  static constexpr bool kBoxed = Buffer::kStoresBoxes;
+  static_assert(!kBoxed || kEpilogue != Epilogue::kHiddenGradient, "gradients read T_M through an Exchange");
   // Number of result columns that one call of block() stores. For SwiGLU it is the number in each half of the
   // hidden columns. Gradients take only 32 columns at a time, because there are too few registers for the
-  // accumulators, T_M and two results of more columns.
-  static constexpr int kBlockColumns = kGated || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
+  // accumulators, T_M and two results of more columns. The halves of SwiGLU share an exchange, which has 64
+  // columns; if boxes are stored, each half has a box of its own.
+  static constexpr int kBlockColumns =
+      (kGated && !kBoxed) || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
   // Prepares to store 16 rows of a tile by one warp, and loads their routing weights.
   //
   // row: index, in the tile, of the first of these 16 rows.
-  // buffer: kExchangeBytes of shared memory that only this warp uses.
-  __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane, void* buffer)
-      : p_(p), exchange_(buffer, lane), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {
+  // buffer: shared memory that only this warp uses.
+  __device__ __forceinline__ Store(const Problem& p, const Tile& tile, int row, int lane,
+                                   const Buffer& buffer)
+      : p_(p), buffer_(buffer), lane_(lane), expert_(tile.expert), left_(tile.rows - row) {
     first_ = kForm == Form::kWeight ? int64_t{tile.expert} * p.m + tile.row + row
                                     : int64_t{tile.group_begin} + tile.row + row;
     begin_rows();
@@ -87,7 +96,7 @@ class Store {
   // to hide the latency.
   __device__ __forceinline__ void fetch(int column, Ahead& ahead) const {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
-      const int chunk = exchange_.column(), own = column + chunk % 32;
+      const int chunk = buffer_.column(), own = column + chunk % 32;
       const bool wanted = (kGated || chunk < 32) && own < p_.n;
       PMOE_UNROLL
       for (int i = 0; i < 4; ++i) {
@@ -101,7 +110,7 @@ class Store {
 
   // Stores one block of columns.
   //
-  // first, second: accumulators of 16 rows x 32 columns each.
+  // first, second: accumulators of 16 rows x 32 columns each; x 64 columns for boxes of both halves.
   // column: where `first` begins in the result, or in its half. `second` is 32 columns further on, or at the
   //     same column of the other half. A gradient uses `first` only.
   // ahead: the values that fetch() has loaded for this block.
@@ -116,13 +125,10 @@ class Store {
     // Without these calls the compiler would keep the addresses of all rows in registers, and would spill
     // accumulators.
     make_opaque(first_);
-    exchange_.recompute_addresses();
+    buffer_.recompute_addresses();
+    if constexpr (kBoxed && kHalves) return store_hidden_boxes(first, second, column);
     float values[32];
-    PMOE_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      values[i] = first[i];
-      values[16 + i] = second[i];
-    }
+    take(first, second, values);
     if constexpr (kForm == Form::kWeight) {
       if (p_.wide)
         store_wide(values, column);
@@ -187,16 +193,41 @@ class Store {
   // at() returns the offset, in elements, of a column in the i-th row that this lane stores. exists() returns
   // whether this row is one of the tile's rows: the expert's last tile may have fewer.
   __device__ __forceinline__ int64_t at(int64_t stride, int i, int column) const {
-    return (first_ + exchange_.row(i)) * stride + column;
+    return (first_ + buffer_.row(i)) * stride + column;
   }
-  __device__ __forceinline__ bool exists(int i) const { return exchange_.row(i) < left_; }
+  __device__ __forceinline__ bool exists(int i) const { return buffer_.row(i) < left_; }
+
+  // Copies the accumulators of two groups of 32 columns.
+  static __device__ __forceinline__ void take(const float* first, const float* second, float (&values)[32]) {
+    PMOE_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      values[i] = first[i];
+      values[16 + i] = second[i];
+    }
+  }
 
   // Stores 64 neighbouring columns.
-  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], void* base, int64_t stride,
-                                              int column, int columns) const {
+  //
+  // map: name of the result's tensor map, if results are stored as boxes.
+  __device__ __forceinline__ void store_words(const uint32_t (&word)[16], TensorMap StoreMaps::* map,
+                                              void* base, int64_t stride, int column, int columns) {
+    if constexpr (kBoxed) {
+      if (left_ >= kBoxRows)
+        buffer_.store(word, buffer_.maps().*map, column, static_cast<int>(first_));
+      else
+        store_rows(word, base, stride, column, columns);
+      buffer_.go_on();
+    } else {
+      store_rows(word, base, stride, column, columns);
+    }
+  }
+
+  // Stores 64 neighbouring columns through registers.
+  __device__ __forceinline__ void store_rows(const uint32_t (&word)[16], void* base, int64_t stride,
+                                             int column, int columns) const {
     Words rows[4];
-    exchange_.to_rows(word, rows);
-    const int own = column + exchange_.column();
+    buffer_.to_rows(word, rows);
+    const int own = column + buffer_.column();
     PMOE_UNROLL
     for (int i = 0; i < 4; ++i)
       if (exists(i) && own < columns) store16(static_cast<T*>(base) + at(stride, i, own), rows[i]);
@@ -207,8 +238,8 @@ class Store {
   __device__ __forceinline__ void store_halves(const uint32_t (&word)[16], void* base, int64_t stride,
                                                int column, int apart) const {
     Words rows[4];
-    exchange_.to_rows(word, rows);
-    const int chunk = exchange_.column(), own = column + chunk % 32;
+    buffer_.to_rows(word, rows);
+    const int chunk = buffer_.column(), own = column + chunk % 32;
     if ((apart == 0 && chunk >= 32) || own >= columns()) return;
     PMOE_UNROLL
     for (int i = 0; i < 4; ++i)
@@ -219,8 +250,8 @@ class Store {
   __device__ __forceinline__ void store_two(const uint32_t (&word)[16], void* first, int64_t first_stride,
                                             void* second, int64_t second_stride, int column) const {
     Words rows[4];
-    exchange_.to_rows(word, rows);
-    const int chunk = exchange_.column(), own = column + chunk % 32;
+    buffer_.to_rows(word, rows);
+    const int chunk = buffer_.column(), own = column + chunk % 32;
     T* base = static_cast<T*>(chunk < 32 ? first : second);
     const int64_t stride = chunk < 32 ? first_stride : second_stride;
     if (own >= p_.n) return;
@@ -229,13 +260,13 @@ class Store {
       if (exists(i)) store16(base + at(stride, i, own), rows[i]);
   }
 
-  __device__ __forceinline__ void store_rounded(const float (&values)[32], int column) const {
+  __device__ __forceinline__ void store_rounded(const float (&values)[32], int column) {
     uint32_t word[16];
     round_all<T>(values, word);
     if (kForm == Form::kWeight)
-      store_words(word, p_.d, p_.n, column, p_.n);
+      store_words(word, &StoreMaps::d, p_.d, p_.n, column, p_.n);
     else if (p_.place == nullptr)
-      store_words(word, p_.d, p_.d_stride, column, p_.n);
+      store_words(word, &StoreMaps::d, p_.d, p_.d_stride, column, p_.n);
     else
       store_placed(word, column);
   }
@@ -244,10 +275,10 @@ class Store {
   __device__ __forceinline__ void store_placed(const uint32_t (&word)[16], int column) const {
     int32_t place[4];
     PMOE_UNROLL
-    for (int i = 0; i < 4; ++i) place[i] = exists(i) ? read(p_.place + first_ + exchange_.row(i)) : 0;
+    for (int i = 0; i < 4; ++i) place[i] = exists(i) ? read(p_.place + first_ + buffer_.row(i)) : 0;
     Words rows[4];
-    exchange_.to_rows(word, rows);  // while the places are loaded
-    const int own = column + exchange_.column();
+    buffer_.to_rows(word, rows);  // while the places are loaded
+    const int own = column + buffer_.column();
     PMOE_UNROLL
     for (int i = 0; i < 4; ++i)
       if (exists(i) && own < p_.n)
@@ -273,26 +304,59 @@ class Store {
 
   // Stores the hidden activation T_M, and the activation after the nonlinearity. The latter is computed from
   // the rounded T_M, because backward has only the rounded one.
-  __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) const {
+  __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) {
     uint32_t hidden[16], active[16];
     round_all<T>(values, hidden);
     if constexpr (kHalves) {
       if (p_.d != nullptr) store_halves(hidden, p_.d, p_.d_stride, column, columns());
       PMOE_UNROLL
       for (int i = 0; i < 8; ++i) {
-        active[i] = pack2<T>(Silu::value(low_half<T>(hidden[i])) * low_half<T>(hidden[8 + i]),
-                             Silu::value(high_half<T>(hidden[i])) * high_half<T>(hidden[8 + i]));
+        active[i] = gated_pair(hidden[i], hidden[8 + i]);
         active[8 + i] = 0;
       }
       store_halves(active, p_.active, p_.active_stride, column, 0);
     } else {
-      if (p_.d != nullptr) store_words(hidden, p_.d, p_.d_stride, column, p_.n);
+      if (p_.d != nullptr) store_words(hidden, &StoreMaps::d, p_.d, p_.d_stride, column, p_.n);
       using F = Function<kActivation>;
       PMOE_UNROLL
       for (int i = 0; i < 16; ++i)
         active[i] = pack2<T>(F::value(low_half<T>(hidden[i])), F::value(high_half<T>(hidden[i])));
-      store_words(active, p_.active, p_.active_stride, column, p_.n);
+      store_words(active, &StoreMaps::active, p_.active, p_.active_stride, column, p_.n);
     }
+  }
+
+  // The same for 64 columns of both halves of SwiGLU, each of which is a box.
+  //
+  // gate, up: accumulators of 16 rows x 64 columns each.
+  __device__ __forceinline__ void store_hidden_boxes(const float* gate, const float* up, int column) {
+    uint32_t gate_word[16], up_word[16];
+    unrolled<2>([&](auto index) {
+      constexpr int kFirst = decltype(index)::value * 8;
+      float values[32];
+      uint32_t both[16];
+      take(gate + 2 * kFirst, up + 2 * kFirst, values);
+      if (p_.bias != nullptr) add_bias(values, column + 4 * kFirst);
+      round_all<T>(values, both);
+      PMOE_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        gate_word[kFirst + i] = both[i];
+        up_word[kFirst + i] = both[8 + i];
+      }
+    });
+    T* const d = static_cast<T*>(p_.d);
+    if (d != nullptr) {
+      store_words(gate_word, &StoreMaps::d, d, p_.d_stride, column, columns());
+      store_words(up_word, &StoreMaps::up, d + columns(), p_.d_stride, column, columns());
+    }
+    PMOE_UNROLL
+    for (int i = 0; i < 16; ++i) gate_word[i] = gated_pair(gate_word[i], up_word[i]);
+    store_words(gate_word, &StoreMaps::active, p_.active, p_.active_stride, column, columns());
+  }
+
+  // Returns silu(gate) * up of two neighbouring columns.
+  static __device__ __forceinline__ uint32_t gated_pair(uint32_t gate, uint32_t up) {
+    return pack2<T>(Silu::value(low_half<T>(gate)) * low_half<T>(up),
+                    Silu::value(high_half<T>(gate)) * high_half<T>(up));
   }
 
   // Stores the gradient of the hidden activation.
@@ -303,7 +367,7 @@ class Store {
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
                                                         const Ahead& ahead, const Next& next) {
     uint32_t hidden[16], word[16];
-    exchange_.to_fragments(ahead.hidden, hidden);
+    buffer_.to_fragments(ahead.hidden, hidden);
     if constexpr (kGated) {
       PMOE_UNROLL
       for (int i = 0; i < 8; ++i) {
@@ -364,7 +428,7 @@ class Store {
   };
 
   const Problem& p_;
-  Exchange<kByMatrix> exchange_;
+  Buffer buffer_;
   int lane_, expert_;
   int left_;       // existing rows from the first of the 16 on; may exceed 16
   int64_t first_;  // the first of the 16 rows in the result

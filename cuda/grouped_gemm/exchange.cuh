@@ -20,6 +20,8 @@ constexpr int kExchangeBytes = box_bytes(16);
 template <bool kByMatrix>
 class Exchange {
  public:
+  static constexpr bool kStoresBoxes = false;  // Boxes of boxes.cuh store without registers
+
   __device__ __forceinline__ Exchange(void* buffer, int lane)
       : buffer_(static_cast<uint8_t*>(buffer)), lane_(lane) {}
 
@@ -32,11 +34,7 @@ class Exchange {
     // Other lanes may still be reading the previous content of the buffer.
     sync_warp();
     if constexpr (kByMatrix) {
-      PMOE_UNROLL
-      for (int j = 0; j < 8; j += 2) {
-        const uint32_t four[4] = {word[2 * j], word[2 * j + 1], word[2 * j + 2], word[2 * j + 3]};
-        stmatrix_x4(of_matrix(j), four);
-      }
+      write_matrices(word, 0);
     } else {
       PMOE_UNROLL
       for (int i = 0; i < 16; ++i) {
@@ -66,6 +64,18 @@ class Exchange {
   // Makes the compiler compute addresses in the buffer once more after this call, instead of keeping them in
   // registers.
   __device__ __forceinline__ void recompute_addresses() { make_opaque(lane_); }
+
+  // Writes fragments to the box of 16 lines that begins `offset` bytes after the buffer.
+  __device__ __forceinline__ void write_matrices(const uint32_t (&word)[16], int offset) const {
+    PMOE_UNROLL
+    for (int j = 0; j < 8; j += 2) {
+      const uint32_t four[4] = {word[2 * j], word[2 * j + 1], word[2 * j + 2], word[2 * j + 3]};
+      stmatrix_x4(of_matrix(j) + offset, four);
+    }
+  }
+
+  __device__ __forceinline__ int lane() const { return lane_; }
+  __device__ __forceinline__ uint8_t* buffer() const { return buffer_; }
 
  private:
   __device__ __forceinline__ uint8_t* of_row(int i) const {

@@ -136,10 +136,10 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
 // All loading threads copy rows of A by cp.async; the first thread also starts the loads of B. The full
 // barrier of a stage is signalled kLag stages later, when its copies have arrived: each thread waits for its
 // own copies and makes them visible to warpgroup products, then its warp arrives at the barrier.
-template <class T, bool kHalves, int kCluster>
-__device__ __forceinline__ void load_by_copies(const Loader<Form::kForward, kHalves, kCluster>& loader,
-                                               Shared& shared,
-                                               BlockWalk<Form::kForward, kHalves, kCluster> walk) {
+template <class T, bool kHalves, int kCluster, class Memory>
+__device__ __forceinline__ void load_by_copies(
+    const Loader<Form::kForward, kHalves, kCluster, Memory>& loader, Memory& shared,
+    BlockWalk<Form::kForward, kHalves, kCluster, Memory> walk) {
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kRows> boxes(thread);
@@ -201,7 +201,8 @@ __device__ __forceinline__ uint64_t descriptor(const void* p, bool transposed) {
 // operands are cleared, because zero times infinity is not zero.
 //
 // first: the first line to clear.
-__device__ __forceinline__ void clear_lines(Shared& shared, int stage, int first, int thread) {
+template <class Memory>
+__device__ __forceinline__ void clear_lines(Memory& shared, int stage, int first, int thread) {
   constexpr int kBoxes = (kBytesA + kBytesB) / box_bytes(kDepth);
   constexpr int kBoxesOfA = kBytesA / box_bytes(kDepth);
   const int chunks = (kDepth - first) * kChunks;
@@ -259,16 +260,25 @@ __device__ __forceinline__ void store_blocks(Stores& store, const float* d, int 
   });
 }
 
+// Makes a warp's buffer for results that pass through registers.
+struct ThroughRegisters {
+  __device__ __forceinline__ Exchange<true> operator()(void* buffer, int lane) const {
+    return {buffer, lane};
+  }
+};
+
 // Multiplies and stores all tiles of a block. All multiplying threads call it.
 //
 // walk: the block's tiles; next(tile) returns false after the last.
 // stored(tile): a function that each multiplying thread calls when it has stored its part of the tile.
 // ring: position in the ring of stages at which the first tile's operands arrive.
 // pieces: for form kWeight, the runs of rows that are summed over, cut into steps of at most 64 rows.
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Walk,
-          class Stored, class Pieces = OnePiece>
-__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk, const Stored& stored,
-                                         Ring<kStages> ring = {}, Pieces pieces = {}) {
+// buffer_of(buffer, lane): a function that makes the Buffer of a Store in a warp's part of shared memory.
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Memory,
+          class Walk, class Stored, class Pieces = OnePiece, class BufferOf = ThroughRegisters>
+__device__ __forceinline__ void multiply(const Problem& p, Memory& shared, Walk walk, const Stored& stored,
+                                         Ring<kStages> ring = {}, Pieces pieces = {},
+                                         const BufferOf& buffer_of = {}) {
   constexpr bool kTransposeA = kForm == Form::kWeight, kTransposeB = kForm != Form::kForward;
   // Bytes by which an operand's address in shared memory advances from one wgmma instruction to the next.
   // Each instruction multiplies 16 rows or columns along the reduction (K in PTX): 32 bytes of a line, or 16
@@ -316,9 +326,10 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     }
     // The epilogue's first reads from memory are started before the last products are finished, to hide their
     // latency.
-    using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
     const int self = thread_again() - kLoaders;
-    Stores store(p, tile, self / 32 * 16, self % 32, shared.exchange[self / 32]);
+    const auto buffer = buffer_of(shared.exchange[self / 32], self % 32);
+    using Stores = Store<T, kForm, kEpilogue, kActivation, std::remove_const_t<decltype(buffer)>>;
+    Stores store(p, tile, self / 32 * 16, self % 32, buffer);
     typename Stores::Ahead ahead;
     if constexpr (!Stores::kGated) store.fetch(tile.column, ahead);
     // This wait is needed even if no step was computed: with a wait on some paths only, the compiler would
@@ -372,15 +383,16 @@ __device__ __forceinline__ void sync_after(int blocks) {
   if (blocks > 1) sync_cluster();
 }
 
-#endif  // PMOE_HOPPER_CODE
-
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
-__global__ void __launch_bounds__(kThreads, 1)
-    grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                 const Problem p) {
-#if PMOE_HOPPER_CODE
+// Computes all tiles of a block. All its threads call it.
+//
+// Memory: the block's BlockMemory.
+// buffer_of: as for multiply().
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Memory,
+          class BufferOf>
+__device__ __forceinline__ void compute_block(const TensorMap& a_map, const TensorMap& b_map,
+                                              const Problem& p, const BufferOf& buffer_of) {
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
-  Shared& shared = *reinterpret_cast<Shared*>(shared_memory());
+  Memory& shared = *reinterpret_cast<Memory*>(shared_memory());
   const bool copies = kForm == Form::kForward && p.a_gathered;
   if (threadIdx.x == 0) {
     if (!copies) tma_prefetch(&a_map);
@@ -391,11 +403,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   sync_before(kCluster * p.blocks_across);
   // Each branch computes the values that both branches need by itself, because a thread has few registers at
   // this point.
-  using Walk = BlockWalk<kForm, kHalves, kCluster>;
+  using Walk = BlockWalk<kForm, kHalves, kCluster, Memory>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<kLoaderRegisters>();
     if (threadIdx.x == 0) Walk::begin(p);
-    const Loader<kForm, kHalves, kCluster> loader{a_map, b_map, p, rank_in_cluster()};
+    const Loader<kForm, kHalves, kCluster, Memory> loader{a_map, b_map, p, rank_in_cluster()};
     if (!copies) {
       if (threadIdx.x == 0) load_by_tma(loader, shared, Walk());
     } else if constexpr (kForm == Form::kForward) {
@@ -403,9 +415,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     more_registers<kMultiplierRegisters>();
-    multiply<T, kForm, kEpilogue, kActivation, kCluster>(p, shared, Walk(), [](const Tile&) {});
+    multiply<T, kForm, kEpilogue, kActivation, kCluster>(
+        p, shared, Walk(), [](const Tile&) {}, {}, OnePiece{}, buffer_of);
   }
   sync_after(kCluster * p.blocks_across);
+}
+
+#endif  // PMOE_HOPPER_CODE
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                 const Problem p) {
+#if PMOE_HOPPER_CODE
+  compute_block<T, kForm, kEpilogue, kActivation, kCluster, Shared>(a_map, b_map, p, ThroughRegisters{});
 #endif
 }
 

@@ -42,14 +42,15 @@ struct TileRing {
 // The dynamic shared memory of a block whose tiles have kTileColumns columns.
 //
 // kRingStages, kRingTiles: number of stages of the ring of operands, and of places of the ring of tiles.
-template <int kTileColumns, int kRingStages, int kRingTiles>
+// kBoxes: number of boxes of a warp, through which its results pass.
+template <int kTileColumns, int kRingStages, int kRingTiles, int kBoxes = 1>
 struct BlockMemory {
   static constexpr int kColumns = kTileColumns, kStages = kRingStages, kTilesAhead = kRingTiles;
   static constexpr int kBytesB = kColumns * kDepth * 2;
 
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
-  alignas(1024) uint8_t exchange[kMultiplierWarps][kExchangeBytes];
+  alignas(1024) uint8_t exchange[kMultiplierWarps][kBoxes * kExchangeBytes];
   uint64_t full[kStages], empty[kStages];
   TileRing<kTilesAhead> tiles;
   int cluster;  // blocks in the cluster; kept here because there is no register for it

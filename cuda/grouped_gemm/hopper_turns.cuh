@@ -1,5 +1,7 @@
 // The grouped product on Hopper with two multiplying warpgroups that take turns: while one stores its tile,
-// the other multiplies the next tile.
+// the other multiplies the next tile. Results are stored by the tensor memory accelerator (boxes.cuh), so a
+// warpgroup does not wait for memory before it goes on to its next tile. Only the gradient of SwiGLU stores
+// through registers, because it also reads T_M through the exchange.
 //
 // In hopper.cuh both warpgroups multiply the same tile of 128 x 256, so the tensor cores are idle while the
 // tile is stored. Here each tile has 128 columns, and one warpgroup has all 128 rows of it. The loading
@@ -42,7 +44,7 @@ struct Kept {
   int column;         // the first column of its tile
 };
 
-struct Shared : BlockMemory<kColumns, kStages, kTilesAhead> {
+struct Shared : BlockMemory<kColumns, kStages, kTilesAhead, kBoxesOfWarp> {
   Kept kept[kMultiplierWarps];
   // Phase t / 2 of loaded[t % 2] ends when the operands of tile t have arrived. Each warp that multiplies the
   // tile arrives once.
@@ -52,17 +54,27 @@ constexpr int kSharedBytes = sizeof(Shared);
 
 #if PMOE_HOPPER_CODE
 
+// Returns the buffer through which a warp's results pass.
+template <Epilogue kEpilogue>
+__device__ __forceinline__ auto buffer_of(const StoreMaps& maps, void* buffer, int lane) {
+  if constexpr (kEpilogue == Epilogue::kHiddenGradient)
+    return Exchange<true>(buffer, lane);
+  else
+    return Boxes(maps, buffer, lane);
+}
+
 // Multiplies and stores every second tile of a block. All multiplying threads call it.
 //
+// maps: of the results.
 // walk: the block's tiles; next(tile) returns false after the last.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk>
-__device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk walk) {
+__device__ __forceinline__ void multiply(const Problem& p, const StoreMaps& maps, Shared& shared, Walk walk) {
   static_assert(kForm != Form::kWeight, "not computed in turns");
   constexpr bool kTransposeB = kForm == Form::kInput;
   constexpr int kForwardA = 32, kForwardB = kTransposeB ? 16 * kLineBytes : 32;
   constexpr int kHalfRows = kRows / 2;  // rows of one wgmma instruction
   constexpr int kTileColumns = are_halves(kEpilogue, kActivation) ? kColumns / 2 : kColumns;
-  using Stores = Store<T, kForm, kEpilogue, kActivation, true>;
+  constexpr int kBufferBytes = sizeof(shared.exchange[0]);
   Tile tile;
   // The second warpgroup goes past the first tile.
   if (threadIdx.x >= kLoaders + kMultipliers / 2 && !walk.next(tile)) return;
@@ -78,7 +90,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
       PMOE_UNROLL
       for (int i = 0; i < 64; ++i) d[0][i] = d[1][i] = 0.0f;
     }
-    if constexpr (Stores::kGated && kEpilogue == Epilogue::kHiddenGradient) {
+    if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       const int self = thread_again() % 128;
       for (int half = 0; half < 2; ++half)
         prefetch_halves<T>(p, tile, half * kHalfRows + self / 32 * 16, self % 32, kColumns);
@@ -116,10 +128,12 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
     write(&shared.kept[self / 32].num_read, walk.num_read());
     write(&shared.kept[self / 32].column, tile.column);
     // From here on the warp is known by its buffer, the only one of its numbers that a register holds.
-    int buffer = self / 32 * kExchangeBytes;
-    make_opaque(buffer);
-    const auto kept = [&]() -> const Kept& { return shared.kept[buffer / kExchangeBytes]; };
-    Stores store(p, tile, self / 32 % kWarps * 16, self % 32, shared.exchange[0] + buffer);
+    int offset = self / 32 * kBufferBytes;
+    make_opaque(offset);
+    const auto kept = [&]() -> const Kept& { return shared.kept[offset / kBufferBytes]; };
+    const auto buffer = buffer_of<kEpilogue>(maps, shared.exchange[0] + offset, self % 32);
+    using Stores = Store<T, kForm, kEpilogue, kActivation, std::remove_const_t<decltype(buffer)>>;
+    Stores store(p, tile, self / 32 % kWarps * 16, self % 32, buffer);
     unrolled<2>([&](auto half) {
       constexpr int kHalf = decltype(half)::value;
       if constexpr (kHalf) store.move_down(kHalfRows);
@@ -140,7 +154,7 @@ __device__ __forceinline__ void multiply(const Problem& p, Shared& shared, Walk 
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_in_turns(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
-                          const Problem p) {
+                          const __grid_constant__ StoreMaps maps, const Problem p) {
 #if PMOE_HOPPER_CODE
   turns::Shared& shared = *reinterpret_cast<turns::Shared*>(shared_memory());
   if (threadIdx.x == 0) {
@@ -161,7 +175,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     more_registers<kMultiplierRegisters>();
-    turns::multiply<T, kForm, kEpilogue, kActivation>(p, shared, Walk());
+    turns::multiply<T, kForm, kEpilogue, kActivation>(p, maps, shared, Walk());
+    Boxes::finish();
   }
   sync_after(p.blocks_across);
 #endif

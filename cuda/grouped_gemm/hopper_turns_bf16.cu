@@ -7,13 +7,13 @@ namespace {
 
 struct Find {
   template <Form kForm, Epilogue kEpilogue, Activation kActivation>
-  HopperKernel operator()() const {
+  BoxedKernel operator()() const {
     return hopper::grouped_gemm_in_turns<bf16, kForm, kEpilogue, kActivation>;
   }
 };
 
 }  // namespace
 
-HopperKernel hopper_turns_bf16(const GroupedGemm& which) { return with_constants_of_turns(which, Find{}); }
+BoxedKernel hopper_turns_bf16(const GroupedGemm& which) { return with_constants_of_turns(which, Find{}); }
 
 }  // namespace pmoe

@@ -1,6 +1,7 @@
 // Selects the compiled instance of a kernel template by the values in a GroupedGemm. Each element type and
 // set of instructions has a file of its own (hopper_bf16.cu, ...), so that nvcc compiles them in parallel.
 #pragma once
+#include "boxes.cuh"
 #include "launch.h"
 
 namespace pmoe {
@@ -50,13 +51,28 @@ auto with_constants_of_turns(const GroupedGemm& which, const Use& use) {
              : use.template operator()<Form::kInput, Epilogue::kPlain, Activation::kNone>();
 }
 
+// The same for products that are stored as boxes, and not computed in turns (can_store_boxes() of turns.h).
+template <class Use>
+auto with_constants_of_boxes(const GroupedGemm& which, const Use& use) {
+  if (which.epilogue == Epilogue::kHidden)
+    return use.template operator()<Form::kForward, Epilogue::kHidden, Activation::kSwiglu>();
+  if (which.form == Form::kWeight)
+    return use.template operator()<Form::kWeight, Epilogue::kPlain, Activation::kNone>();
+  return which.form == Form::kForward
+             ? use.template operator()<Form::kForward, Epilogue::kPlain, Activation::kNone>()
+             : use.template operator()<Form::kInput, Epilogue::kPlain, Activation::kNone>();
+}
+
 using HopperKernel = void (*)(TensorMap, TensorMap, Problem);
+using BoxedKernel = void (*)(TensorMap, TensorMap, StoreMaps, Problem);
 using AmpereKernel = void (*)(Problem);
 
 HopperKernel hopper_bf16(const GroupedGemm&);
 HopperKernel hopper_fp16(const GroupedGemm&);
-HopperKernel hopper_turns_bf16(const GroupedGemm&);
-HopperKernel hopper_turns_fp16(const GroupedGemm&);
+BoxedKernel hopper_turns_bf16(const GroupedGemm&);
+BoxedKernel hopper_turns_fp16(const GroupedGemm&);
+BoxedKernel hopper_boxes_bf16(const GroupedGemm&);
+BoxedKernel hopper_boxes_fp16(const GroupedGemm&);
 AmpereKernel ampere_bf16(const GroupedGemm&);
 AmpereKernel ampere_fp16(const GroupedGemm&);
 

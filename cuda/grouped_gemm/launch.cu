@@ -4,6 +4,7 @@
 #include "common/prepared.h"
 #include "grouped_gemm/ampere.cuh"
 #include "grouped_gemm/hopper.cuh"
+#include "grouped_gemm/hopper_boxes.cuh"
 #include "grouped_gemm/hopper_turns.cuh"
 #include "grouped_gemm/instances.cuh"
 #include "grouped_gemm/launch.h"
@@ -66,10 +67,43 @@ Layout matrices(const void* base, int columns, int lines_each, int count, uint32
           lines};
 }
 
+// Makes the maps of the results that a kernel stores as boxes.
+StoreMaps encode_results(const GroupedGemm& which, const Problem& p) {
+  StoreMaps maps = {};
+  if (which.epilogue == Epilogue::kHiddenGradient) return maps;  // it is stored through registers
+  const auto encode_one = [&](TensorMap& map, const void* base, int columns, int64_t rows, int64_t stride) {
+    encode(&map, which.element, rows_of(base, columns, rows, stride, kBoxRows));
+  };
+  const bool halves = are_halves(which.epilogue, which.activation);
+  const int columns = halves ? p.n / 2 : p.n;
+  if (which.epilogue == Epilogue::kHidden)
+    encode_one(maps.active, p.active, columns, p.rows, p.active_stride);
+  if (which.form == Form::kWeight) {
+    // A gradient in float is stored by the threads themselves.
+    if (!p.wide) encode_one(maps.d, p.d, p.n, int64_t{p.experts} * p.m, p.n);
+  } else if (p.d != nullptr && p.place == nullptr) {
+    encode_one(maps.d, p.d, columns, p.rows, p.d_stride);
+    // Two maps and not one: in one map, a box at the end of the first half would reach into the second.
+    if (halves) encode_one(maps.up, static_cast<const uint16_t*>(p.d) + columns, columns, p.rows, p.d_stride);
+  }
+  return maps;
+}
+
 HopperKernel hopper_kernel(const GroupedGemm& which) {
+  return which.element == Element::kBf16 ? hopper_bf16(which) : hopper_fp16(which);
+}
+
+BoxedKernel boxed_kernel(const GroupedGemm& which) {
   if (which.in_turns)
     return which.element == Element::kBf16 ? hopper_turns_bf16(which) : hopper_turns_fp16(which);
-  return which.element == Element::kBf16 ? hopper_bf16(which) : hopper_fp16(which);
+  return which.element == Element::kBf16 ? hopper_boxes_bf16(which) : hopper_boxes_fp16(which);
+}
+
+bool has_boxes(const GroupedGemm& which) { return which.in_turns || which.boxed; }
+
+int hopper_shared_bytes(const GroupedGemm& which) {
+  if (which.in_turns) return hopper::turns::kSharedBytes;
+  return which.boxed ? hopper::kBoxedSharedBytes : hopper::kSharedBytes;
 }
 
 AmpereKernel ampere_kernel(const GroupedGemm& which) {
@@ -79,15 +113,24 @@ AmpereKernel ampere_kernel(const GroupedGemm& which) {
 void launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, int64_t b_rows, int blocks,
                    void* stream) {
   const int cluster = which.cluster * p.blocks_across;
-  const int shared_bytes = which.in_turns ? hopper::turns::kSharedBytes : hopper::kSharedBytes;
-  const Grid grid = {blocks / cluster * cluster, hopper::kThreads, shared_bytes, cluster};
-  const Prepared prepared(name_of(which, hopper_path), hopper_kernel(which), grid, stream);
+  const Grid grid = {blocks / cluster * cluster, hopper::kThreads, hopper_shared_bytes(which), cluster};
   TensorMap a_map = {}, b_map = {};
   const bool halves = are_halves(which.epilogue, which.activation);
   const int b_lines =
       hopper::forward_lines(halves, which.in_turns ? hopper::turns::kColumns : hopper::kColumns);
-  encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map, b_lines);
-  prepared.launch(a_map, b_map, p);
+  const auto encode_operands = [&] {
+    encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map, b_lines);
+  };
+  const std::string name = name_of(which, hopper_path);
+  if (has_boxes(which)) {
+    const Prepared prepared(name, boxed_kernel(which), grid, stream);
+    encode_operands();
+    prepared.launch(a_map, b_map, encode_results(which, p), p);
+  } else {
+    const Prepared prepared(name, hopper_kernel(which), grid, stream);
+    encode_operands();
+    prepared.launch(a_map, b_map, p);
+  }
 }
 
 void launch_ampere(const GroupedGemm& which, const Problem& p, int64_t, int64_t, int blocks, void* stream) {
@@ -106,6 +149,7 @@ std::string name_of(const GroupedGemm& which, const GroupedGemmPath& path) {
   const char* const names[] = {"", ".relu", ".gelu", ".silu", ".swiglu"};
   name += names[static_cast<int>(which.activation)];
   if (which.in_turns) name += ".turns";
+  if (which.boxed) name += ".boxes";
   return which.cluster == 2 ? name + ".pairs" : name;
 }
 
@@ -127,12 +171,16 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
   encode(b_map, element, of_b);
 }
 
-const GroupedGemmPath hopper_path = {
-    "sm_90a", [](const GroupedGemm& which) { return reinterpret_cast<const void*>(hopper_kernel(which)); },
-    launch_hopper, hopper::kThreads, hopper::kSharedBytes};
+const GroupedGemmPath hopper_path = {"sm_90a",
+                                     [](const GroupedGemm& which) {
+                                       return has_boxes(which)
+                                                  ? reinterpret_cast<const void*>(boxed_kernel(which))
+                                                  : reinterpret_cast<const void*>(hopper_kernel(which));
+                                     },
+                                     launch_hopper, hopper::kThreads, hopper_shared_bytes};
 
 const GroupedGemmPath ampere_path = {
     "sm_80", [](const GroupedGemm& which) { return reinterpret_cast<const void*>(ampere_kernel(which)); },
-    launch_ampere, ampere::kThreads, ampere::kSharedBytes};
+    launch_ampere, ampere::kThreads, [](const GroupedGemm&) -> int { return ampere::kSharedBytes; }};
 
 }  // namespace pmoe

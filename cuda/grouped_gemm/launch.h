@@ -19,6 +19,7 @@ struct GroupedGemm {
   Activation activation;  // kNone for the epilogue kPlain
   int cluster = 1;        // blocks that share B, 1 or 2; only Hopper's path takes 2
   bool in_turns = false;  // two warpgroups multiply in turns (hopper_turns.cuh); cluster is then 1
+  bool boxed = false;     // they multiply one tile, which is stored as boxes (hopper_boxes.cuh)
 };
 
 // The operand that the two blocks of a cluster share:
@@ -35,13 +36,15 @@ enum class Sharing : int { kByRule, kNothing, kB, kA };
 // function: returns the kernel, for cudaFuncGetAttributes.
 // launch: launches on the current device. a_rows and b_rows are the rows of A and B in memory; b_rows is only
 //     read if B has N rows. Throws std::runtime_error if CUDA refuses the launch.
-// threads, shared_bytes: threads and bytes of shared memory of a block.
+// threads: threads of a block.
+// shared_bytes: returns the bytes of shared memory of a block.
 struct GroupedGemmPath {
   const char* name;
   const void* (*function)(const GroupedGemm&);
   void (*launch)(const GroupedGemm&, const Problem&, int64_t a_rows, int64_t b_rows, int blocks,
                  void* stream);
-  int threads, shared_bytes;
+  int threads;
+  int (*shared_bytes)(const GroupedGemm&);
 };
 
 extern const GroupedGemmPath hopper_path, ampere_path;
@@ -54,6 +57,17 @@ void for_each_in_turns(Visit visit) {
       visit(GroupedGemm{element, form, Epilogue::kPlain, Activation::kNone, 1, true});
     visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, Activation::kSwiglu, 1, true});
     visit(GroupedGemm{element, Form::kInput, Epilogue::kHiddenGradient, Activation::kSwiglu, 1, true});
+  }
+}
+
+// Calls visit(which) for every kernel whose warpgroups multiply one tile, which is stored as boxes.
+template <class Visit>
+void for_each_boxed(Visit visit) {
+  for (Element element : {Element::kBf16, Element::kFp16}) {
+    for (Form form : {Form::kForward, Form::kInput, Form::kWeight})
+      visit(GroupedGemm{element, form, Epilogue::kPlain, Activation::kNone, 1, false, true});
+    visit(GroupedGemm{element, Form::kWeight, Epilogue::kPlain, Activation::kNone, 2, false, true});
+    visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, Activation::kSwiglu, 1, false, true});
   }
 }
 

@@ -89,6 +89,7 @@ template <class V>
 void write(V* p, V value) {
   if (reinterpret_cast<uintptr_t>(p) % alignof(V)) throw emu::Error("a store that is not aligned");
   emu::check_access(p, sizeof(V), true);
+  emu::mark_written(p, sizeof(V));
   *p = value;
 }
 
@@ -103,6 +104,7 @@ inline Words load16(const void* p) {
 inline void store16(void* p, const Words& v) {
   if (reinterpret_cast<uintptr_t>(p) % 16) throw emu::Error("a 16-byte store that is not aligned");
   emu::check_access(p, 16, true);
+  emu::mark_written(p, 16);
   std::memcpy(p, &v, 16);
 }
 
@@ -115,8 +117,8 @@ inline void add_pair(float* p, float first, float second) {
 inline void prefetch_l2(const void* p) { emu::check_access(p, 1, false); }
 
 inline void store16_shared(void* p, const Words& v) {
+  emu::address_of(*emu::self().block, p);
   store16(p, v);
-  emu::self().unfenced.push_back(emu::mark_dirty(emu::self(), p));
 }
 
 inline void cp_async16(void* dst, const void* src, bool valid) {
@@ -228,8 +230,11 @@ inline void stmatrix_x4(void* row, const uint32_t (&r)[4]) {
   emu::address_of(*emu::self().block, row);
   const auto rows = emu::exchange(emu::bits_of(row));
   const int lane = emu::self().linear % 32;
-  for (int m = 0; m < 4; ++m)
-    std::memcpy(emu::of_bits<uint8_t*>(rows[m * 8 + lane / 4]) + lane % 4 * 4, &r[m], 4);
+  for (int m = 0; m < 4; ++m) {
+    uint8_t* const word = emu::of_bits<uint8_t*>(rows[m * 8 + lane / 4]) + lane % 4 * 4;
+    emu::mark_written(word, 4);
+    std::memcpy(word, &r[m], 4);
+  }
 }
 
 template <class T>

@@ -155,6 +155,7 @@ struct Block {
   bool come = false;  // there has been a multiprocessor for it
   std::vector<uint8_t> shared;
   std::vector<int> dirty;  // by 16-byte unit: 1 + the thread that wrote it without a fence, 0 for clean
+  std::vector<int> read;   // by 16-byte unit: how many bulk stores have begun and may still read it
   std::map<int, Meeting> barriers;
   std::vector<Meeting> warps;
   std::vector<uint64_t> acquires;  // by warp: of global memory that others may have written
@@ -328,6 +329,7 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
     // 1024-byte alignment of addresses in the block, as kernels get it; poisoned.
     block->shared.resize(kSharedBytes + 2048, 0xFF);
     block->dirty.resize((kSharedBytes + 2048) / 16 + 1, 0);
+    block->read.resize(block->dirty.size(), 0);
     block->warps.resize((block_dim + 31) / 32);
     block->acquires.resize((block_dim + 31) / 32);
     block->warpgroups.resize((block_dim + 127) / 128);
@@ -452,8 +454,23 @@ inline uint8_t* at_address(Block& block, uint32_t address) {
 
 inline int mark_dirty(Fiber& fiber, void* p) {
   const int unit = static_cast<int>(address_of(*fiber.block, p) / 16);
+  if (fiber.block->read[unit]) throw Error("a write to what a bulk store may still read");
   fiber.block->dirty[unit] = 1 + fiber.linear;
   return unit;
+}
+
+// An ordinary write of the current thread. What it writes of its block's shared memory needs a fence before
+// the asynchronous proxy reads it.
+inline void mark_written(const void* p, size_t bytes) {
+  Fiber& fiber = self();
+  auto* const first = static_cast<uint8_t*>(const_cast<void*>(p));
+  const auto offset = first - shared_base(*fiber.block);
+  if (offset < 0 || offset >= grid->shared_bytes) return;
+  for (size_t i = 0; i < (offset % 16 + bytes + 15) / 16; ++i) {
+    const int known = fiber.block->dirty[address_of(*fiber.block, first) / 16 + i];
+    const int unit = mark_dirty(fiber, first + i * 16);
+    if (known != 1 + fiber.linear) fiber.unfenced.push_back(unit);
+  }
 }
 
 inline void mark_clean(Block& block, void* p, int bytes) {

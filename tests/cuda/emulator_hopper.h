@@ -234,20 +234,63 @@ inline void bulk_load(void* dst, const void* src, uint64_t* bar, int bytes) {
   emu::grid->pending.push_back({load, emu::grid->passes});
 }
 
-inline void bulk_store(void* dst, const void* src, int bytes) {
-  check_bulk(src, dst, bytes, true);
+// Begins a store of `bytes` bytes of shared memory. They are read now, or when the thread waits for that.
+//
+// write: gets the bytes when the thread waits until they are written.
+inline void begin_store(const void* src, int bytes, std::function<void(const uint8_t*)> write) {
   emu::Fiber& fiber = emu::self();
-  if (fiber.fenced != fiber.block->acquires[fiber.linear / 32])
+  emu::Block& block = *fiber.block;
+  if (fiber.fenced != block.acquires[fiber.linear / 32])
     throw emu::Error("a bulk write behind an acquire without a fence of the asynchronous proxy");
-  const int unit = static_cast<int>(emu::address_of(*fiber.block, src) / 16);
-  for (int i = 0; i < bytes / 16; ++i)
-    if (fiber.block->dirty[unit + i])
-      throw emu::Error("a bulk copy of what was written without a proxy fence");
+  const int first = static_cast<int>(emu::address_of(block, src) / 16), end = first + bytes / 16;
+  for (int unit = first; unit < end; ++unit) {
+    if (block.dirty[unit]) throw emu::Error("a bulk copy of what was written without a proxy fence");
+    ++block.read[unit];
+  }
   const auto held = std::make_shared<std::vector<uint8_t>>();
   const auto* const from = static_cast<const uint8_t*>(src);
-  const auto read = [=] { held->assign(from, from + bytes); };
-  const auto write = [=] { std::memcpy(dst, held->data(), held->size()); };
-  fiber.stores.push_back({read, write});
+  emu::Deferred read = [=, &block] {
+    held->assign(from, from + bytes);
+    for (int unit = first; unit < end; ++unit) --block.read[unit];
+  };
+  if (emu::chance()) std::exchange(read, nullptr)();
+  fiber.stores.push_back({read, [=] { write(held->data()); }});
+}
+
+inline void bulk_store(void* dst, const void* src, int bytes) {
+  check_bulk(src, dst, bytes, true);
+  begin_store(src, bytes, [=](const uint8_t* from) { std::memcpy(dst, from, static_cast<size_t>(bytes)); });
+}
+
+// Calls each(element of memory, offset in shared memory) for the elements of a box that the tensor has.
+template <class Each>
+void each_of_box(const emu::Map& m, int x, int y, const Each& each) {
+  for (int j = 0; j < m.box[1]; ++j)
+    for (int i = 0; i < m.box[0]; ++i) {
+      const int64_t gx = x + i, gy = y + j;
+      if (gx < 0 || gx >= m.size[0] || gy < 0 || gy >= m.size[1]) continue;
+      uint32_t offset = static_cast<uint32_t>(j * 128 + i * m.element_bytes);
+      offset ^= ((offset >> 7) & 7) << 4;
+      each(const_cast<uint8_t*>(m.base) + gx * m.element_bytes + gy * m.stride_bytes[1], offset);
+    }
+}
+
+inline void tma_store_2d(const TensorMap* map, const void* src, int x, int y) {
+  const emu::Map m = emu::read_map(map);
+  if (m.rank != 2) throw emu::Error("tma_store_2d of a map that is not of rank 2");
+  if (emu::address_of(*emu::self().block, src) % 1024)
+    throw emu::Error("a swizzled box must begin on 1024 bytes");
+  if (m.box[0] * m.element_bytes != 128) throw emu::Error("a 128-byte swizzle needs rows of 128 bytes");
+  const int64_t first = larger<int64_t>(x, 0), end = smaller<int64_t>(x + m.box[0], m.size[0]);
+  for (int64_t row = larger<int64_t>(y, 0); row < smaller<int64_t>(y + m.box[1], m.size[1]); ++row)
+    if (first < end)
+      emu::check_access(m.base + first * m.element_bytes + row * m.stride_bytes[1],
+                        static_cast<size_t>((end - first) * m.element_bytes), true);
+  begin_store(src, m.box[1] * 128, [=](const uint8_t* from) {
+    each_of_box(m, x, y, [&](uint8_t* to, uint32_t offset) {
+      std::memcpy(to, from + offset, static_cast<size_t>(m.element_bytes));
+    });
+  });
 }
 
 inline void bulk_commit() {

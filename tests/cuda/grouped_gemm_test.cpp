@@ -38,7 +38,7 @@ struct Case {
   int m = 0, n = 0, k = 0;
   bool hopper = true;
   Sharing sharing = Sharing::kNothing;
-  bool in_turns = false;
+  bool in_turns = false, boxed = false;
   bool gated = false, bias = false, weighted = false;
   bool gathered = false;  // forward products alone gather
   bool placed = false;    // plain products alone store rows at places
@@ -61,7 +61,7 @@ std::string told(const Case& c, const char* form) {
                      (c.sharing == Sharing::kB   ? " sharing B"
                       : c.sharing == Sharing::kA ? " sharing A"
                                                  : "") +
-                     (c.in_turns ? " in turns" : "") + " groups";
+                     (c.in_turns ? " in turns" : "") + (c.boxed ? " boxed" : "") + " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
          " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " placed " +
@@ -75,6 +75,7 @@ void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation acti
   GroupedGemm which = {std::is_same_v<T, bf16> ? Element::kBf16 : Element::kFp16, form, epilogue, activation,
                        c.sharing == Sharing::kB ? 2 : 1};
   which.in_turns = c.in_turns && can_take_turns(which, c.gathered);
+  which.boxed = c.boxed && can_store_boxes(which, c.sharing);
   const GroupedGemmPath& path = c.hopper ? hopper_path : ampere_path;
   p.blocks_across = c.sharing == Sharing::kA ? 2 : 1;
   const int blocks = static_cast<int>(c.grid) * which.cluster * p.blocks_across;
@@ -128,6 +129,17 @@ void common(const Case& c, const Operands<T>& o, Problem& p) {
 
 constexpr uint16_t kPoison = 0xFFFF;  // a NaN in both types
 
+std::vector<uint8_t> results;  // the bytes of all results of the last product
+
+template <class T>
+void keep(std::initializer_list<const std::vector<T>*> arrays) {
+  results.clear();
+  for (const std::vector<T>* array : arrays) {
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(array->data());
+    results.insert(results.end(), bytes, bytes + array->size() * sizeof(T));
+  }
+}
+
 template <class T>
 bool is_poison(T x) {
   return x.bits == kPoison;
@@ -170,6 +182,7 @@ void test_plain(const Case& c) {
   } catch (const std::runtime_error& error) {
     return expect(false, text + ": " + error.what());
   }
+  keep<T>({&d_memory});
   for (int r = 0; r < o.rows; ++r)
     for (int j = 0; j < c.n; ++j) {
       const T found = d[size_t(o.place[r]) * c.n + j];
@@ -219,6 +232,7 @@ void test_hidden_of(const Case& c) {
   } catch (const std::runtime_error& error) {
     return expect(false, text + ": " + error.what());
   }
+  keep<T>({&d_memory, &active_memory});
   for (int r = 0; r < o.rows; ++r)
     for (int j = 0; j < hidden; ++j) {
       if (r >= o.total) {
@@ -365,6 +379,7 @@ void test_weight(const Case& c) {
   } catch (const std::runtime_error& error) {
     return expect(false, text + ": " + error.what());
   }
+  keep<T>({&narrow_memory});
   for (int e = 0; e < experts; ++e)
     for (int i = 0; i < c.m; ++i)
       for (int j = 0; j < c.n; ++j) {
@@ -489,6 +504,73 @@ void in_turns(bool thorough) {
   }
 }
 
+// Runs a test with results that pass through registers, as boxes, and in turns. They must be equal to the
+// bit.
+template <class Test>
+void same_bits(Case c, const Test& test) {
+  const auto results_of = [&](bool boxed, bool in_turns) {
+    c.boxed = boxed, c.in_turns = in_turns;
+    test(c);
+    return results;
+  };
+  const std::vector<uint8_t> registers = results_of(false, false);
+  expect(results_of(true, false) == registers, told(c, "boxes differ from registers:"));
+  expect(results_of(false, true) == registers, told(c, "turns differ from registers:"));
+}
+
+// Products whose results the tensor memory accelerator stores. Tiles have whole boxes, boxes with fewer rows
+// or columns, and boxes beyond the columns.
+void boxes(bool thorough) {
+  Case c;
+  c.boxed = true;
+  unsigned seed = 700;
+  for (int eagerness : {0, 40, 100}) {
+    if (eagerness == 40 && !thorough) continue;
+    for (Sharing sharing : {Sharing::kNothing, Sharing::kA, Sharing::kB}) {
+      c.sharing = sharing, c.eagerness = eagerness, c.seed = ++seed;
+      c.grid = 1 + seed % 2, c.spare_rows = 5;
+      c.groups = {0, 129, 3, 0, 144}, c.n = 328, c.k = 72, c.m = 136;
+      c.placed = c.gathered = c.wide = c.accumulates = false, c.bias = c.weighted = seed % 2;
+      test_weight<bf16>(c);
+      c.wide = true;
+      test_weight<fp16>(c);
+      if (sharing == Sharing::kB) continue;  // the others have no such kernel
+      same_bits(c, test_plain<bf16, Form::kForward>);
+      test_plain<fp16, Form::kInput>(c);
+      c.placed = true;
+      test_plain<bf16, Form::kInput>(c);
+      c.placed = false, c.n = 336, c.bias = !c.bias;
+      same_bits(c, test_hidden<fp16, true>);
+      c.no_hidden = true, c.gathered = true, c.top_k = 2;
+      test_hidden<bf16, true>(c);
+      c.no_hidden = false;
+      test_hidden<bf16, true>(c);
+      test_plain<bf16, Form::kForward>(c);
+      c.top_k = 1;
+    }
+  }
+  if (!thorough) return;
+  Random random{std::mt19937(78)};
+  const auto draw = [&](int least, int most) {
+    return least + static_cast<int>(random.engine() % (most - least + 1));
+  };
+  for (int i = 0; i < 30; ++i) {
+    c = Case{};
+    c.boxed = true;
+    for (int e = draw(1, 6); e > 0; --e)
+      c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
+    c.sharing = i % 2 ? Sharing::kA : Sharing::kNothing;
+    c.seed = 3000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
+    c.n = 8 * draw(1, 70), c.k = 8 * draw(1, 40), c.m = 8 * draw(1, 40);
+    c.bias = draw(0, 1), c.weighted = draw(0, 1);
+    same_bits(c, test_plain<bf16, Form::kForward>);
+    same_bits(c, test_plain<fp16, Form::kInput>);
+    test_weight<bf16>(c);
+    c.n = 16 * draw(1, 35), c.no_hidden = draw(0, 1);
+    same_bits(c, test_hidden<bf16, true>);
+  }
+}
+
 int report() {
   std::printf(failures ? "%d failures\n" : "ok\n", failures);
   return failures != 0;
@@ -496,7 +578,8 @@ int report() {
 
 }  // namespace
 
-// Arguments: "turns" for products in turns instead of all others; "thorough" for many random sizes.
+// Arguments: "turns" for products in turns instead of all others, "boxes" for those that are stored as boxes;
+// "thorough" for many random sizes.
 int main(int argc, char** argv) {
   const auto has = [&](const char* word) {
     return std::any_of(argv + 1, argv + argc, [&](const char* each) { return std::string(each) == word; });
@@ -504,6 +587,10 @@ int main(int argc, char** argv) {
   const bool thorough = has("thorough");
   if (has("turns")) {
     in_turns(thorough);
+    return report();
+  }
+  if (has("boxes")) {
+    boxes(thorough);
     return report();
   }
   unsigned seed = 1;

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from tests.cuda.disassembly import Declared, declared, opcode
 
@@ -135,6 +135,10 @@ class Code:
                 found.append(body)
         return sorted(found, key=len)
 
+    def is_back(self, block: int, following: int) -> bool:
+        """Whether each way to ``block`` leads through the block that follows it: the end of a loop."""
+        return bool(self._dominators[block] >> following & 1)
+
     def instructions(self, blocks: set[int]) -> list[str]:
         return [each for block in sorted(blocks) for each in self.code[self.begins[block] : self.end(block)]]
 
@@ -247,10 +251,45 @@ def between_tiles(code: Sequence[str]) -> list[str]:
     Those of all branches are among them, so a warp issues fewer. Left out are the loops along the reduction.
     """
     flow = Code(code)
+    tiles, steps = _loops_of_tiles(flow)
+    return flow.instructions(tiles - steps)
+
+
+def issued_for_boxes(code: Sequence[str]) -> tuple[int, int]:
+    """Returns the (fewest, most) instructions that a warp issues from a tile to its next by storing boxes.
+
+    These are ways through the loop over tiles that have the most stores of the tensor memory accelerator.
+    Loops that wait count once. The loops along the reduction are left out.
+    """
+    flow = Code(code)
+    tiles, steps = _loops_of_tiles(flow)
+
+    @cache
+    def ways(block: int) -> tuple[int, int, int]:
+        """Returns (stores, fewest instructions, most instructions) from a block to the end of the loop."""
+        own = [] if block in steps else flow.instructions({block})
+        following = [
+            ways(each) for each in flow.successors[block] if each in tiles and not flow.is_back(block, each)
+        ]
+        stores = max((found[0] for found in following), default=0)
+        best = [found for found in following if found[0] == stores] or [(0, 0, 0)]
+        return (
+            stores + len(starts(own, "UTMASTG")),
+            min(found[1] for found in best) + executed(own),
+            max(found[2] for found in best) + executed(own),
+        )
+
+    head = next(each for each in tiles if all(flow.is_back(other, each) for other in tiles))
+    _, fewest, most = ways(head)
+    return fewest, most
+
+
+def _loops_of_tiles(flow: Code) -> tuple[set[int], set[int]]:
+    """Returns (blocks of the loop over tiles, those of its loops along the reduction)."""
     waits = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
     tiles = next(loop for loop in flow.loops if any(waits in each for each in flow.instructions(loop)))
     steps = (loop for loop in flow.loops if loop < tiles and starts(flow.instructions(loop), "HGMMA"))
-    return flow.instructions(tiles.difference(flow.apart, *steps))
+    return tiles - flow.apart, set().union(*steps)
 
 
 def _a_step(loop: Sequence[str], kind: str, a_step: int) -> float:
@@ -343,6 +382,21 @@ def wrong_convergence(code: Sequence[str]) -> list[str]:
                 opened[each] = joined
                 rest.append(each)
     return list(found.values())
+
+
+def stores_without_fence(code: Sequence[str]) -> list[str]:
+    """Stores of boxes (UTMASTG) without a fence of the asynchronous proxy since the last write (STSM)."""
+    found = []
+    is_fenced = False
+    for index, each in enumerate(code):
+        kind = opcode(each)
+        if kind.startswith("STSM"):
+            is_fenced = False
+        elif kind.startswith("FENCE.VIEW.ASYNC"):
+            is_fenced = True
+        elif kind.startswith("UTMASTG") and not is_fenced:
+            found.append(f"{index}: {each}")
+    return found
 
 
 def wrong_loads(code: Sequence[str]) -> list[str]:

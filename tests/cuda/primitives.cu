@@ -149,6 +149,8 @@ LOAD(tma_load_3d_to, int x COMMA int y COMMA int z COMMA uint16_t mask,
      tma_load_3d_to(box(), &map, bar(), x, y, z, mask),
      cuda::ptx::cp_async_bulk_tensor(cluster, memory, box(), &map, {x COMMA y COMMA z}, bar(), mask),
      cute::SM90_TMA_LOAD_MULTICAST_3D::copy(&map, bar(), mask, kHint, box(), x, y, z))
+SAME(tma_store_2d, (const __grid_constant__ TensorMap map, int x, int y), tma_store_2d(&map, box(), x, y),
+     cute::SM90_TMA_STORE_2D::copy(&map, box(), x, y))
 SAME(store_async, (Words v, uint32_t rank), store_async(reinterpret_cast<Words*>(box()), v, bar(), rank),
      cute::store_shared_remote(v.word[0], cute::cast_smem_ptr_to_uint(box()),
                                cute::cast_smem_ptr_to_uint(bar()), rank))

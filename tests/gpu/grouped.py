@@ -54,10 +54,20 @@ ACTIVATE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.fixture(
-    params=["sm_90a", "sm_90a, sharing B", "sm_90a, sharing A", "sm_90a, in turns", "sm_80"], autouse=True
+    params=[
+        "sm_90a",
+        "sm_90a, sharing B",
+        "sm_90a, sharing A",
+        "sm_90a, in turns",
+        "sm_90a, boxes",
+        "sm_80",
+    ],
+    autouse=True,
 )
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Selects the kernels that run, and which operand pairs of blocks share. A pair also shares in turns.
+    """Selects the kernels that run, and which operand pairs of blocks share.
+
+    In turns and with boxes, the rule selects what pairs share.
 
     A fall to PyTorch operations fails.
     """
@@ -70,9 +80,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if wanted == "sm_90a" and own != "sm_90a":
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
-    sharing = {"sharing B": 2, "sharing A": 3, "in turns": 0}
+    sharing = {"sharing B": 2, "sharing A": 3, "in turns": 0, "boxes": 0}
+    turns = {"in turns": 2, "boxes": 3}
     monkeypatch.setattr(launch, "SHARING", sharing[way[0]] if way else 1)
-    monkeypatch.setattr(launch, "TURNS", 2 if way == ["in turns"] else 0)
+    monkeypatch.setattr(launch, "TURNS", turns.get(way[0], 0) if way else 0)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield

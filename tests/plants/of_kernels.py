@@ -12,6 +12,7 @@ DEVICE = "tests/unit/test_program_cuda.py"
 HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
 TURNS = "tests/unit/test_kernels_grouped_gemm.py -k in_turns_in_the_emulator_equal"
+BOXES = "tests/unit/test_kernels_grouped_gemm.py -k stored_as_boxes_in_the_emulator_equal"
 FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
 ORDER_SOURCE = "pmoe/kernels/launch_order.py"
 ORDER_TEST = "tests/unit/test_launch_order.py"
@@ -213,8 +214,8 @@ KERNELS = (
         name="an-exchange-of-both-warpgroups",
         breaks="two warps, one of each warpgroup, convert their tiles in the same buffer",
         file="cuda/grouped_gemm/hopper_turns.cuh",
-        old="shared.exchange[0] + buffer);",
-        new="shared.exchange[self / 32 % kWarps]);",
+        old="shared.exchange[0] + offset, self % 32);",
+        new="shared.exchange[self / 32 % kWarps], self % 32);",
         tests=TURNS,
     ),
     Plant(
@@ -240,6 +241,79 @@ KERNELS = (
         old="      mbarrier_wait(&shared.loaded[(t - 1) % 2], (t - 1) / 2 % 2);",
         new="      static_cast<void>(t);",
         tests=TURNS,
+    ),
+    # Results that the tensor memory accelerator stores.
+    Plant(
+        name="a-box-without-a-fence",
+        breaks="the accelerator may store what was in a box before",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    fence_proxy_async();\n",
+        new="",
+        tests=TURNS,
+    ),
+    Plant(
+        name="a-box-that-is-still-read",
+        breaks="a box is written while the store before may still read it",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    wait_read<kBoxesOfWarp - 1>();\n",
+        new="",
+        tests=BOXES,
+    ),
+    Plant(
+        name="registers-through-a-box-that-is-still-read",
+        breaks="rows at an expert's end pass through a box while a store may still read it",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    wait_read<0>();\n    Exchange<true>::to_rows(word, rows);",
+        new="    Exchange<true>::to_rows(word, rows);",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-box-that-not-all-have-written",
+        breaks="a lane starts the store of a box before other lanes have written theirs",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    sync_warp();  // lane 0 starts the store after all lanes have written\n",
+        new="",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-box-in-no-group",
+        breaks="no wait is for the store of a box",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    bulk_commit();\n",
+        new="",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-box-that-nobody-awaits",
+        breaks="a block ends while its last boxes may still be read",
+        file="cuda/grouped_gemm/hopper_turns.cuh",
+        old="    Boxes::finish();\n",
+        new="",
+        tests=TURNS,
+    ),
+    Plant(
+        name="a-box-of-two-experts",
+        breaks="a box at an expert's end also writes rows of the next expert",
+        file="cuda/grouped_gemm/epilogue.h",
+        old="if (left_ >= kBoxRows)",
+        new="if (left_ > 0)",
+        tests=BOXES,
+    ),
+    Plant(
+        name="the-same-box-for-all-stores",
+        breaks="a warp writes the box that its last store may still read",
+        file="cuda/grouped_gemm/epilogue.h",
+        old="      buffer_.go_on();\n",
+        new="",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-half-that-reaches-into-the-other",
+        breaks="a box at the end of gate's columns also writes columns of up",
+        file="cuda/grouped_gemm/launch.cu",
+        old="    encode_one(maps.d, p.d, columns, p.rows, p.d_stride);\n",
+        new="    encode_one(maps.d, p.d, p.n, p.rows, p.d_stride);\n",
+        tests=BOXES,
     ),
     Plant(
         name="one-block-of-a-fused-pair",

@@ -94,9 +94,9 @@ def test_all_ways_of_bench_alone_are_compared(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(bench_alone, "drawn_layer", drawn)
     step = bench_alone.Step(bench_alone.Scenario(32, 64, 32, 4, 2))
     found = bench_alone.check(step)
-    assert list(bench_alone.WAYS) == ["pmoe", "in turns", "without", "plain"]
+    assert list(bench_alone.WAYS) == ["pmoe", "beside", "without", "plain"]
     assert {name: set(each) for name, each in found.items()} == dict.fromkeys(
-        ("in turns", "without", "plain"), {"y", "x", "gate.weight", "experts.w1", "experts.w2"}
+        ("beside", "without", "plain"), {"y", "x", "gate.weight", "experts.w1", "experts.w2"}
     )
     with torch.no_grad():
         step.plain.experts.w2.mul_(1.1)

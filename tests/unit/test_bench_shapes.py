@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_the_stored_layer_is_predicted_from_its_kernels(passed: str, times: floa
 
 
 def test_products_are_computed_in_turns_by_the_kernels_own_rule(kernels: Path) -> None:
-    """The rule is for an H200. At these shapes it is right for an H100, too."""
+    """The rule is for an H200. At these shapes it loses at most 3 % on an H100."""
     module = load_kernels(kernels)
     swiglu = ACTIVATIONS["swiglu"]
     gated = {"form": FORWARD, "epilogue": HIDDEN, "activation": swiglu}
@@ -56,8 +57,12 @@ def test_products_are_computed_in_turns_by_the_kernels_own_rule(kernels: Path) -
         ):
             rule = module.grouped_gemm_takes_turns(**fields, k=k, turns=1)
             for card in (bench_shapes.H100, bench_shapes.H200):
-                before = bench_shapes.product_of_rows(tiles, k, n, store, card)
-                assert rule == (bench_shapes.product_in_turns(tiles, k, n, store, card) < before)
+                beside = replace(card, beside=True)
+                by_both = replace(store, takes_turns=False)
+                together = bench_shapes.product_of_rows(tiles, k, n, by_both, beside)
+                in_turns = bench_shapes.product_in_turns(tiles, k, n, store, beside)
+                faster = min(in_turns, together)
+                assert (in_turns if rule else together) <= (faster if card.copy > 4e12 else 1.03 * faster)
 
 
 def test_a_store_in_turns_costs_nothing_beside_a_longer_product() -> None:
@@ -69,6 +74,16 @@ def test_a_store_in_turns_costs_nothing_beside_a_longer_product() -> None:
     longer = bench_shapes.Store(40e-6, 0)
     seconds = bench_shapes.product_in_turns(one_wave, 1024, 128, longer)
     assert seconds == pytest.approx((16 * bench_shapes.STEP_IN_TURNS + 20e-6) / 2 + 20e-6)
+
+
+def test_boxes_hold_a_tile_until_the_rest_of_it_fits() -> None:
+    """Of 64 KiB, 32 KiB fit into the boxes. The other half is stored at the memory's rate."""
+    card = bench_shapes.Card(132 * 32 * 1024 / 1e-6)
+    store = bench_shapes.Store(4e-6, 64 * 1024, instructions=850)
+    assert store.held(card) == pytest.approx(1e-6 + 1e-6)
+    assert bench_shapes.stored_as_boxes(3, 10e-6, store, card) == pytest.approx(3 * 12e-6 + 1e-6)
+    # Results cannot be written faster than the memory takes them.
+    assert bench_shapes.stored_as_boxes(3, 0.0, replace(store, instructions=0), card) == pytest.approx(7e-6)
 
 
 def test_tiles_of_random_rows_are_those_of_many_drawn_counts() -> None:

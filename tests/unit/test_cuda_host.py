@@ -224,13 +224,14 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
     The gradient of the gated hidden has a partial inner product for each tile.
     """
     cuda.stub_reset(runs=False, processors=7)
-    product(cuda, turns=2, n=256)
-    product(cuda, turns=2, n=128)
-    product(cuda, turns=2, n=256, sharing=1)
-    product(cuda, turns=2, n=256, form=1, epilogue=2, activation=4)
-    product(cuda, turns=2, n=256, epilogue=1, activation=4)
+    fields = {"d_stride": 256, "active": torch.zeros(64).data_ptr(), "active_stride": 256}
+    product(cuda, turns=2, n=256, **fields)
+    product(cuda, turns=2, n=128, **fields)
+    product(cuda, turns=2, n=256, sharing=1, **fields)
+    product(cuda, turns=2, n=256, form=1, epilogue=2, activation=4, **fields)
+    product(cuda, turns=2, n=256, epilogue=1, activation=4, **fields)
     in_turns = cuda.stub_launched()
-    product(cuda, turns=0, n=256, form=1, epilogue=2, activation=4)
+    product(cuda, turns=0, n=256, form=1, epilogue=2, activation=4, **fields)
     assert [(each["blocks"], each["cluster"]) for each in in_turns] == [
         (6, 2), (7, 1), (7, 1), (6, 2), (6, 2),
     ]  # fmt: skip
@@ -242,19 +243,66 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
 
 
 def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleType) -> None:
-    """A plain product may have 24 steps of 64, one of SwiGLU's hidden columns 41, their gradient 104."""
+    """A plain product may have 11 steps of 64, one of SwiGLU's hidden columns 21, their gradient 104."""
 
     def taken(k: int, **fields: int) -> bool:
         found: bool = cuda.grouped_gemm_takes_turns(k=k, turns=1, **fields)
         return found
 
-    assert [taken(k, form=0) for k in (64 * 24, 64 * 24 + 8)] == [True, False]
+    assert [taken(k, form=0) for k in (64 * 11, 64 * 11 + 8)] == [True, False]
     hidden = {"form": 0, "epilogue": 1, "activation": 4}
-    assert [taken(k, **hidden) for k in (64 * 41, 64 * 41 + 8)] == [True, False]
+    assert [taken(k, **hidden) for k in (64 * 21, 64 * 21 + 8)] == [True, False]
     gradient = {"form": 1, "epilogue": 2, "activation": 4}
     assert [taken(k, **gradient) for k in (64 * 104, 64 * 104 + 8)] == [True, False]
     assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, turns=2)
     assert not cuda.grouped_gemm_takes_turns(form=1, k=64, turns=0)
+    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, turns=3)
+
+
+@pytest.mark.parametrize(
+    ("given", "num_maps"),
+    [
+        ({"n": 256, "d_stride": 256}, 1),
+        ({"n": 256, "d_stride": 256, "form": 1}, 1),
+        ({"n": 64, "epilogue": 1, "activation": 4}, 3),
+        ({"n": 64, "epilogue": 1, "activation": 4, "d": 0}, 1),
+        ({"n": 64, "form": 2, "m": 64, "b_rows": T, "b_stride": 64}, 1),
+        ({"n": 64, "form": 2, "m": 64, "b_rows": T, "b_stride": 64, "sharing": 2}, 1),
+        ({"n": 64, "form": 2, "m": 64, "b_rows": T, "b_stride": 64, "wide": True}, 0),
+    ],
+)
+def test_results_that_are_stored_as_boxes_have_maps(
+    cuda: ModuleType, given: dict[str, Any], num_maps: int
+) -> None:
+    """T_M has a map for each half. A gradient in float has none: threads store it."""
+    fields = {"active": torch.zeros(64, 64, dtype=BF16).data_ptr(), "active_stride": 64} | given
+    product(cuda, turns=0, **fields)
+    before = cuda.stub_num_encoded()
+    product(cuda, turns=3, **fields)
+    assert cuda.stub_num_encoded() - before == before + num_maps
+    assert cuda.stub_refused() == []
+    usual, boxed = cuda.stub_launched()
+    assert usual["kernel"] != boxed["kernel"]
+    assert (usual["blocks"], usual["cluster"]) == (boxed["blocks"], boxed["cluster"])
+
+
+def test_other_products_are_stored_as_boxes_by_the_rule(cuda: ModuleType) -> None:
+    product(cuda, turns=1, k=64 * 12, a_stride=64 * 12)
+    product(cuda, turns=3)
+    product(cuda, turns=1)
+    product(cuda, turns=2)
+    kernels = [each["kernel"] for each in cuda.stub_launched()]
+    assert kernels[0] == kernels[1] != kernels[2] == kernels[3]
+
+
+@pytest.mark.parametrize(
+    "given", [{"sharing": 2}, {"form": 1, "sharing": 2}, {"form": 1, "epilogue": 2, "activation": 4}]
+)
+def test_products_without_boxes_are_stored_by_threads(cuda: ModuleType, given: dict[str, Any]) -> None:
+    product(cuda, turns=0, **given)
+    product(cuda, turns=3, **given)
+    one, other = cuda.stub_launched()
+    assert one == other
 
 
 @pytest.mark.parametrize(

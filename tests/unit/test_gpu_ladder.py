@@ -52,7 +52,9 @@ def test_a_tile_is_read_right_by_one_block_and_by_two(machine: Machine, form: st
     for sharing in (1, 2, 3) if machine.hopper else (1,):
         tiles.demand_nothing(tiles.find_tile(machine, form, sharing, side=tiles.side_of(sharing)))
     if machine.hopper and form != "weight":
-        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, in_turns=True))
+        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, turns=tiles.IN_TURNS))
+    if machine.hopper:
+        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, turns=tiles.AS_BOXES))
 
 
 def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:

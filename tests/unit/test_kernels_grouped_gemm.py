@@ -313,6 +313,11 @@ def test_products_in_turns_in_the_emulator_equal_a_plain_loop() -> None:
 
 
 @pytest.mark.slow
+def test_products_stored_as_boxes_in_the_emulator_equal_those_stored_by_threads() -> None:
+    compile_and_run("grouped_gemm_test.cpp", "boxes", product=product_of("grouped_gemm"))
+
+
+@pytest.mark.slow
 def test_blocks_that_start_late_cost_no_second_wave() -> None:
     compile_and_run("late_blocks_test.cpp", product=product_of("grouped_gemm"))
 
@@ -341,6 +346,14 @@ def test_products_in_turns_in_the_emulator_with_many_random_sizes() -> None:
     )
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_products_stored_as_boxes_in_the_emulator_with_many_random_sizes() -> None:
+    compile_and_run(
+        "grouped_gemm_test.cpp", "boxes", "thorough", product=product_of("grouped_gemm"), timeout=500
+    )
+
+
 # ---- machine code, where there is nvcc
 
 
@@ -353,7 +366,7 @@ SMALLEST_SHARED = 99 * 1024
 
 def grouped(path: str, arch: str) -> dict[str, list[str]]:
     found = {name: code for name, code in sass(arch).items() if name.startswith(f"grouped_gemm.{path}.")}
-    assert len(found) == (44 + 8 if path == "sm_90a" else 22)
+    assert len(found) == (44 + 8 + 10 if path == "sm_90a" else 22)
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from bench import bench_shapes
 from tests.cuda import machine_code
 from tests.cuda.disassembly import archs, count, declared, opcode, resources, sass
 
@@ -74,6 +75,7 @@ def test_no_function_is_called_in_a_loop() -> None:
 
 def test_both_element_types_have_the_same_products_loads_barriers_and_waits() -> None:
     kinds = (
+        "UTMASTG",
         "HGMMA",
         "HMMA",
         "UTMALDG",
@@ -203,25 +205,72 @@ def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() 
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("forward", 4), ("input", 4), ("forward.hidden.swiglu", 5), ("input.hidden_gradient.swiglu", 11)],
+    [("forward", 3), ("input", 3), ("forward.hidden.swiglu", 4), ("input.hidden_gradient.swiglu", 11)],
 )
 def test_a_store_in_turns_is_issued_beside_so_many_steps_of_the_other_warpgroup(
     name: str, steps: int
 ) -> None:
     """A scheduler has one warp of each warpgroup, and issues one instruction a cycle.
 
-    What a warp issues between two of its tiles' products fits into the cycles of that many steps. It waits
-    for the ring there, and for no other warp of its block. It keeps nothing in local memory.
+    What a warp issues between two of its tiles' products fits into the cycles of that many steps, if it
+    stores whole boxes. It waits for the ring there, and for no other warp of its block. It keeps nothing in
+    local memory.
     """
     for element in ("bf16", "fp16"):
         kernel = f"grouped_gemm.sm_90a.{element}.{name}.turns"
         between = machine_code.between_tiles(sass("sm_90a")[kernel])
         limit = steps * machine_code.TENSOR_CYCLES_IN_TURNS
-        assert limit / 2 < machine_code.executed(between) <= limit, kernel
+        _, most = machine_code.issued_for_boxes(sass("sm_90a")[kernel])
+        assert limit / 2 < most <= limit, kernel
         assert count(between, "BAR") == count(between, "UCGABAR_ARV") == 0, kernel
         assert count(between, "LDL") == count(between, "STL") == 0, kernel
         used = resources("sm_90a")[kernel]
         assert used.stack == used.local == 0, kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "store"),
+    [
+        ("forward.boxes", bench_shapes.PLAIN),
+        ("input.boxes", bench_shapes.PLAIN),
+        ("weight.boxes", bench_shapes.WEIGHT),
+        ("weight.boxes.pairs", bench_shapes.WEIGHT),
+        ("forward.hidden.swiglu.boxes", bench_shapes.GATED),
+    ],
+)
+def test_a_store_of_boxes_takes_as_many_instructions_as_are_predicted(
+    name: str, store: bench_shapes.Store
+) -> None:
+    """The most are those with a bias. Plain products are predicted with routing weights, without a bias.
+
+    A warp waits for no other warp of its block, and keeps nothing in local memory.
+    """
+    assert store.instructions is not None
+    for element in ("bf16", "fp16"):
+        kernel = f"grouped_gemm.sm_90a.{element}.{name}"
+        code = sass("sm_90a")[kernel]
+        fewest, most = machine_code.issued_for_boxes(code)
+        assert fewest <= store.instructions <= most, (kernel, fewest, most)
+        between = machine_code.between_tiles(code)
+        assert count(between, "BAR") == count(between, "UCGABAR_ARV") == 0, kernel
+        assert count(between, "LDL") == count(between, "STL") == 0, kernel
+        used = resources("sm_90a")[kernel]
+        assert used.stack == used.local == 0, kernel
+
+
+def test_the_fence_comes_before_each_store_of_a_box() -> None:
+    """Between the writes of a box (STSM) and its store (UTMASTG) is a fence of the asynchronous proxy."""
+    boxed = {name: code for name, code in hopper("grouped_gemm.").items() if count(code, "UTMASTG")}
+    assert len(boxed) == 16
+    expect_none(machine_code.stores_without_fence, boxed)
+
+
+def test_a_store_of_a_box_without_its_fence_is_found() -> None:
+    code = list(sass("sm_90a")[TURNS])
+    store = next(index for index, each in enumerate(code) if opcode(each).startswith("UTMASTG"))
+    fence = max(index for index in range(store) if opcode(code[index]).startswith("FENCE"))
+    code[fence] = "NOP"
+    assert machine_code.stores_without_fence(code)
 
 
 def test_a_wait_between_tiles_is_found() -> None:

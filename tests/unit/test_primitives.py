@@ -66,6 +66,7 @@ MISTAKES = {  # by function: what is written in the place of what
     "tma_load_2d": ("2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}]",
                     "2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%4, %3}]"),
     "tma_load_3d_to": ("{%3, %4, %5}], [%2], %6;", "{%3, %5, %4}], [%2], %6;"),
+    "tma_store_2d": ("bulk_group [%0, {%2, %3}], [%1];", "bulk_group [%0, {%3, %2}], [%1];"),
     "bulk_load": ("[%0], [%1], %2, [%3];", "[%0], [%1], %3, [%2];"),
     "bulk_store": ("shared::cta.bulk_group [%0], [%1], %2;", "shared::cta.bulk_group [%0], [%1], 16;"),
     "bulk_wait_read": ("cp.async.bulk.wait_group.read %0;\"", "cp.async.bulk.wait_group.read 3;\""),

@@ -25,14 +25,17 @@ cuda/grouped_gemm/launch.h.
 """
 
 TURNS = 0
-"""Setting for benchmarks: which products two warpgroups of a thread block on Hopper compute in turns.
+"""Setting for benchmarks: which products on Hopper store tiles beside the products of the next tiles.
 
-In turns, one warpgroup stores its tile while the other multiplies the next tile. Otherwise both multiply the
-same tile, and nothing is multiplied while they store it.
+There are two ways. In turns, one of two warpgroups of a thread block stores its tile while the other
+multiplies the next tile. As boxes, both multiply the same tile, and the tensor memory accelerator stores it
+from shared memory while they multiply the next tile. If neither way is taken, nothing is multiplied while a
+tile is stored.
 
-0 computes none in turns, 1 those that are predicted to be faster, 2 all that have kernels for it: `Turns` of
-cuda/grouped_gemm/turns.h. The default is 0 because kernels in turns have not run on a GPU; tests run them in
-an emulator, and docs/numbers.md predicts their times.
+0 takes neither way. 1 takes the way that is predicted to be the faster one, where there are kernels. 2 takes
+turns wherever there are kernels, and no boxes. 3 takes boxes wherever there are kernels, and no turns. These
+are the values of `Turns` of cuda/grouped_gemm/turns.h. The default is 0 because these kernels have not run on
+a GPU; tests run them in an emulator, and docs/numbers.md predicts their times.
 """
 
 GATHERING: bool | None = None

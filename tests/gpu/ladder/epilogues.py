@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.ladder.machine import Machine, this_machine
-from tests.gpu.ladder.tiles import BF16, demand_nothing, launch
+from tests.gpu.ladder.tiles import AS_BOXES, BF16, IN_TURNS, TOGETHER, demand_nothing, launch
 
 HIDDEN, HIDDEN_GRADIENT, RELU = 1, 2, 1
 
@@ -25,6 +25,9 @@ def find_epilogues(machine: Machine, side: int = 128) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for each in (biased_and_weighted, hidden, hidden_gradient, accumulated):
         found |= each(machine, drawn)
+    for turns, way in ((IN_TURNS, "in turns"), (AS_BOXES, "as boxes")) if machine.hopper else ():
+        told = biased_and_weighted(machine, drawn, turns)
+        found |= {f"{name}, {way}": each for name, each in told.items()}
     return found
 
 
@@ -65,10 +68,11 @@ def differs(machine: Machine, got: Tensor, wanted: Tensor) -> str | None:
     return None
 
 
-def biased_and_weighted(machine: Machine, p: Drawn) -> dict[str, str | None]:
+def biased_and_weighted(machine: Machine, p: Drawn, turns: int = TOGETHER) -> dict[str, str | None]:
     a, b = machine.put(p.a, BF16), machine.put(p.b, BF16)
     bias, weight, d = machine.put(p.bias, BF16), machine.put(p.weight), machine.poisoned(p.side, p.side)
-    launch(machine, "forward", a, b, d, p.ends, bias=bias.data_ptr(), weight=weight.data_ptr())
+    options = {"bias": bias.data_ptr(), "weight": weight.data_ptr(), "turns": turns}
+    launch(machine, "forward", a, b, d, p.ends, **options)
     wanted = (p.product(p.b) + p.bias[p.expert]) * p.weight[: p.rows, None]
     return {"product + bias, times weight": differs(machine, d, wanted)}
 

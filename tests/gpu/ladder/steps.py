@@ -42,28 +42,35 @@ def product_steps(path: str) -> list[Step]:
     """On what one block alone does right."""
     hopper, forward, weight = path == HOPPER, f"{path}: a tile, forward", f"{path}: a tile, weight"
     source = f"{GEMM}{'hopper_block' if hopper else 'ampere'}.cuh"
+    forms = ("forward", "input", "weight") if hopper else ()
     pairs = [
         Step(
-            name=f"{path}: two blocks share {operand}, {form}",
-            run=f"{HERE}tiles:check_tile {path} {form} {sharing}",
-            needs=(f"{path}: a tile, {form}",), hopper=True,
+            name=f"{path}: two blocks share B, or A, {form}", run=f"{HERE}tiles:check_pairs {path} {form}",
+            needs=(f"{path}: a tile, {form}",), hopper=True, usual=10,
             means="a block alone is right, two of a cluster are not: multicast, or a barrier's arrivals",
             look=f"{GEMM}hopper.cuh, cluster barriers and multicast masks; ring.h; F6",
         )
-        for form in ("forward", "input", "weight") for sharing, operand in ((2, "B"), (3, "A")) if hopper
+        for form in forms
     ]  # fmt: skip
-    turns = [
+    beside = [
+        Step(
+            name=f"{path}: tiles stored as boxes", run=f"{HERE}tiles:check_boxes {path}",
+            needs=tuple(each.name for each in pairs), hopper=True, usual=10,
+            means="tiles that threads store are right, those that the accelerator stores are not: its maps, "
+            "the fence before it, or the rows of the next expert",
+            look=f"{GEMM}boxes.cuh; {GEMM}launch.cu, encode_results(); tma_store_2d of common/hopper_ptx.cuh",
+        ),
         Step(
             name=f"{path}: two warpgroups take turns", run=f"{HERE}tiles:check_turns {path}",
-            needs=tuple(f"{path}: two blocks share A, {form}" for form in ("forward", "input")), hopper=True,
+            needs=(f"{path}: tiles stored as boxes",), hopper=True,
             means="both warpgroups on one tile are right, in turns they are not: stages of the ring, or its "
             "barriers' arrivals",
             look=f"{GEMM}hopper_turns.cuh, multiply(); wgmma_m64n128k16 of cuda/common/hopper_ptx.cuh",
-        )
+        ),
     ] if hopper else []  # fmt: skip
     return [
         *pairs,
-        *turns,
+        *beside,
         Step(
             name=f"{path}: gathers", run=f"{HERE}tiles:check_gathers {path}", needs=(forward,),
             hopper=hopper, means="rows in place are right, rows by slot are not",

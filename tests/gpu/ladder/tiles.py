@@ -18,6 +18,8 @@ from tests.gpu.ladder.machine import Machine, this_machine
 
 FORMS = {"forward": 0, "input": 1, "weight": 2}
 BF16 = torch.bfloat16
+TOGETHER, IN_TURNS, AS_BOXES = 0, 2, 3
+"""How both warpgroups of a block compute tiles: `pmoe.kernels.grouped_gemm.launch.TURNS`."""
 SIDE = 128
 """Rows and columns of every operand: a tile, or a pair of them. bfloat16 holds integers up to 256."""
 
@@ -74,17 +76,17 @@ def tile(
     side: int = SIDE,
     sharing: int = 1,
     gathered: bool = False,
-    in_turns: bool = False,
+    turns: int = 0,
 ) -> str | None:
     """What is wrong with how the kernel reads that operand; None where nothing is.
 
     gathered: rows of A of the forward form stand elsewhere, row r in row slot[r] / 2.
-    in_turns: two warpgroups of a block compute tiles in turns.
+    turns: TOGETHER, IN_TURNS or AS_BOXES.
     """
     unit = machine.put(torch.eye(side), BF16)
     ends = machine.put(torch.tensor([side], dtype=torch.int32))
     row, column = places(form, operand, side)
-    options: dict[str, Any] = {"sharing": sharing, "turns": 2 * in_turns}
+    options: dict[str, Any] = {"sharing": sharing, "turns": turns}
     slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
     if gathered:
         slots = machine.put(slot, torch.int32)
@@ -120,10 +122,26 @@ def find_tile(machine: Machine, form: str, sharing: int = 1, **options: Any) -> 
     }
 
 
+def check_pairs(path: str, form: str) -> None:
+    machine = this_machine(path)
+    found: dict[str, str | None] = {}
+    for sharing, operand in ((2, "B"), (3, "A")):
+        tiles = find_tile(machine, form, sharing, side=side_of(sharing))
+        found |= {f"sharing {operand}: {name}": told for name, told in tiles.items()}
+    demand_nothing(found)
+
+
 def check_turns(path: str) -> None:
     machine = this_machine(path)
     for form, sharing in itertools.product(("forward", "input"), (1, 3)):
-        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), in_turns=True))
+        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), turns=IN_TURNS))
+
+
+def check_boxes(path: str) -> None:
+    """Weight gradients also share B. A side of 264 ends with 8 rows, which do not fill a box."""
+    machine = this_machine(path)
+    for form, sharing in [*itertools.product(FORMS, (1, 3)), ("weight", 2)]:
+        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), turns=AS_BOXES))
 
 
 def check_gathers(path: str) -> None:

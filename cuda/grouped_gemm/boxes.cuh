@@ -1,0 +1,107 @@
+// Stores a warp's rows of a tile by the tensor memory accelerator. The warp does not wait for memory: it goes
+// on to its next products while the accelerator stores.
+//
+// A box of 16 rows x 64 columns passes through 2 KiB of shared memory, a swizzled box of 16 lines (box.h):
+//
+//   all lanes   wait until no earlier store reads the box, and write their fragments (stmatrix)
+//   all lanes   fence: what they wrote comes before what the accelerator reads
+//   all lanes   meet
+//   lane 0      starts the store, and ends its group of stores
+//
+// The fence is needed because the accelerator is another way to memory (the asynchronous proxy in PTX), which
+// is not ordered after a thread's own writes. Lane 0 starts all stores of a warp, so it is the lane that can
+// wait for them: until they have read their box (bulk_wait_read), or until they are done (bulk_wait).
+//
+// A warp has two boxes and writes them by turns, so it only waits for the store before the last. A tile
+// begins with the first box again, because each tile ends in one of two ways:
+//
+//   - with a store of the second box: a tile has an even number of stores
+//   - with rows that pass through registers, which wait for all stores
+//
+// The accelerator stores whole boxes. It leaves out columns that the result does not have, because a tensor
+// map says how many columns there are. It knows no experts, so it would also write rows of the next expert.
+// Two kinds of rows therefore pass through registers, as in exchange.cuh:
+//
+//   - rows of an expert that do not fill a box: fewer than 16, at its end
+//   - rows that are stored at places (Problem::place)
+//
+// A tensor map demands a base and strides that are multiples of 16 bytes. All results of grouped products
+// have them: they are also stored in words of 16 bytes, and have columns and strides of multiples of 8
+// elements.
+#pragma once
+#include "exchange.cuh"
+
+namespace pmoe {
+
+constexpr int kBoxesOfWarp = 2;
+constexpr int kBoxRows = 16;
+
+// The tensor maps of a product's results, with boxes of 16 rows x 64 columns. A map of a result that is not
+// stored is never read.
+struct StoreMaps {
+  TensorMap d;       // Problem::d; of T_M with two halves only the first one, gate
+  TensorMap up;      // the second half of T_M
+  TensorMap active;  // Problem::active
+};
+
+#if PMOE_HOPPER_CODE
+
+// The boxes of one warp, for one tile.
+//
+// Its Exchange converts rows that pass through registers, in the first box.
+class Boxes : public Exchange<true> {
+ public:
+  static constexpr bool kStoresBoxes = true;
+
+  // maps: of the results.
+  // buffer: kBoxesOfWarp boxes of shared memory that only this warp uses.
+  __device__ __forceinline__ Boxes(const StoreMaps& maps, void* buffer, int lane)
+      : Exchange<true>(buffer, lane), maps_(maps) {}
+
+  __device__ __forceinline__ const StoreMaps& maps() const { return maps_; }
+
+  __device__ __forceinline__ void to_rows(const uint32_t (&word)[16], Words (&rows)[4]) const {
+    wait_read<0>();
+    Exchange<true>::to_rows(word, rows);  // begins with a meeting of the lanes
+  }
+
+  // Starts to store 64 columns of the 16 rows.
+  //
+  // word: this lane's fragments.
+  // column, row: where the box begins in the result.
+  __device__ __forceinline__ void store(const uint32_t (&word)[16], const TensorMap& map, int column,
+                                        int row) const {
+    const int offset = number_ * kExchangeBytes;
+    wait_read<kBoxesOfWarp - 1>();
+    sync_warp();  // no lane writes before lane 0 has waited
+    write_matrices(word, offset);
+    fence_proxy_async();
+    sync_warp();  // lane 0 starts the store after all lanes have written
+    if (lane() != 0) return;
+    tma_store_2d(&map, buffer() + offset, column, row);
+    bulk_commit();
+  }
+
+  // Chooses the other box for the next store. It is called after each 64 columns, whichever way they took, so
+  // that the compiler knows which box is the next.
+  __device__ __forceinline__ void go_on() { number_ = (number_ + 1) % kBoxesOfWarp; }
+
+  // Waits until all stores of the calling warp are done. A warp calls it before it ends.
+  __device__ __forceinline__ static void finish() {
+    if (thread_again() % 32 == 0) bulk_wait<0>();
+  }
+
+ private:
+  // Waits until at most kLeft of the warp's latest stores still read their boxes.
+  template <int kLeft>
+  __device__ __forceinline__ void wait_read() const {
+    if (lane() == 0) bulk_wait_read<kLeft>();
+  }
+
+  const StoreMaps& maps_;
+  int number_ = 0;  // of the next box
+};
+
+#endif  // PMOE_HOPPER_CODE
+
+}  // namespace pmoe

@@ -1,0 +1,33 @@
+// The grouped product of hopper.cuh, with results that the tensor memory accelerator stores (boxes.cuh).
+//
+// Both warpgroups multiply the same tile of 128 x 256. In hopper.cuh they begin the next tile when their rows
+// are on their way to memory. Here they begin it when their rows are in shared memory:
+//
+//   registers        multiplies tile 0   to boxes   multiplies tile 1   to boxes
+//   shared memory                        box, box   box, box
+//   memory                                 stores of tile 0             stores of tile 1
+//
+// A warp has boxes for half of its rows' columns of a plain tile, so it waits once in each tile until the
+// first half of its boxes has been read. There is no shared memory for more: stages take 192 KiB, boxes 32
+// KiB.
+#pragma once
+#include "hopper.cuh"
+
+namespace pmoe::hopper {
+
+using BoxedShared = BlockMemory<kColumns, kStages, kTilesAhead, kBoxesOfWarp>;
+
+constexpr int kBoxedSharedBytes = sizeof(BoxedShared);
+
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_by_boxes(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
+                          const __grid_constant__ StoreMaps maps, const Problem p) {
+#if PMOE_HOPPER_CODE
+  const auto boxes = [&](void* buffer, int lane) { return Boxes(maps, buffer, lane); };
+  compute_block<T, kForm, kEpilogue, kActivation, kCluster, BoxedShared>(a_map, b_map, p, boxes);
+  Boxes::finish();
+#endif
+}
+
+}  // namespace pmoe::hopper

@@ -348,12 +348,12 @@ def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> N
         look_at = time.monotonic() + LOOK_AFTER.total_seconds()
         key = f"{WAITING}/{ranks.record.life}/{ranks.record.name}"
         _write({f"{key}/{ranks.rank}": str(number)})
-        reports = list[str]()
+        reports = Reports()
         looker = threading.Thread(target=_look, args=(group, reports), daemon=True)
         looker.start()
         looker.join(LOOK_AFTER.total_seconds())
         if reports:
-            raise PeerError(min(reports, key=len))
+            raise _peer_error(reports, group)
         timeout = timeout_of(group)
         if timeout is not None and time.monotonic() - start > timeout.total_seconds():
             raise RuntimeError(
@@ -427,7 +427,7 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     thread, because the store may never answer. A rank that waits in a backward pass warns after
     `WARN_AFTER_SECONDS`, with the peers that have not come to it.
     """
-    reports = list[str]()
+    reports = Reports()
     looker = None
     record = record_of_group(group)
     warn_at = time.monotonic() + WARN_AFTER_SECONDS
@@ -449,7 +449,7 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
         if record.backward_of_layer and time.monotonic() > warn_at:
             warn_at = math.inf
             _warn_of_waiting(record, group)
-    raise PeerError(min(reports, key=len))  # the shortest error is the cause, which the longer errors quote
+    raise _peer_error(reports, group)
 
 
 def _pass_key(record: GroupRecord) -> str:
@@ -484,21 +484,41 @@ def _silent_ranks(record: GroupRecord, group: dist.ProcessGroup) -> str:
     return _named(silent) if silent else ""
 
 
-def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
-    """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
+Reports = list[tuple[str, dist.ProcessGroup]]
+"""Reasons why a collective will not end: each is a text and the group whose ranks it is about."""
+
+
+def _look(group: dist.ProcessGroup, reports: Reports) -> None:
+    """Adds to ``reports`` the reasons why a collective of the group will not end.
 
     The reasons are the failures that ranks of the group have published. If there are no failures, the
     function looks for peers that wait for a call in which this rank will not take part (`left_out`). They may
     wait in any group of this rank: gradients are reduced over other groups than rows are sent.
 
     group: the group.
-    reasons: a list to which texts are added.
+    reports: a list to which reasons are added.
     """
     with contextlib.suppress(RuntimeError):
-        reasons += failures(group)
-        for any_group, record in known_groups() if not reasons else ():
+        reports += [(text, group) for text in failures(group)]
+        for any_group, record in known_groups() if not reports else ():
             if not record.reason_left:
-                reasons += left_out(record, any_group.rank(), range(any_group.size()))
+                sentences = left_out(record, any_group.rank(), range(any_group.size()))
+                reports += [(sentence, any_group) for sentence in sentences]
+
+
+def _peer_error(reports: Reports, group: dist.ProcessGroup) -> PeerError:
+    """Returns the error for a rank that has found out why a collective of a group will not end.
+
+    reports: the reasons.
+    group: the group.
+    """
+    # The shortest text is the cause, which the longer texts quote.
+    text, of_group = min(reports, key=lambda report: len(report[0]))
+    error = PeerError(text)
+    if of_group is not group:
+        # The peers of that group wait in it, and read what is published about it.
+        leave(error, Ranks(of_group), stage="", by_itself=False)
+    return error
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
@@ -32,12 +32,12 @@ REDUCTIONS = ("clip", "clip a list", "reduce", "unscale", "step")
 class Branches(nn.Module):
     """A dense module, and two layers beside each other, whose messages all have the same size."""
 
-    def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
+    def __init__(self, is_padded: bool = True, **where: Any) -> None:
         super().__init__()
         torch.manual_seed(3)
-        options = options or {"pad_to_capacity": True, "capacity_factor": 1.0}
+        options = {"pad_to_capacity": True, "capacity_factor": 1.0} if is_padded else {"pipeline": 2}
         self.dense = nn.Linear(M, M)
-        self.first, self.second = (pmoe.MoELayer(M, 8, 4, 2, mesh=mesh, **options) for _ in range(2))
+        self.first, self.second = (pmoe.MoELayer(M, 8, 4, 2, **where, **options) for _ in range(2))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.dense(x)
@@ -64,7 +64,7 @@ def reduced(model: Branches, meshes: Meshes, then: str, loss: Tensor) -> None:
 def omits_job(rank: int, world: int, then: str, ep: int = 0) -> list[str]:
     """Returns the errors of three steps. The loss of the last rank leaves out a layer in the second one."""
     meshes = make_meshes(ep=ep or world)
-    model = Branches(meshes.experts)
+    model = Branches(mesh=meshes.experts)
     found = []
     for at in range(3):
 
@@ -158,7 +158,7 @@ def test_a_layer_that_is_left_out_is_named_where_gloo_ends_a_peer() -> None:
 def alike_job(rank: int, world: int) -> list[str]:
     """All ranks leave out the same layer, clip, call again, and run the left out pass later."""
     meshes = make_meshes(ep=world)
-    model = Branches(meshes.experts)
+    model = Branches(mesh=meshes.experts)
 
     def leaving_out() -> None:
         for _ in range(2):
@@ -185,7 +185,7 @@ def crossed_job(rank: int, world: int, then: str, ep: int = 0) -> list[str]:
     The last rank leaves out the second layer, and the rank before it the first one.
     """
     meshes = make_meshes(ep=ep or world)
-    model = Branches(meshes.experts)
+    model = Branches(mesh=meshes.experts)
     found = []
     for at in range(3):
 
@@ -238,8 +238,11 @@ OTHER_PASSES = {
 
 
 def passes_job(rank: int, world: int, case: str) -> list[str]:
-    """Returns the errors of three steps. In the second one the ranks run different passes, equally many."""
-    model = Branches(make_meshes(ep=world).experts)
+    """Returns the errors of three steps. In the second one the ranks run different passes, equally many.
+
+    Rows travel in another group than the sum of `pmoe.clip_grad_norm_`.
+    """
+    model = Branches(group=dist.new_group(list(range(world))))
     found = []
     for at in range(3):
 
@@ -285,7 +288,7 @@ def test_ranks_that_leave_out_nothing_but_differ_in_their_passes_raise_at_the_ne
 
 def after_other_order_job(rank: int, world: int) -> list[str]:
     """The ranks run passes in different orders once, and go on after the error."""
-    model = Branches(make_meshes(ep=world).experts)
+    model = Branches(mesh=make_meshes(ep=world).experts)
 
     def step(is_swapped: bool = False) -> None:
         _, first, second = model(tokens(rank))
@@ -387,7 +390,7 @@ def ordinary(model: Branches, rank: int) -> None:
 def programs_job(rank: int, world: int) -> dict[str, tuple[str, int]]:
     """Returns the error of each program with its reductions, and how often the rank met in the reductions."""
     meshes = make_meshes(ep=world)
-    model = Branches(meshes.experts, pipeline=2)
+    model = Branches(is_padded=False, mesh=meshes.experts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def reduce() -> None:

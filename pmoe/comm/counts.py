@@ -49,7 +49,8 @@ from torch.nn import functional as F
 from pmoe.comm.base import Exchange, Traffic
 from pmoe.comm.failures import at_stage, reduce_to_largest, wait_for
 from pmoe.comm.grid import Grid
-from pmoe.comm.meeting import CURE
+from pmoe.comm.group_record import MOST_LIVES
+from pmoe.comm.meeting import CURE, other_passes
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.counts import FAULT, HEADER, Heading, Messages, refusal
 from pmoe.warn import warn_once
@@ -547,8 +548,9 @@ hundredth of 4,096 rows of 4,096 columns with two bytes each.
 
     tokens       number of its tokens
     fault        number of its `Fault`
-    mode         LIFE * `GroupRecord.life` plus the bits that are set, such as TRAINING. The life is the
-                 number of the default process group in this job. It distinguishes groups of the same name
+    mode         LIFE * `GroupRecord.life_and_passes` plus the bits that are set, such as TRAINING. The life
+                 is the number of the default process group in this job. It distinguishes groups of the same
+                 name. The passes are a digest of the backward passes that the rank has run
     type, layer  LAYER * the layer's number (`Ranks.number`) + TYPE * the index of the rows' dtype in TYPES,
                  plus SORTS_RESULTS if the rank sorts results
 """
@@ -604,7 +606,7 @@ def heading(
     """
     dtype_index = TYPES.index(dtype) if dtype in TYPES else len(TYPES)
     kind = LAYER * ranks.number + TYPE * dtype_index + SORTS_RESULTS * sorts_results
-    mode = (TRAINING if training else 0) + (ranks.record.life * LIFE if ranks.size > 1 else 0)
+    mode = (TRAINING if training else 0) + (ranks.record.life_and_passes * LIFE if ranks.size > 1 else 0)
     if needs_grad:
         mode |= WANTS_GRADIENTS | GRAD_ENABLED
     elif torch.is_grad_enabled():
@@ -1020,17 +1022,26 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     Each rank has sent a header of four numbers in front of its row counts. If some ranks are in training mode
     and others are not, the function only warns.
 
-    The headers also have each rank's `GroupRecord.life`: 1 for the first default process group of this job, 2
-    for the second, and so on. The function sets this rank's ``life`` to the largest one of all ranks, so that
-    all ranks use the same keys in the store.
+    The headers also have two numbers of each rank's record:
 
-    modes: for each rank, the third number of its header: LIFE * `GroupRecord.life` plus the bits that are
-        set, such as TRAINING.
+    - `GroupRecord.life`: 1 for the first default process group of this job, 2 for the second, and so on. The
+      function sets this rank's ``life`` to the largest one of all ranks, so that all ranks use the same keys
+      in the store.
+    - `GroupRecord.passes`, a digest of the rank's backward passes. If it differs, ranks have taken rows of
+      one call for rows of another. No collective noticed it, because the messages had equal sizes.
+
+    modes: for each rank, the third number of its header: LIFE * `GroupRecord.life_and_passes` plus the bits
+        that are set, such as TRAINING.
     kinds: for each rank, the fourth number of its header: LAYER * the layer's number + TYPE * the index of
         the rows' dtype, and a flag that may differ.
     ranks: the ranks of the layer.
     """
-    ranks.record.life = max(mode % WANTS_GRADIENTS // LIFE for mode in modes)  # now equal on all ranks
+    record = ranks.record
+    lives_and_passes = [mode % WANTS_GRADIENTS // LIFE for mode in modes]
+    record.life = max(number % MOST_LIVES for number in lives_and_passes)  # now equal on all ranks
+    passes_differ = len({number // MOST_LIVES for number in lives_and_passes}) > 1
+    # All ranks come here together. From here on they count alike again, so that an error is raised only once.
+    record.passes = 0
 
     def with_and_without(flag: int) -> tuple[str, str]:
         """Returns two texts for messages: the ranks that have set the flag, and the other ranks.
@@ -1059,6 +1070,8 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
             f"{called} runs again for a checkpoint in the backward pass of {again}, and is called in a "
             f"forward pass of {first}: {CURE}",
         )
+    if passes_differ:
+        raise FaultError(Fault.OTHER_CALL, other_passes(record))
     wanting, _ = with_and_without(WANTS_GRADIENTS)
     _, disabled = with_and_without(GRAD_ENABLED)
     if wanting and disabled:

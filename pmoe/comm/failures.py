@@ -29,15 +29,30 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.comm.group_options import has_peers, timeout_of
-from pmoe.comm.group_record import GroupRecord, collectives, is_known, names_of_left_groups, record_of_group
-from pmoe.comm.meeting import CURE, FIRST_PAUSE_SECONDS, IS_OPEN, LAST_PAUSE_SECONDS, Meeting, left_out
+from pmoe.comm.group_record import (
+    GroupRecord,
+    collectives,
+    is_known,
+    known_groups,
+    names_of_left_groups,
+    record_of_group,
+)
+from pmoe.comm.meeting import (
+    CURE,
+    FIRST_PAUSE_SECONDS,
+    IS_OPEN,
+    LAST_PAUSE_SECONDS,
+    Meeting,
+    left_out,
+    other_passes,
+)
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.shared_gpu import shared_gpu_hint
 from pmoe.warn import warn_once
@@ -333,12 +348,12 @@ def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> N
         look_at = time.monotonic() + LOOK_AFTER.total_seconds()
         key = f"{WAITING}/{ranks.record.life}/{ranks.record.name}"
         _write({f"{key}/{ranks.rank}": str(number)})
-        reports = list[str]()
+        reports = Reports()
         looker = threading.Thread(target=_look, args=(group, reports), daemon=True)
         looker.start()
         looker.join(LOOK_AFTER.total_seconds())
         if reports:
-            raise PeerError(min(reports, key=len))
+            raise _peer_error(reports, group)
         timeout = timeout_of(group)
         if timeout is not None and time.monotonic() - start > timeout.total_seconds():
             raise RuntimeError(
@@ -412,7 +427,7 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
     thread, because the store may never answer. A rank that waits in a backward pass warns after
     `WARN_AFTER_SECONDS`, with the peers that have not come to it.
     """
-    reports = list[str]()
+    reports = Reports()
     looker = None
     record = record_of_group(group)
     warn_at = time.monotonic() + WARN_AFTER_SECONDS
@@ -434,7 +449,7 @@ def wait_or_peer_failure(work: dist.Work, group: dist.ProcessGroup) -> None:
         if record.backward_of_layer and time.monotonic() > warn_at:
             warn_at = math.inf
             _warn_of_waiting(record, group)
-    raise PeerError(min(reports, key=len))  # the shortest error is the cause, which the longer errors quote
+    raise _peer_error(reports, group)
 
 
 def _pass_key(record: GroupRecord) -> str:
@@ -470,17 +485,41 @@ def _silent_ranks(record: GroupRecord, group: dist.ProcessGroup) -> str:
     return _named(silent) if silent else ""
 
 
-def _look(group: dist.ProcessGroup, reasons: list[str]) -> None:
-    """Adds to ``reasons`` the reasons, as texts, why a collective of the group will not end.
+Reports = list[tuple[str, dist.ProcessGroup]]
+"""Reasons why a collective will not end: each is a text and the group whose ranks it is about."""
+
+
+def _look(group: dist.ProcessGroup, reports: Reports) -> None:
+    """Adds to ``reports`` the reasons why a collective of the group will not end.
 
     The reasons are the failures that ranks of the group have published. If there are no failures, the
-    function looks for peers that wait for a call in which this rank will not take part (`left_out`).
+    function looks for peers that wait for a call in which this rank will not take part (`left_out`). They may
+    wait in any group of this rank: gradients are reduced over other groups than rows are sent.
 
     group: the group.
-    reasons: a list to which texts are added.
+    reports: a list to which reasons are added.
     """
     with contextlib.suppress(RuntimeError):
-        reasons += failures(group) or left_out(record_of_group(group), group.rank(), range(group.size()))
+        reports += [(text, group) for text in failures(group)]
+        for any_group, record in known_groups() if not reports else ():
+            if not record.reason_left:
+                sentences = left_out(record, any_group.rank(), range(any_group.size()))
+                reports += [(sentence, any_group) for sentence in sentences]
+
+
+def _peer_error(reports: Reports, group: dist.ProcessGroup) -> PeerError:
+    """Returns the error for a rank that has found out why a collective of a group will not end.
+
+    reports: the reasons.
+    group: the group.
+    """
+    # The shortest text is the cause, which the longer texts quote.
+    text, of_group = min(reports, key=lambda report: len(report[0]))
+    error = PeerError(text)
+    if of_group is not group:
+        # The peers of that group wait in it, and read what is published about it.
+        leave(error, Ranks(of_group), stage="", by_itself=False)
+    return error
 
 
 def failures(group: dist.ProcessGroup) -> list[str]:
@@ -590,7 +629,7 @@ def _left_out_hint(ranks: Ranks) -> str:
         return ""
     record = ranks.record
     own = record.backward_of_layer
-    later = [layer for number, layer in record.open_calls.items() if number > record.backward_of]
+    later = [call.layer for number, call in record.open_calls.items() if number > record.backward_of]
     # A later call of the same layer is open in many right schedules: passes of several micro-batches.
     if not later or later[-1] == own:
         return ""
@@ -692,24 +731,43 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     return meet(ranks, why_compare or IS_OPEN, compares=bool(why_compare))
 
 
-def meet_before_reduction(layers: Iterable[Ranks]) -> None:
+def meet_before_reduction(ranks: Ranks) -> None:
     """Waits for the other ranks before gradients are reduced, if this rank has left out a backward pass.
 
     A rank whose loss needs no output of a layer does not run the layer's backward pass, in which its peers
-    wait for it. If it began to reduce gradients, its messages would be taken for rows of that pass.
+    wait for it. If it began to reduce gradients, its messages would be taken for rows of that pass. Or the
+    peers have left out the pass of another layer, and have taken rows of one layer for rows of the other: the
+    ranks find this out in the meeting.
 
-    layers: the ranks of each layer of a model, in the order of the model.
+    The function looks at all calls that this thread has made over groups within ``ranks``, and not at those
+    of one model: a scaler or a list of parameters does not know its layers. If all of them have run their
+    backward pass, the function communicates nothing. Otherwise each group meets once. A call that stays open,
+    as in a validation with gradients, is a reason to meet in one reduction only.
+
+    ranks: the ranks that reduce gradients.
 
     Raises what `meet` raises.
     """
-    met = set[GroupRecord]()
-    # Autograd runs the last layer first. So peers wait in the group of the last layer that is left out here.
-    for ranks in reversed(list(layers)):
-        if ranks.group is None or ranks.size == 1 or not is_known(ranks.group) or ranks.record in met:
-            continue
-        if ranks.open_call in ranks.record.open_calls and has_peers(ranks.group):
-            met.add(ranks.record)
-            meet(ranks, IS_OPEN, compares=False, stage="waiting for the other ranks before a reduction")
+    if ranks.size == 1:
+        return
+    members = set(ranks.members)
+    thread = threading.current_thread()
+    open_calls = [
+        (call, group)
+        for group, record in known_groups()
+        if (call := record.last_open_call) is not None
+        # Another thread may be between two passes of its own group.
+        and record.thread is thread
+        and not record.reason_left
+        and members.issuperset(dist.get_process_group_ranks(group))
+        and has_peers(group)
+    ]
+    # Autograd runs the last call first. So peers wait in the group of the last call that is left out here.
+    open_calls.sort(key=lambda pair: pair[0].order, reverse=True)
+    for call, group in open_calls:
+        of_layer = Ranks(group).of_layer(call.layer)
+        meet(of_layer, IS_OPEN, compares=False, stage="waiting for the other ranks before a reduction")
+        of_layer.record.reduced_after = of_layer.record.exchanges
 
 
 def _warn_alone(ranks: Ranks) -> None:
@@ -770,7 +828,7 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     if ranks.size == 1:
         return contextlib.nullcontext()
     check_whole(ranks)
-    return ranks.record.backward_pass(number, ranks.layer)
+    return ranks.record.backward_pass(number, ranks.layer, ranks.number)
 
 
 def meet(
@@ -790,19 +848,39 @@ def meet(
     result is the same on all ranks.
 
     Raises RuntimeError if a peer has published a failure, or after the group's timeout. A peer that runs a
-    different pass publishes a failure when it reads in the store that this rank waits.
+    different pass publishes a failure when it reads in the store that this rank waits. Raises RuntimeError on
+    every rank if the ranks have not run the same backward passes in the same order.
     """
     group = ranks.group
     assert group is not None
+    record = ranks.record
     with at_stage(stage, ranks):
-        began = time.monotonic()
-        timeout = timeout_of(group) or dist.default_pg_timeout
-        meeting = Meeting(group, ranks.record, why, compares=compares)
-        while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
-            texts = failures(group)
-            if texts:
-                raise PeerError(min(texts, key=len))
-            if time.monotonic() - began > timeout.total_seconds():
-                raise RuntimeError(f"not all ranks have come within {timeout}: this rank {why}")
+        meeting = Meeting(group, record, why, compares=compares)
+        _wait_for_all(meeting, group, why)
+        if meeting.passes_differ:
+            # The second meeting ends when all ranks have published which calls are open. `left_out` reads it.
             meeting.publish()
+            _wait_for_all(Meeting(group, record, why, compares=False), group, why)
+            texts = left_out(record, ranks.rank, range(ranks.size)) or [other_passes(record)]
+            raise PeerError(min(texts, key=len))
         return meeting.leave()
+
+
+def _wait_for_all(meeting: Meeting, group: dist.ProcessGroup, why: str) -> None:
+    """Waits until all ranks of the group have come to a meeting.
+
+    meeting: this rank's part in the meeting.
+    group: the group.
+    why: why this rank waits, as the end of a sentence that begins with "this rank".
+
+    Raises PeerError if a peer has published a failure. Raises RuntimeError after the group's timeout.
+    """
+    began = time.monotonic()
+    timeout = timeout_of(group) or dist.default_pg_timeout
+    while not (meeting.is_complete or meeting.has_all(wait_for=LOOK_AFTER)):
+        texts = failures(group)
+        if texts:
+            raise PeerError(min(texts, key=len))
+        if time.monotonic() - began > timeout.total_seconds():
+            raise RuntimeError(f"not all ranks have come within {timeout}: this rank {why}")
+        meeting.publish()

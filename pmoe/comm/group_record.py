@@ -5,13 +5,27 @@ Nothing in this file waits for another rank. Layers that share a group share its
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
+
+
+class OpenCall(NamedTuple):
+    """A call that may still have a backward pass.
+
+    layer: the name of the call's layer.
+    order: how many calls, over all groups, this process had recorded before.
+    """
+
+    layer: str
+    order: int
 
 
 @dataclass(eq=False)
@@ -40,15 +54,24 @@ class GroupRecord:
         ranks.
     begun_before: how many collectives the layers of this process had begun before the group's last exchange
         of row counts.
-    open_calls: the calls on the CPU that may still have a backward pass: the name of the layer by the call's
-        number. Only the last `MOST_OPEN` are kept, because some calls never have a backward pass.
+    open_calls: the calls on the CPU that may still have a backward pass, by their numbers. Numbers ascend.
+        Only the last `MOST_OPEN` are kept, because some calls never have a backward pass.
+    thread: the thread that made the last of these calls; None before the first one.
+    passes: a digest of all backward passes over the group, in their order. It is equal on all ranks, because
+        each pass is a sequence of collectives. If it differs, ranks have taken the rows of one call for rows
+        of another call, which no collective notices if the messages have equal sizes.
+    last_passes: the names of the layers of the last backward passes, at most `MOST_SHOWN`.
     last_backward: the number of the group's last call when its last backward pass began. If a call with a
         number up to this one is still open, that pass has left it out.
     backward_of: the number of the call whose backward pass is running; 0 if there is none, or if the call has
         no number.
     backward_of_layer: the name of that call's layer; "" if no backward pass is running.
-    meetings: how often this rank has waited for all ranks before a call (`pmoe.comm.meeting`).
-    last_meeting: the number of the call that followed the last of these waits.
+    meetings: how often this rank has waited for all ranks before a call or a reduction
+        (`pmoe.comm.meeting`).
+    last_meeting: the number of the call that followed the last of these waits, or will follow it.
+    reduced_after: the number of the last call before the last meeting of a reduction. Open calls with numbers
+        up to this one seem to be given up: they are no reason for another meeting. 0 as soon as one of them
+        runs its backward pass after all.
     waits_in: `place_of_pass` of the pass in which this rank has reported that it waits; "" when the wait has
         ended.
     """
@@ -64,12 +87,16 @@ class GroupRecord:
     exchanges: int = 0
     steps: int = 0
     begun_before: int = 0
-    open_calls: dict[int, str] = field(default_factory=dict)
+    open_calls: dict[int, OpenCall] = field(default_factory=dict)
+    thread: threading.Thread | None = None
+    passes: int = 0
+    last_passes: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=MOST_SHOWN))
     last_backward: int = 0
     backward_of: int = 0
     backward_of_layer: str = ""
     meetings: int = 0
     last_meeting: int = 0
+    reduced_after: int = 0
     waits_in: str = ""
 
     @property
@@ -90,6 +117,11 @@ class GroupRecord:
         return f"{self.exchanges} {collectives.begun - self.begun_before} {self.backward_of}"
 
     @property
+    def life_and_passes(self) -> int:
+        """The sum `life` + `MOST_LIVES` * (`passes` % `MOST_PASSES`), a number of 27 bits for headers."""
+        return self.life + MOST_LIVES * (self.passes % MOST_PASSES)
+
+    @property
     def has_repeated(self) -> bool:
         """Whether a layer of the group was called more than once; the same on all ranks.
 
@@ -105,9 +137,19 @@ class GroupRecord:
         number: the call's number.
         layer: the name of the call's layer.
         """
-        self.open_calls[number] = layer
+        self.open_calls[number] = OpenCall(layer, next(_orders))
+        self.thread = threading.current_thread()
         if len(self.open_calls) > MOST_OPEN:
             del self.open_calls[next(iter(self.open_calls))]
+
+    @property
+    def last_open_call(self) -> OpenCall | None:
+        """The last open call; None if there is none, or if a reduction has waited for all ranks since.
+
+        If it is not None, the next reduction of gradients must wait for all ranks.
+        """
+        number = next(reversed(self.open_calls), 0)
+        return self.open_calls[number] if number > self.reduced_after else None
 
     @property
     def leaves_call_out(self) -> bool:
@@ -126,13 +168,19 @@ class GroupRecord:
         return oldest <= number <= self.exchanges and number not in self.open_calls
 
     @contextlib.contextmanager
-    def backward_pass(self, number: int, layer: str) -> Iterator[None]:
+    def backward_pass(self, number: int, layer: str, layer_number: int = 0) -> Iterator[None]:
         """Records, as long as the block runs, that the backward pass of a call is running.
 
         number: the call's number; 0 if `open_call` has not recorded the call.
         layer: the name of the call's layer.
+        layer_number: the number of the layer among the layers of the group; 0 if it has none.
         """
-        self.open_calls.pop(number, None)
+        if self.open_calls.pop(number, None) is not None and number <= self.reduced_after:
+            self.reduced_after = 0
+        # Names of layers may differ between ranks, and numbers do not. Python hashes integers alike in all
+        # processes.
+        self.passes = hash((self.passes, number, layer_number))
+        self.last_passes.append(layer)
         self.last_backward = self.exchanges
         before = self.backward_of, self.backward_of_layer
         self.backward_of = number
@@ -154,6 +202,12 @@ collectives: Collectives = Collectives()
 MOST_OPEN = 1024
 """The most call numbers that `GroupRecord.open_calls` keeps."""
 
+MOST_SHOWN = 8
+"""The most names that `GroupRecord.last_passes` keeps."""
+
+_orders = itertools.count()
+"""The numbers of `OpenCall.order`."""
+
 _records: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupRecord] = weakref.WeakKeyDictionary()
 
 
@@ -174,6 +228,11 @@ def is_known(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+def known_groups() -> list[tuple[dist.ProcessGroup, GroupRecord]]:
+    """Returns the groups that layers of this process have used and that still exist, with their records."""
+    return [(group, record) for group, record in list(_records.items()) if is_known(group)]
+
+
 def names_of_left_groups() -> set[str]:
     """Returns the names of the groups in which an error made this rank leave a pass before its end."""
     return {record.name for record in _records.values() if record.reason_left}
@@ -184,6 +243,10 @@ _lives: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDicti
 
 MOST_LIVES = 1 << 10
 """Default process groups are numbered modulo this number, because a header has only a few bits for it."""
+
+MOST_PASSES = 1 << 17
+"""Headers have `GroupRecord.passes` modulo this number. Two different digests are equal there by a chance of
+1 in 131,072."""
 
 
 def _life() -> int:

@@ -13,8 +13,18 @@ There are two reasons for a meeting.
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-   There are two more occasions for the same reason. The rank also waits before it reduces or clips gradients
-   of the layer. And it waits before a call if its last backward pass has left out a call of another layer.
+   There are two more occasions for the same reason. The rank also waits before it reduces or clips gradients.
+   And it waits before a call if its last backward pass has left out a call of another layer.
+
+   Two ranks may skip the passes of different layers. If the messages of both passes have equal sizes, each
+   rank takes the rows of one layer for rows of the other, and both passes end without an error:
+
+      rank 0   call 1   call 2   backward of call 1     waits in the meeting before a reduction: both raise
+      rank 1   call 1   call 2   backward of call 2     waits in the same meeting
+
+   So in each meeting the ranks compare a digest of the backward passes that they have run, in their order
+   (`GroupRecord.passes`). A rank that has not skipped a pass comes to no meeting. Passes in another order are
+   found at the next call: the header of its row counts has the digest, too (`pmoe.comm.counts`).
 
 2. Comparisons of options. A rank may compare its options in a call while its peers do not. Their messages
    would have different sizes, which would abort processes. So the rank waits in a meeting before it compares
@@ -73,9 +83,12 @@ class Meeting:
         NUMBER            a counter: how many ranks have come to this meeting
         NUMBER/all        is set when all ranks have come to this meeting
         NUMBER/compare    is set if a rank has come to this meeting because it compares its options
+        NUMBER/passes     `GroupRecord.passes` of the first rank that came to this meeting
+        NUMBER/differ     is set if a rank has come whose digest of passes is a different one
         waiting           is set when a rank has waited for long in any meeting of the group
         waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has three
-                          lines: the call's number, `GroupRecord.open_calls` in JSON, and why the rank waits
+                          lines: the call's number, the layers of `GroupRecord.open_calls` in JSON, and why
+                          the rank waits
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
@@ -94,8 +107,13 @@ class Meeting:
         self._number = record.meetings
         self._is_published = False
         size = dist.get_world_size(group)
-        if compares:  # before this rank is counted, so that all ranks see it when the meeting is complete
+        # Written before this rank is counted, so that all ranks see it when the meeting is complete.
+        if compares:
             self._store.set(self._key_of_comparison(self._number), "")
+        own_passes = str(record.passes)
+        passes = self._store.compare_set(self._key_of_passes(self._number), "", own_passes)
+        if passes.decode() != own_passes:
+            self._store.set(self._key_of_difference(self._number), "")
         self.is_complete: bool = int(self._store.add(f"{self._folder}/{self._number}", 1)) >= size
         if self.is_complete:
             self._store.set(self._key_of_all(self._number), "")
@@ -107,11 +125,19 @@ class Meeting:
     def _key_of_comparison(self, number: int) -> str:
         return f"{self._folder}/{number}/compare"
 
+    def _key_of_passes(self, number: int) -> str:
+        return f"{self._folder}/{number}/passes"
+
+    def _key_of_difference(self, number: int) -> str:
+        return f"{self._folder}/{number}/differ"
+
     def _remove_keys_of(self, number: int) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can delete
             self._store.delete_key(f"{self._folder}/{number}")
             self._store.delete_key(self._key_of_all(number))
             self._store.delete_key(self._key_of_comparison(number))
+            self._store.delete_key(self._key_of_passes(number))
+            self._store.delete_key(self._key_of_difference(number))
 
     def has_all(self, wait_for: timedelta) -> bool:
         """Returns whether all ranks have come to the meeting, after a wait of at most ``wait_for``."""
@@ -131,10 +157,18 @@ class Meeting:
         Peers read this record with `left_out`. A peer that will not make that call raises an error.
         """
         if not self._is_published:
-            calls = json.dumps(self._record.open_calls)
+            calls = json.dumps({number: call.layer for number, call in self._record.open_calls.items()})
             self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{calls}\n{self._why}")
             self._store.set(f"{self._folder}/waiting", "")
             self._is_published = True
+
+    @property
+    def passes_differ(self) -> bool:
+        """Whether the ranks have not run the same backward passes in the same order; the same on all ranks.
+
+        Read it only after all ranks have come to the meeting.
+        """
+        return bool(self._store.check([self._key_of_difference(self._number)]))
 
     def leave(self) -> bool:
         """Ends this rank's part in the meeting. Call it only after all ranks have come to the meeting.
@@ -181,6 +215,18 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
         elif record.last_meeting < int(call) <= record.exchanges:
             sentences.append(f"rank {rank} {why}")
     return sentences
+
+
+def other_passes(record: GroupRecord) -> str:
+    """Returns a sentence for ranks that have not run the same backward passes in the same order.
+
+    record: this rank's record of the group.
+    """
+    layers = ", ".join(record.last_passes) or "none"
+    return (
+        "the ranks have run backward passes of different calls, or in a different order, so gradients are "
+        f"wrong (the last passes of this rank: {layers}): {CURE}"
+    )
 
 
 def _folder(record: GroupRecord) -> str:

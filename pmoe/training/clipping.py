@@ -76,7 +76,8 @@ def clip_grad_norm_(
 
     Raises ValueError if a number is out of its range, if a gradient is not reduced yet (a Partial DTensor),
     if the group is too small, or if parameters of experts or of FSDP1 need their model and are passed without
-    it. Raises RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite.
+    it. Raises RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite, or if, on
+    the CPU, a loss has left out layers on some ranks only.
     """
     check_number(max_norm=max_norm, norm_type=norm_type)
     check_flag("error_if_nonfinite", error_if_nonfinite)
@@ -88,8 +89,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type ({norm_type}) must be positive, or inf")
     ranks = Ranks(group)
     named = _named(parameters)
-    if isinstance(parameters, nn.Module):
-        meet_before_reduction(layer.ranks for layer in parameters.modules() if isinstance(layer, MoELayer))
+    meet_before_reduction(ranks)
     copies = _copies_of_experts(parameters, named, ranks.size)
     copies |= _copies_of_shards(parameters, named, ranks.size)
     gradients = _grouped(named, copies, ranks.size)
@@ -352,6 +352,9 @@ class GradScaler(torch.amp.GradScaler):
 
     Collective: every rank must call ``unscale_`` (or ``step``, which calls it) for the same optimizers, after
     gradients were reduced. Each call sends one all-reduce of one number. A rank may have no gradients.
+
+    ``unscale_`` and ``step`` raise RuntimeError on every rank if, on the CPU, a loss has left out layers on
+    some ranks only.
     """
 
     def __init__(
@@ -366,6 +369,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        ranks = Ranks(self.group)
+        meet_before_reduction(ranks)
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         gradients = (local_gradient(parameter.grad) for parameter in parameters if parameter.grad is not None)
         local: Any = SimpleNamespace(param_groups=[{"params": stand_ins(gradients)}])
@@ -373,9 +378,9 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.stack(
             [found_inf, *(overflow.to(found_inf.device) for overflow in overflows.values())]
         ).amax()
-        if dist.is_available() and dist.is_initialized():
-            agreed = total.to(device_type_of(self.group))
-            with at_stage("agreeing whether gradients overflow", Ranks(self.group)):
-                dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.group)
+        if ranks.group is not None:
+            agreed = total.to(device_type_of(ranks.group))
+            with at_stage("agreeing whether gradients overflow", ranks):
+                reduce_to_largest(agreed, ranks.group)
             total = agreed.to(total.device)
         return {device: total.to(device) for device in (*overflows, total.device)}

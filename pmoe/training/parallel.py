@@ -194,6 +194,7 @@ def reduce_gradients(
 
     Raises ValueError if a `MoELayer` of the model has other meshes, a DTensor is not on
     ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
+    Raises RuntimeError on every rank if, on the CPU, a loss has left out layers on some ranks only.
     """
     arguments.check_module(model=model)
     arguments.check_kind(Meshes, "a pmoe.training.parallel.Meshes", meshes=meshes)
@@ -202,7 +203,7 @@ def reduce_gradients(
     _check_layers(model, meshes)
     mark_all(model)
     replicated_ids = _checked_replicated(model, replicated)
-    meet_before_reduction(layer.ranks for layer in model.modules() if isinstance(layer, MoELayer))
+    meet_before_reduction(Ranks(dist.group.WORLD))
     groups = {"all": dist.group.WORLD, DP: meshes.group(DP), EDP: meshes.group(EDP)}
     scaled: dict[tuple[int, object, object], list[Tensor]] = {}
     summed: dict[tuple[str, object, object], list[Tensor]] = {}

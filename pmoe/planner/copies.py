@@ -43,10 +43,9 @@ import enum
 import functools
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heapreplace
+from heapq import heapify, heappop, heapreplace
 
 from pmoe.arguments import check_int
 from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
@@ -202,8 +201,8 @@ def plan_copies(
         of_expert[owner] -= part
         of_expert[rank] = of_expert.get(rank, 0) + part
     new = {(expert, rank) for expert, rank, _ in moves}.difference(present)
-    has_nodes = len(places.ranks_of) > 1
-    if limits.near and not (has_nodes and messages_between_nodes(new, owners, nodes)):
+    stays_inside = all(nodes[rank] == nodes[owners[expert]] for expert, rank in new)
+    if limits.near and stays_inside:
         _give_rows_back(rows, loads, owners, times, new, limits.near)
     hosts = {expert: tuple(rows[expert].items()) for expert in sorted(rows)}
     return CopyPlan(hosts=hosts, before=largest, after=after)
@@ -363,9 +362,7 @@ class _Search:
             is nearly sorted already is sorted fast.
         ranks_of: the ranks of each node, the busiest first.
         bound: a lower bound of the time with copies.
-        heaps: for a busy rank, its experts as ascending pairs (-rows, expert). It is a heap with the expert
-            that has most rows on top. Only ranks that give rows away get one, when they first do.
-        node_experts: for a node that sends experts away, what `experts_of_node` returned.
+        sorted_experts: for a node that sends experts away, its experts, those with most rows first.
     """
 
     def __init__(
@@ -391,8 +388,7 @@ class _Search:
         for rank in self.ranks:
             self.ranks_of[nodes[rank]].append(rank)
         self.bound = self._bound()
-        self.heaps: dict[int, list[tuple[int, int]]] = {}
-        self.node_experts: dict[int, list[int]] = {}
+        self.sorted_experts: dict[int, list[int]] = {}
 
     def best(self, largest: int) -> tuple[Moves, int]:
         """Returns the best copies that the search found, and the largest time of a rank with these copies.
@@ -492,28 +488,16 @@ class _Search:
                 stride *= 2
         return best
 
-    def heap_of(self, rank: int) -> list[tuple[int, int]]:
-        """Returns a new heap of a rank's experts (`heaps`), with all rows that they have.
-
-        rank: the rank.
-        """
-        heap = self.heaps.get(rank)
-        if heap is None:
-            loads = self.loads
-            heap = sorted([(-loads[expert], expert) for expert in self.places.experts_of[rank]])
-            self.heaps[rank] = heap
-        return heap.copy()
-
     def experts_of_node(self, node: int) -> list[int]:
         """Returns the experts of a node, those with most rows first.
 
         node: the node.
         """
-        experts = self.node_experts.get(node)
+        experts = self.sorted_experts.get(node)
         if experts is None:
             of_node = reversed(self.places.experts_of_node[node])
             experts = sorted(of_node, key=self.loads.__getitem__, reverse=True)
-            self.node_experts[node] = experts
+            self.sorted_experts[node] = experts
         return experts
 
     def _bound(self) -> int:
@@ -598,8 +582,7 @@ class _Attempt:
             longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
-        remaining: maps a busy rank to a heap of (-rows, expert): the rows that each of its experts still has.
-        unmoved: maps an expert with present copies to the rows that its owner still has.
+        unmoved: for each expert, the rows that its owner still has and may give away.
         sent: maps an expert with copies to the price that its owner pays for sending its weights.
         senders: the ranks that send an expert to another node, with the reach `Reach.ONE_EXPERT`.
         hosts: the ranks that host a copy from another node, with this reach.
@@ -621,11 +604,10 @@ class _Attempt:
         self.moves: Moves = []
         self.room = [target - time for time in search.times]
         self.slots = [search.limits.per_rank] * len(self.room)
-        self.remaining: dict[int, list[tuple[int, int]]] = {}
         self.sent: dict[int, int] = {}
         self.senders: set[int] = set()
         self.hosts: set[int] = set()
-        self.unmoved: dict[int, int] = {}
+        self.unmoved = list(search.loads)
         self.spare: dict[int, int] = {}
         self.pools: dict[int, list[tuple[int, int]]] = {}
         if present:
@@ -650,21 +632,14 @@ class _Attempt:
         search = self.search
         for expert, rank in present:
             owner = search.owners[expert]
-            unmoved = self.unmoved.get(expert, search.loads[expert])
-            rows = min(-self.room[owner], self.room[rank], unmoved)
+            rows = min(-self.room[owner], self.room[rank], self.unmoved[expert])
             if rows > 0 and self.slots[rank]:
-                self.unmoved[expert] = unmoved - rows
+                self.unmoved[expert] -= rows
                 self.sent.setdefault(expert, 0)
                 self.room[owner] += rows
                 self.room[rank] -= rows
                 self.slots[rank] -= 1
                 self.moves.append((expert, rank, rows))
-        for owner in {search.owners[expert] for expert in self.unmoved}:
-            pairs = [
-                (-self.unmoved.get(expert, -minus_rows), expert)
-                for minus_rows, expert in search.heap_of(owner)
-            ]
-            self.remaining[owner] = sorted(pairs)
 
     def _even_out_nodes(self) -> None:
         """Sends experts of nodes that need longer than the target time to nodes with time left.
@@ -685,8 +660,7 @@ class _Attempt:
                 if rows_left <= 0:
                     break
                 if search.owners[expert] not in self.senders:
-                    unmoved = self.unmoved.get(expert, search.loads[expert])
-                    rows_left -= self._send_far(expert, unmoved, rows_left)
+                    rows_left -= self._send_far(expert, rows_left)
 
     def _send_from_busy_ranks(self) -> None:
         """Sends one expert of each rank that still needs longer than the target time to another node.
@@ -698,9 +672,9 @@ class _Attempt:
             {node: sum([room[rank] for rank in ranks]) for node, ranks in self.search.ranks_of.items()}
         )
         for owner, rows in enumerate(room):
-            if rows < 0 and owner not in self.senders and (heap := self._experts_left(owner)):
-                minus_unmoved, expert = heap[0]
-                self._send_far(expert, -minus_unmoved, -rows)
+            if rows < 0 and owner not in self.senders:
+                expert = max(self.search.places.experts_of[owner], key=self.unmoved.__getitem__)
+                self._send_far(expert, -rows)
 
     def _find_hosts(self, spare: dict[int, int]) -> None:
         """Sets `spare`, and finds the ranks that may host a copy from another node (`pools`).
@@ -724,16 +698,16 @@ class _Attempt:
             if rows > self.price
         }
 
-    def _send_far(self, expert: int, unmoved: int, wanted: int) -> int:
+    def _send_far(self, expert: int, wanted: int) -> int:
         """Moves rows of an expert to the node with most time left; returns how much its owner's time falls.
 
         The ranks of this node with most time left take the rows, one rank after the other.
 
         expert: the expert.
-        unmoved: the rows of the expert that its owner still has.
         wanted: by how much the owner's time should fall, in rows.
         """
         price = self.price
+        unmoved = self.unmoved[expert]
         owner = self.search.owners[expert]
         open_nodes = [node for node, pool in self.pools.items() if pool]
         node = max(open_nodes, key=self.spare.__getitem__, default=-1)
@@ -759,24 +733,8 @@ class _Attempt:
         self.sent[expert] = price
         self.senders.add(owner)
         self.room[owner] += moved - unpaid
-        if self.room[owner] < 0:  # the owner will give more rows away
-            self.remaining[owner] = sorted(
-                [
-                    (minus_rows + moved if other == expert else minus_rows, other)
-                    for minus_rows, other in self._experts_left(owner)
-                ]
-            )
+        self.unmoved[expert] -= moved
         return moved - unpaid
-
-    def _experts_left(self, owner: int) -> list[tuple[int, int]]:
-        """Returns the heap of a busy rank's experts with the rows that each still has (`remaining`).
-
-        owner: the busy rank.
-        """
-        heap = self.remaining.get(owner)
-        if heap is None:
-            heap = self.remaining[owner] = self.search.heap_of(owner)
-        return heap
 
     def _level(self, group: Sequence[int], way: _Way) -> None:
         """Moves rows, within a group of ranks, from ranks over the target time to ranks that have time left.
@@ -814,13 +772,16 @@ class _Attempt:
         slots = self.slots
         sent = self.sent
         moves = self.moves
-        heap = self._experts_left(owner)
+        rows_of = self.unmoved
+        heap = [(-rows_of[expert], expert) for expert in self.search.places.experts_of[owner]]
+        heapify(heap)  # the expert with most rows is on top
         busy = -room[owner]
         while busy > 0 and pool and heap:
             minus_unmoved, expert = heap[0]
             unmoved = -minus_unmoved
             unpaid = price - sent.get(expert, 0)
-            if unmoved <= unpaid:
+            if unmoved <= unpaid:  # not worth a copy
+                rows_of[expert] = 0
                 heappop(heap)
                 continue
             wanted = busy + unpaid
@@ -847,6 +808,7 @@ class _Attempt:
             if rows > free - price:
                 rows = free - price
             moves.append((expert, rank, rows))
+            rows_of[expert] -= rows
             busy -= rows
             room[rank] -= price + rows
             slots[rank] -= 1

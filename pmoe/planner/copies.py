@@ -362,7 +362,6 @@ class _Search:
             is nearly sorted already is sorted fast.
         ranks_of: the ranks of each node, the busiest first.
         bound: a lower bound of the time with copies.
-        sorted_experts: for a node that sends experts away, its experts, those with most rows first.
     """
 
     def __init__(
@@ -388,7 +387,6 @@ class _Search:
         for rank in self.ranks:
             self.ranks_of[nodes[rank]].append(rank)
         self.bound = self._bound()
-        self.sorted_experts: dict[int, list[int]] = {}
 
     def best(self, largest: int) -> tuple[Moves, int]:
         """Returns the best copies that the search found, and the largest time of a rank with these copies.
@@ -487,18 +485,6 @@ class _Search:
                 target = min(low + max(stride, attempt.misplaced // num_ranks), target)
                 stride *= 2
         return best
-
-    def experts_of_node(self, node: int) -> list[int]:
-        """Returns the experts of a node, those with most rows first.
-
-        node: the node.
-        """
-        experts = self.sorted_experts.get(node)
-        if experts is None:
-            of_node = reversed(self.places.experts_of_node[node])
-            experts = sorted(of_node, key=self.loads.__getitem__, reverse=True)
-            self.sorted_experts[node] = experts
-        return experts
 
     def _bound(self) -> int:
         """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
@@ -656,11 +642,17 @@ class _Attempt:
         )
         for surplus, node in sorted((rows, node) for node, rows in self.spare.items() if rows < 0):
             rows_left = -surplus
-            for expert in search.experts_of_node(node):
+            most_first = sorted(
+                reversed(search.places.experts_of_node[node]), key=self.unmoved.__getitem__, reverse=True
+            )
+            for expert in most_first:
                 if rows_left <= 0:
                     break
                 if search.owners[expert] not in self.senders:
-                    rows_left -= self._send_far(expert, rows_left)
+                    sent = self._send_far(expert, rows_left)
+                    if not sent:  # no node has time left; then none has for an expert with fewer rows
+                        break
+                    rows_left -= sent
 
     def _send_from_busy_ranks(self) -> None:
         """Sends one expert of each rank that still needs longer than the target time to another node.

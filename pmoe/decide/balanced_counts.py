@@ -707,8 +707,8 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     expert_elements = options.row_columns * (columns.hidden + columns.scratch)
     if modules.experts.are_modules:
         expert_elements = sum(value.numel() for value in modules.experts.copied_parameters(()))
-    # If pmoe chooses the restore pair, it does so after the plan of copies: then the weights count once. Copies
-    # of modules are kept until backward.
+    # If pmoe chooses the restore pair, it does so after the plan of copies: the weights then count once.
+    # Copies of modules are kept until backward.
     pairs_send_again = all(pair.dispatched == "communicate" for pair in modules.pairs)
     sent_again = pairs_send_again and not modules.experts.are_modules
     near, far = copy_prices(

@@ -253,12 +253,12 @@ def _give_rows_back(
     paid = [0] * num_ranks
     for _, rank in new:
         paid[rank] += near
-    waits = [max(price - own // (2 * num_ranks), 0) for price, own in zip(paid, own_rows, strict=True)]
     for expert, hosts in rows.items():
         owner = owners[expert]
+        of_owner = computed[owner] + paid[owner]
         for rank, part in hosts.items():
-            wait = waits[rank]
-            surplus = min(wait, computed[rank] + wait - computed[owner] - paid[owner])
+            wait = paid[rank] - own_rows[rank] // (2 * num_ranks)
+            surplus = min(wait, computed[rank] + wait - of_owner)
             if surplus > 0 and rank != owner:
                 back = min(surplus // (hosted[rank] * (sent[owner] + 1)), part - 1)
                 hosts[rank] -= back
@@ -312,6 +312,9 @@ WAYS = tuple(
 The second half is tried only for copies that may go anywhere.
 """
 
+_Options = tuple[Reach, int, _Way, Sequence[tuple[int, int]]]
+"""The arguments ``reach``, ``price``, ``way`` and ``present`` of an attempt (`_Attempt`)."""
+
 BESIDE = 4
 """If ``far`` is at least this many times ``near``, copies inside nodes travel beside those between nodes.
 
@@ -324,7 +327,12 @@ EFFORT = 64
 
 @dataclass(frozen=True)
 class _Places:
-    """The ranks of each node, and the experts of each rank and of each node, in rising order."""
+    """The ranks of each node, and the experts of each rank and of each node.
+
+    ranks_of: for each node, its ranks, in rising order.
+    experts_of: (W,) for each rank, the experts that it owns, in rising order.
+    experts_of_node: for each node, the experts that its ranks own, in falling order.
+    """
 
     ranks_of: Mapping[int, Sequence[int]]
     experts_of: Sequence[Sequence[int]]
@@ -342,9 +350,10 @@ def _places(owners: tuple[int, ...], nodes: tuple[int, ...]) -> _Places:
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     experts_of: list[list[int]] = [[] for _ in nodes]
-    experts_of_node: dict[int, list[int]] = {node: [] for node in ranks_of}
     for expert, owner in enumerate(owners):
         experts_of[owner].append(expert)
+    experts_of_node: dict[int, list[int]] = {node: [] for node in ranks_of}
+    for expert, owner in reversed([*enumerate(owners)]):
         experts_of_node[nodes[owner]].append(expert)
     return _Places(ranks_of, experts_of, experts_of_node)
 
@@ -357,6 +366,7 @@ class _Search:
     places: the ranks of each node, and the experts of each rank.
 
     Attributes:
+        is_coarse: whether the search has the precision `COARSE`, because there are many ranks.
         mean: the mean of ``times``, rounded up.
         ranks: all ranks, the busiest first. Attempts sort ranks by the time that they have left. A list that
             is nearly sorted already is sorted fast.
@@ -381,6 +391,7 @@ class _Search:
         self.times = times
         self.places = places
         self.present = sorted(pair for pair in present if owners[pair[0]] != pair[1])
+        self.is_coarse = EFFORT // len(times) <= 1
         self.mean = -(-sum(times) // len(times))
         self.ranks = sorted(range(len(times)), key=times.__getitem__, reverse=True)
         self.ranks_of: dict[int, list[int]] = {node: [] for node in places.ranks_of}
@@ -418,6 +429,12 @@ class _Search:
             gain = best[1] - least
             if gain <= 0 or (best[0] and gain <= clear):
                 continue
+            # Where copies may go less far and the bound is longer, a gain is unlikely. To save time, only the
+            # longest target that would be a gain is tried first.
+            if self.is_coarse and best[0] and least > between:
+                longest = best[1] - 1 - far * (reach is Reach.ONE_EXPERT)
+                if self._attempt(longest, self._options(reach, price)).misplaced:
+                    continue
             moves, time = self._best_within(reach, price, target, largest)
             if reach is not Reach.NODE or self.present:  # the search did not count messages between nodes
                 time = self.largest_time(moves)
@@ -461,13 +478,8 @@ class _Search:
         largest: the largest time of a rank without copies, in rows.
         """
         num_ranks = len(self.times)
-        ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
-        # Each way is also tried without the present copies, which may take the places of better copies.
-        uses = (self.present, []) if self.present else ([],)
-        is_coarse = EFFORT // num_ranks <= 1
-        # To even out nodes, a second combination of options is tried at once if the first fails.
-        num_options = max(1 + (reach is Reach.ONE_EXPERT), EFFORT // num_ranks)
-        options = [(reach, price, way, use) for way in ways[:num_options] for use in uses][:num_options]
+        options = self._options(reach, price)
+        is_coarse = self.is_coarse
         step = max(1, sum(self.times) // (num_ranks * (COARSE if is_coarse else FINE)))
         best: tuple[Moves, int] = ([], largest)
         target = low + is_coarse * step // 2  # a plan seldom reaches the bound itself
@@ -485,6 +497,19 @@ class _Search:
                 target = min(low + max(stride, attempt.misplaced // num_ranks), target)
                 stride *= 2
         return best
+
+    def _options(self, reach: Reach, price: int) -> Sequence[_Options]:
+        """Returns the options of the attempts to reach a target, in the order in which they are tried.
+
+        reach: how far copies may go.
+        price: price of each copy, for its owner and for the rank that hosts it.
+        """
+        ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
+        # Each way is also tried without the present copies, which may take the places of better copies.
+        uses = (self.present, []) if self.present else ([],)
+        # To even out nodes, a second combination of options is tried at once if the first fails.
+        number = max(1 + (reach is Reach.ONE_EXPERT), EFFORT // len(self.times))
+        return [(reach, price, way, use) for way in ways[:number] for use in uses][:number]
 
     def _bound(self) -> int:
         """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
@@ -531,9 +556,7 @@ class _Search:
         largest_other = max([len(ranks) for node, ranks in self.ranks_of.items() if node != own])
         return self.limits.far + -(-self.times[self.ranks[0]] // (len(self.ranks_of[own]) + largest_other))
 
-    def _attempt(
-        self, target: int, options: Iterable[tuple[Reach, int, _Way, Sequence[tuple[int, int]]]]
-    ) -> _Attempt:
+    def _attempt(self, target: int, options: Iterable[_Options]) -> _Attempt:
         """Returns the first attempt that reaches a target time; if none does, the attempt that comes nearest.
 
         The nearest is the attempt with fewest rows left on ranks that exceed the target.
@@ -642,10 +665,8 @@ class _Attempt:
         )
         for surplus, node in sorted((rows, node) for node, rows in self.spare.items() if rows < 0):
             rows_left = -surplus
-            most_first = sorted(
-                reversed(search.places.experts_of_node[node]), key=self.unmoved.__getitem__, reverse=True
-            )
-            for expert in most_first:
+            experts = search.places.experts_of_node[node]
+            for expert in sorted(experts, key=self.unmoved.__getitem__, reverse=True):
                 if rows_left <= 0:
                     break
                 if search.owners[expert] not in self.senders:

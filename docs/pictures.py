@@ -38,7 +38,7 @@ from pmoe.planner.layer_sizes import LayerSizes, sizes_from_options
 from pmoe.planner.priced_choices import PricedChoice, advise, evaluate, step_bars
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.planner.timeline import TEXT_SIZE, Span, draw, simulated_bars
-from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, uneven_pass
+from pmoe.planner.uneven_ranks import UnevenLayer, uneven_pass
 from pmoe.schedule.restore import KEEP, STRATEGIES
 
 MACHINE = (
@@ -123,7 +123,7 @@ def draw_copies(path: Path) -> None:
                     drawn.append(replace(span, lane=lane))
         return drawn
 
-    near, far = copy_prices(layer(busy), cluster, trains=True)
+    near, far = layer(busy).copy_prices(cluster, trains=True)
     limits = CopyLimits(per_rank=1, near=near // 4, far=far // 4)
     owners = layer(busy).owners(num_ranks)
     plan = plan_copies(busy, owners, [0] * num_ranks, limits)

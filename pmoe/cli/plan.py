@@ -24,7 +24,7 @@ from pmoe.cli.output import Output, by_key, mib, pair_name
 from pmoe.measure.profile import find_profile, load_profile
 from pmoe.planner.cluster import Cluster, links_of
 from pmoe.planner.cluster_candidates import plan_combinations, sensitivity
-from pmoe.planner.copy_price import prices_of_copy
+from pmoe.planner.copy_price import copy_prices
 from pmoe.planner.drawing import Point, inline_svg, part, scatter_figure, template
 from pmoe.planner.priced_choices import Advice, PricedChoice, step_bars
 from pmoe.planner.profile import Profile
@@ -104,19 +104,16 @@ def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
     rates: the measured profile, or the described cluster.
     """
     sizes = advice.sizes
-    if isinstance(rates, Cluster):
-        links = {"inside": rates.inside, "outside": rates.outside}
-        links = links if min(rates.machines, rates.ranks_per_machine) > 1 else {}
-    else:
-        links = links_of(rates)
-    return prices_of_copy(
+    expert_elements = sizes.d_model * (sizes.columns.hidden + sizes.columns.scratch)
+    return copy_prices(
         advice.profile,
-        links,
-        expert_elements=sizes.d_model * (sizes.columns.hidden + sizes.columns.scratch),
-        d_model=sizes.d_model,
-        element_size=sizes.element_size,
+        rates.links if isinstance(rates, Cluster) else links_of(rates),
+        multiply_adds=expert_elements,
+        row_bytes=sizes.d_model * sizes.element_size,
+        expert_bytes=expert_elements * sizes.element_size,
         num_ranks=sizes.num_ranks,
         trains=True,
+        sent_again=advice.decision.restore.dispatched == "communicate",
     )
 
 

@@ -59,7 +59,7 @@ from pmoe.experts.copied_modules import values_of
 from pmoe.measure.profile import profile_of
 from pmoe.planner.cluster import links_of
 from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
-from pmoe.planner.copy_price import prices_of_copy
+from pmoe.planner.copy_price import copy_prices
 from pmoe.planner.copy_rows import GOLDEN, RankNodes, near_first_parts
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
@@ -711,14 +711,19 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     expert_elements = options.row_columns * (columns.hidden + columns.scratch)
     if modules.experts.are_modules:
         expert_elements = sum(value.numel() for value in modules.experts.copied_parameters(()))
-    near, far = prices_of_copy(
+    # If pmoe chooses the restore pair, it does so after the plan of copies: the weights then count once.
+    # Copies of modules are kept until backward.
+    pairs_send_again = all(pair.dispatched == "communicate" for pair in modules.pairs)
+    sent_again = pairs_send_again and not modules.experts.are_modules
+    near, far = copy_prices(
         profile,
         links_of(profile),
-        expert_elements=expert_elements,
-        d_model=options.row_columns,
-        element_size=routed.dtype.itemsize,
+        multiply_adds=expert_elements,
+        row_bytes=options.row_columns * routed.dtype.itemsize,
+        expert_bytes=expert_elements * routed.dtype.itemsize,
         num_ranks=modules.grid.ep.size,
         trains=counts.needs_grad,
         learned=learned,
+        sent_again=sent_again,
     )
     return CopyLimits(per_rank=per_rank, near=near, far=far)

@@ -62,6 +62,19 @@ class Cluster:
         """Number of ranks of all machines together."""
         return self.machines * self.ranks_per_machine
 
+    @property
+    def links(self) -> dict[str, LineCost]:
+        """The cost of one message to one peer, for each link that messages take.
+
+        The link "inside" connects the ranks of a machine, and "outside" connects machines.
+        """
+        links = {}
+        if self.ranks_per_machine > 1:
+            links["inside"] = self.inside
+        if self.machines > 1:
+            links["outside"] = self.outside
+        return links
+
     def check_part(self, profile: Profile) -> None:
         """Raises ValueError if a profile cannot come from machines of this cluster.
 

@@ -43,10 +43,9 @@ import enum
 import functools
 import itertools
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heapreplace
+from heapq import heapify, heappop, heapreplace
 
 from pmoe.arguments import check_int
 from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
@@ -179,11 +178,12 @@ def plan_copies(
     largest = max(times, default=0)
     if not limits.per_rank or largest * len(nodes) == sum(times):
         return CopyPlan(hosts={}, before=largest, after=largest)
-    search = _Search(loads, owners, nodes, limits, present, times)
+    places = _places(tuple(owners), tuple(nodes))
+    search = _Search(loads, owners, nodes, limits, present, times, places)
     moves, after = search.best(largest)
     # A rank may host only so many copies. Present copies may leave no place for a better copy.
     if present and 100 * after > (100 + FAR_FROM_BOUND) * search.bound:
-        afresh = _Search(loads, owners, nodes, limits, (), times).best(largest)
+        afresh = _Search(loads, owners, nodes, limits, (), times, places).best(largest)
         if afresh[1] < after:
             moves, after = afresh
     if len(nodes) <= MOST_RANKS and 100 * after > (100 + CLOSE_TO_BOUND) * search.bound:
@@ -194,22 +194,27 @@ def plan_copies(
         moves, after = few_ranks.moves(few_ranks.best(pairs, search.bound))
     rows: dict[int, dict[int, int]] = {}
     for expert, rank, part in moves:
-        of_expert = rows.setdefault(expert, {owners[expert]: loads[expert]})
-        of_expert[owners[expert]] -= part
+        owner = owners[expert]
+        of_expert = rows.get(expert)
+        if of_expert is None:
+            of_expert = rows[expert] = {owner: loads[expert]}
+        of_expert[owner] -= part
         of_expert[rank] = of_expert.get(rank, 0) + part
     new = {(expert, rank) for expert, rank, _ in moves}.difference(present)
-    if not messages_between_nodes(new, owners, nodes):
-        prices = {(expert, rank): limits.near * ((expert, rank) in new) for expert, rank, _ in moves}
-        _give_rows_back(rows, owners, times, prices)
+    stays_inside = all(nodes[rank] == nodes[owners[expert]] for expert, rank in new)
+    if limits.near and stays_inside:
+        _give_rows_back(rows, loads, owners, times, new, limits.near)
     hosts = {expert: tuple(rows[expert].items()) for expert in sorted(rows)}
     return CopyPlan(hosts=hosts, before=largest, after=after)
 
 
 def _give_rows_back(
     rows: dict[int, dict[int, int]],
+    loads: Sequence[int],
     owners: Sequence[int],
     times: Sequence[int],
-    prices: Mapping[tuple[int, int], int],
+    new: Collection[tuple[int, int]],
+    near: int,
 ) -> None:
     """Moves a few rows from hosts back to owners, because an owner computes while it sends a copy.
 
@@ -222,36 +227,42 @@ def _give_rows_back(
 
     rows: for each expert with copies, the rows that each host computes, the owner first. The numbers are
         changed.
+    loads: (E,) rows of each of E experts, from all ranks together.
     owners: (E,) rank of each expert's parameters.
     times: (W,) rows of all experts that each rank owns, before any are moved.
-    prices: price of each copy (expert, rank), in rows.
+    new: the copies that ranks do not have from an earlier call, as pairs (expert, rank).
+    near: price of each of these copies, in rows.
 
     Example: 2 ranks, loads (1000, 0), price 60 -> the search divides the rows (500, 500). The host has no own
     rows, so it waits as long as 60 rows take, and gives 30 rows back: (530, 470).
     """
+    num_ranks = len(times)
     own_rows = list(times)
     computed = list(times)
-    paid = [0] * len(times)
-    hosted = Counter[int]()
-    sent = Counter[int]()
-    for (expert, rank), price in prices.items():
-        part = rows[expert][rank]
+    hosted = [0] * num_ranks
+    sent = [0] * num_ranks
+    for expert, hosts in rows.items():
         owner = owners[expert]
-        own_rows[owner] -= part
-        computed[owner] -= part
-        computed[rank] += part
-        paid[rank] += price
-        hosted[rank] += 1
-        sent[owner] += 1
-    for expert, rank in prices:
+        own_rows[owner] -= loads[expert] - hosts[owner]
+        computed[owner] -= loads[expert]
+        sent[owner] += len(hosts) - 1
+        hosted[owner] -= 1  # the owner is in ``hosts``, too
+        for rank, part in hosts.items():
+            computed[rank] += part
+            hosted[rank] += 1
+    paid = [0] * num_ranks
+    for _, rank in new:
+        paid[rank] += near
+    for expert, hosts in rows.items():
         owner = owners[expert]
-        wait = max(paid[rank] - own_rows[rank] // (2 * len(times)), 0)
-        surplus = min(wait, computed[rank] + wait - computed[owner] - paid[owner])
-        back = surplus // (hosted[rank] * (sent[owner] + 1))
-        if back > 0:
-            back = min(back, rows[expert][rank] - 1)
-            rows[expert][rank] -= back
-            rows[expert][owner] += back
+        of_owner = computed[owner] + paid[owner]
+        for rank, part in hosts.items():
+            wait = paid[rank] - own_rows[rank] // (2 * num_ranks)
+            surplus = min(wait, computed[rank] + wait - of_owner)
+            if surplus > 0 and rank != owner:
+                back = min(surplus // (hosted[rank] * (sent[owner] + 1)), part - 1)
+                hosts[rank] -= back
+                hosts[owner] += back
 
 
 Moves = list[tuple[int, int, int]]
@@ -301,6 +312,9 @@ WAYS = tuple(
 The second half is tried only for copies that may go anywhere.
 """
 
+_Options = tuple[Reach, int, _Way, Sequence[tuple[int, int]]]
+"""The arguments ``reach``, ``price``, ``way`` and ``present`` of an attempt (`_Attempt`)."""
+
 BESIDE = 4
 """If ``far`` is at least this many times ``near``, copies inside nodes travel beside those between nodes.
 
@@ -311,11 +325,53 @@ EFFORT = 64
 """A search among W ranks tries EFFORT / W combinations of options for each target time, or at least one."""
 
 
+@dataclass(frozen=True)
+class _Places:
+    """The ranks of each node, and the experts of each rank and of each node.
+
+    ranks_of: for each node, its ranks, in rising order.
+    experts_of: (W,) for each rank, the experts that it owns, in rising order.
+    experts_of_node: for each node, the experts that its ranks own, in falling order.
+    """
+
+    ranks_of: Mapping[int, Sequence[int]]
+    experts_of: Sequence[Sequence[int]]
+    experts_of_node: Mapping[int, Sequence[int]]
+
+
+@functools.lru_cache(maxsize=16)
+def _places(owners: tuple[int, ...], nodes: tuple[int, ...]) -> _Places:
+    """Returns the ranks of each node, and the experts of each rank and node. Cached: no load changes them.
+
+    owners: (E,) rank of each expert's parameters.
+    nodes: (W,) node of each rank.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    experts_of: list[list[int]] = [[] for _ in nodes]
+    for expert, owner in enumerate(owners):
+        experts_of[owner].append(expert)
+    experts_of_node: dict[int, list[int]] = {node: [] for node in ranks_of}
+    for expert, owner in reversed([*enumerate(owners)]):
+        experts_of_node[nodes[owner]].append(expert)
+    return _Places(ranks_of, experts_of, experts_of_node)
+
+
 class _Search:
     """One search for copies that make the largest time of a rank as small as possible.
 
     loads, owners, nodes, limits, present: the arguments of `plan_copies`.
     times: (W,) time of each of W ranks without copies: the rows of all experts that the rank owns.
+    places: the ranks of each node, and the experts of each rank.
+
+    Attributes:
+        is_coarse: whether the search has the precision `COARSE`, because there are many ranks.
+        mean: the mean of ``times``, rounded up.
+        ranks: all ranks, the busiest first. Attempts sort ranks by the time that they have left. A list that
+            is nearly sorted already is sorted fast.
+        ranks_of: the ranks of each node, the busiest first.
+        bound: a lower bound of the time with copies.
     """
 
     def __init__(
@@ -326,29 +382,22 @@ class _Search:
         limits: CopyLimits,
         present: Collection[tuple[int, int]],
         times: list[int],
+        places: _Places,
     ) -> None:
         self.loads = loads
         self.owners = owners
         self.nodes = nodes
         self.limits = limits
         self.times = times
+        self.places = places
         self.present = sorted(pair for pair in present if owners[pair[0]] != pair[1])
+        self.is_coarse = EFFORT // len(times) <= 1
         self.mean = -(-sum(times) // len(times))
+        self.ranks = sorted(range(len(times)), key=times.__getitem__, reverse=True)
+        self.ranks_of: dict[int, list[int]] = {node: [] for node in places.ranks_of}
+        for rank in self.ranks:
+            self.ranks_of[nodes[rank]].append(rank)
         self.bound = self._bound()
-        self.ranks_of: dict[int, list[int]] = {}
-        for rank, node in enumerate(nodes):
-            self.ranks_of.setdefault(node, []).append(rank)
-        # Only ranks over the shortest target give rows away. In heaps of pairs (-rows, expert), the expert
-        # with most rows is on top.
-        shortest = self.bound if len(self.ranks_of) == 1 else self.mean
-        self.experts_of: dict[int, list[tuple[int, int]]] = {
-            rank: [] for rank, time in enumerate(times) if time >= shortest
-        }
-        for expert, owner in enumerate(owners):
-            if owner in self.experts_of:
-                self.experts_of[owner].append((-loads[expert], expert))
-        for experts in self.experts_of.values():
-            experts.sort()
 
     def best(self, largest: int) -> tuple[Moves, int]:
         """Returns the best copies that the search found, and the largest time of a rank with these copies.
@@ -370,7 +419,7 @@ class _Search:
         # target of the search)
         searches = [
             (low, Reach.NODE, near, low),
-            (between, Reach.ONE_EXPERT, beside, self.mean),
+            (max(between, self._bound_of_one_expert()), Reach.ONE_EXPERT, beside, self.mean),
             (between, Reach.ANYWHERE, beside, self.mean),
         ]
         # Copies inside nodes come first unless other copies may bring a clear gain.
@@ -381,8 +430,15 @@ class _Search:
             gain = best[1] - least
             if gain <= 0 or (best[0] and gain <= clear):
                 continue
-            moves, _ = self._best_within(reach, price, target, largest)
-            time = self.largest_time(moves)
+            # Where copies may go less far and the bound is longer, a gain is unlikely. To save time, only the
+            # longest target that would be a gain is tried first.
+            if self.is_coarse and best[0] and least > between:
+                longest = best[1] - 1 - far * (reach is Reach.ONE_EXPERT)
+                if self._attempt(longest, self._options(reach, price)).misplaced:
+                    continue
+            moves, time = self._best_within(reach, price, target, largest)
+            if reach is not Reach.NODE or self.present:  # the search did not count messages between nodes
+                time = self.largest_time(moves)
             if time < best[1]:
                 best = (moves, time)
         return best
@@ -392,23 +448,21 @@ class _Search:
 
         moves: the copies, with the rows that they compute.
         """
+        owners = self.owners
         times = list(self.times)
-        copies = [0] * len(times)
-        present = frozenset(self.present)
-        new = set()
-        experts = set()
         for expert, rank, rows in moves:
-            times[self.owners[expert]] -= rows
+            times[owners[expert]] -= rows
             times[rank] += rows
-            if (expert, rank) not in present:
-                new.add((expert, rank))
-                copies[rank] += 1
-                experts.add(expert)
-        for expert in experts:
-            copies[self.owners[expert]] += 1
+        new = {(expert, rank) for expert, rank, _ in moves}.difference(self.present)
+        copies = [0] * len(times)
+        for _, rank in new:
+            copies[rank] += 1
+        for expert in {expert for expert, _ in new}:
+            copies[owners[expert]] += 1
         near = self.limits.near
-        of_all = self.limits.far * messages_between_nodes(new, self.owners, self.nodes)
-        return max(time + max(near * count, of_all) for time, count in zip(times, copies, strict=True))
+        of_all = self.limits.far * messages_between_nodes(new, owners, self.nodes)
+        prices = [max(near * count, of_all) for count in range(max(copies) + 1)]
+        return max([time + prices[count] for time, count in zip(times, copies, strict=True)])
 
     def _best_within(self, reach: Reach, price: int, low: int, largest: int) -> tuple[Moves, int]:
         """Returns the best copies within ``reach``, and the largest time of a rank with these copies.
@@ -425,13 +479,8 @@ class _Search:
         largest: the largest time of a rank without copies, in rows.
         """
         num_ranks = len(self.times)
-        ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
-        # Each way is also tried without the present copies, which may take the places of better copies.
-        uses = (self.present, []) if self.present else ([],)
-        options = [(reach, price, way, use) for way in ways for use in uses]
-        is_coarse = EFFORT // num_ranks <= 1
-        # Copies between nodes (ONE_EXPERT) get at least two combinations of options for each target.
-        options = options[: max(1 + (reach is Reach.ONE_EXPERT), EFFORT // num_ranks)]
+        options = self._options(reach, price)
+        is_coarse = self.is_coarse
         step = max(1, sum(self.times) // (num_ranks * (COARSE if is_coarse else FINE)))
         best: tuple[Moves, int] = ([], largest)
         target = low + is_coarse * step // 2  # a plan seldom reaches the bound itself
@@ -450,15 +499,18 @@ class _Search:
                 stride *= 2
         return best
 
-    @functools.cached_property
-    def experts_of_node(self) -> dict[int, list[tuple[int, int]]]:
-        """The experts of each node, as pairs (rows, expert), those with most rows first."""
-        experts: dict[int, list[tuple[int, int]]] = {node: [] for node in self.ranks_of}
-        for expert, owner in enumerate(self.owners):
-            experts[self.nodes[owner]].append((self.loads[expert], expert))
-        for of_node in experts.values():
-            of_node.sort(reverse=True)
-        return experts
+    def _options(self, reach: Reach, price: int) -> Sequence[_Options]:
+        """Returns the options of the attempts to reach a target, in the order in which they are tried.
+
+        reach: how far copies may go.
+        price: price of each copy, for its owner and for the rank that hosts it.
+        """
+        ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
+        # Each way is also tried without the present copies, which may take the places of better copies.
+        uses = (self.present, []) if self.present else ([],)
+        # To even out nodes, a second combination of options is tried at once if the first fails.
+        number = max(1 + (reach is Reach.ONE_EXPERT), EFFORT // len(self.times))
+        return [(reach, price, way, use) for way in ways[:number] for use in uses][:number]
 
     def _bound(self) -> int:
         """Returns a lower bound of the slowest rank's time, in rows: no plan of copies can be faster.
@@ -475,10 +527,13 @@ class _Search:
         result is the smallest target that this rule does not exclude.
         """
         near = 0 if self.present else self.limits.near
-        ascending = sorted(self.times)
+        ascending = [self.times[rank] for rank in reversed(self.ranks)]
         sums = list(itertools.accumulate(ascending, initial=0))
         num_ranks = len(ascending)
-        low, high = -(-sums[-1] // num_ranks), ascending[-1]
+        low = self.mean
+        # At mean + near, idle ranks can take all that they need less than the mean. The others need as much
+        # more than the mean together.
+        high = min(ascending[-1], low + near)
         while low < high:
             target = (low + high) // 2
             num_calm = bisect_right(ascending, target)
@@ -490,9 +545,19 @@ class _Search:
                 high = target
         return low
 
-    def _attempt(
-        self, target: int, options: Iterable[tuple[Reach, int, _Way, Sequence[tuple[int, int]]]]
-    ) -> _Attempt:
+    def _bound_of_one_expert(self) -> int:
+        """Returns a lower bound of the time with `Reach.ONE_EXPERT`; 0 with copies of earlier calls.
+
+        A rank sends one expert to one other node, and no expert to more. So the rows of the busiest rank are
+        computed by its own node and by one other node. Earlier calls may have sent copies anywhere.
+        """
+        if self.present:
+            return 0
+        own = self.nodes[self.ranks[0]]
+        largest_other = max([len(ranks) for node, ranks in self.ranks_of.items() if node != own])
+        return self.limits.far + -(-self.times[self.ranks[0]] // (len(self.ranks_of[own]) + largest_other))
+
+    def _attempt(self, target: int, options: Iterable[_Options]) -> _Attempt:
         """Returns the first attempt that reaches a target time; if none does, the attempt that comes nearest.
 
         The nearest is the attempt with fewest rows left on ranks that exceed the target.
@@ -527,8 +592,7 @@ class _Attempt:
             longer.
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
-        remaining: maps a busy rank to a heap of (-rows, expert): the rows that each of its experts still has.
-        unmoved: maps an expert with present copies to the rows that its owner still has.
+        unmoved: for each expert, the rows that its owner still has and may give away.
         sent: maps an expert with copies to the price that its owner pays for sending its weights.
         senders: the ranks that send an expert to another node, with the reach `Reach.ONE_EXPERT`.
         hosts: the ranks that host a copy from another node, with this reach.
@@ -550,14 +614,14 @@ class _Attempt:
         self.moves: Moves = []
         self.room = [target - time for time in search.times]
         self.slots = [search.limits.per_rank] * len(self.room)
-        self.remaining: dict[int, list[tuple[int, int]]] = {}
         self.sent: dict[int, int] = {}
         self.senders: set[int] = set()
         self.hosts: set[int] = set()
-        self.unmoved: dict[int, int] = {}
+        self.unmoved = list(search.loads)
         self.spare: dict[int, int] = {}
         self.pools: dict[int, list[tuple[int, int]]] = {}
-        self._use_present(present)
+        if present:
+            self._use_present(present)
         if reach is Reach.ONE_EXPERT:
             self._even_out_nodes()
         has_nodes = len(search.ranks_of) > 1
@@ -567,8 +631,8 @@ class _Attempt:
         if reach is Reach.ONE_EXPERT and min(self.room) < 0:
             self._send_from_busy_ranks()
         if reach is Reach.ANYWHERE and (not has_nodes or min(self.room) < 0):
-            self._level(range(len(self.room)), way)
-        self.misplaced = -sum(time for time in self.room if time < 0)
+            self._level(search.ranks, way)
+        self.misplaced = -sum([time for time in self.room if time < 0])
 
     def _use_present(self, present: Sequence[tuple[int, int]]) -> None:
         """Moves rows to copies of earlier calls, from owners that need longer than the target time.
@@ -578,21 +642,14 @@ class _Attempt:
         search = self.search
         for expert, rank in present:
             owner = search.owners[expert]
-            unmoved = self.unmoved.get(expert, search.loads[expert])
-            rows = min(-self.room[owner], self.room[rank], unmoved)
+            rows = min(-self.room[owner], self.room[rank], self.unmoved[expert])
             if rows > 0 and self.slots[rank]:
-                self.unmoved[expert] = unmoved - rows
+                self.unmoved[expert] -= rows
                 self.sent.setdefault(expert, 0)
                 self.room[owner] += rows
                 self.room[rank] -= rows
                 self.slots[rank] -= 1
                 self.moves.append((expert, rank, rows))
-        for owner in {search.owners[expert] for expert in self.unmoved}:
-            pairs = [
-                (-self.unmoved.get(expert, -minus_rows), expert)
-                for minus_rows, expert in search.experts_of[owner]
-            ]
-            self.remaining[owner] = sorted(pairs)
 
     def _even_out_nodes(self) -> None:
         """Sends experts of nodes that need longer than the target time to nodes with time left.
@@ -602,32 +659,36 @@ class _Attempt:
         search = self.search
         # A rank that needs longer than the target will also send a copy inside its node. Its price counts
         # twice: for this rank, and for the rank that hosts the copy.
+        paid = 2 * self.price
+        room = [time if time >= 0 else time - paid for time in self.room]
         self._find_hosts(
-            {
-                node: sum(self.room[rank] - 2 * self.price * (self.room[rank] < 0) for rank in ranks)
-                for node, ranks in search.ranks_of.items()
-            }
+            {node: sum([room[rank] for rank in ranks]) for node, ranks in search.ranks_of.items()}
         )
         for surplus, node in sorted((rows, node) for node, rows in self.spare.items() if rows < 0):
             rows_left = -surplus
-            for load, expert in search.experts_of_node[node]:
+            experts = search.places.experts_of_node[node]
+            for expert in sorted(experts, key=self.unmoved.__getitem__, reverse=True):
                 if rows_left <= 0:
                     break
                 if search.owners[expert] not in self.senders:
-                    rows_left -= self._send_far(expert, self.unmoved.get(expert, load), rows_left)
+                    sent = self._send_far(expert, rows_left)
+                    if not sent:  # no node has time left; then none has for an expert with fewer rows
+                        break
+                    rows_left -= sent
 
     def _send_from_busy_ranks(self) -> None:
         """Sends one expert of each rank that still needs longer than the target time to another node.
 
         Ranks that have sent an expert to another node already are left out.
         """
+        room = self.room
         self._find_hosts(
-            {node: sum(self.room[rank] for rank in ranks) for node, ranks in self.search.ranks_of.items()}
+            {node: sum([room[rank] for rank in ranks]) for node, ranks in self.search.ranks_of.items()}
         )
-        for owner, rows in enumerate(self.room):
-            if rows < 0 and owner not in self.senders and (heap := self._experts_left(owner)):
-                minus_unmoved, expert = heap[0]
-                self._send_far(expert, -minus_unmoved, -rows)
+        for owner, rows in enumerate(room):
+            if rows < 0 and owner not in self.senders:
+                expert = max(self.search.places.experts_of[owner], key=self.unmoved.__getitem__)
+                self._send_far(expert, -rows)
 
     def _find_hosts(self, spare: dict[int, int]) -> None:
         """Sets `spare`, and finds the ranks that may host a copy from another node (`pools`).
@@ -635,27 +696,32 @@ class _Attempt:
         spare: the time that all ranks of each node have left, in rows; negative if they need longer than the
             target.
         """
+        room = self.room
+        slots = self.slots
+        hosts = self.hosts
         self.spare = spare
         self.pools = {
             node: sorted(
-                (self.room[rank], rank)
-                for rank in self.search.ranks_of[node]
-                if self.slots[rank] and rank not in self.hosts
+                [
+                    (room[rank], rank)
+                    for rank in self.search.ranks_of[node]
+                    if slots[rank] and rank not in hosts
+                ]
             )
             for node, rows in spare.items()
             if rows > self.price
         }
 
-    def _send_far(self, expert: int, unmoved: int, wanted: int) -> int:
+    def _send_far(self, expert: int, wanted: int) -> int:
         """Moves rows of an expert to the node with most time left; returns how much its owner's time falls.
 
         The ranks of this node with most time left take the rows, one rank after the other.
 
         expert: the expert.
-        unmoved: the rows of the expert that its owner still has.
         wanted: by how much the owner's time should fall, in rows.
         """
         price = self.price
+        unmoved = self.unmoved[expert]
         owner = self.search.owners[expert]
         open_nodes = [node for node, pool in self.pools.items() if pool]
         node = max(open_nodes, key=self.spare.__getitem__, default=-1)
@@ -681,22 +747,8 @@ class _Attempt:
         self.sent[expert] = price
         self.senders.add(owner)
         self.room[owner] += moved - unpaid
-        if owner in self.search.experts_of:
-            self.remaining[owner] = sorted(
-                (minus_rows + moved if other == expert else minus_rows, other)
-                for minus_rows, other in self._experts_left(owner)
-            )
+        self.unmoved[expert] -= moved
         return moved - unpaid
-
-    def _experts_left(self, owner: int) -> list[tuple[int, int]]:
-        """Returns the heap of a busy rank's experts with the rows that each still has (`remaining`).
-
-        owner: the busy rank.
-        """
-        heap = self.remaining.get(owner)
-        if heap is None:
-            heap = self.remaining[owner] = self.search.experts_of[owner].copy()
-        return heap
 
     def _level(self, group: Sequence[int], way: _Way) -> None:
         """Moves rows, within a group of ranks, from ranks over the target time to ranks that have time left.
@@ -732,13 +784,18 @@ class _Attempt:
         price = self.price
         room = self.room
         slots = self.slots
-        heap = self._experts_left(owner)
+        sent = self.sent
+        moves = self.moves
+        rows_of = self.unmoved
+        heap = [(-rows_of[expert], expert) for expert in self.search.places.experts_of[owner]]
+        heapify(heap)  # the expert with most rows is on top
         busy = -room[owner]
         while busy > 0 and pool and heap:
             minus_unmoved, expert = heap[0]
             unmoved = -minus_unmoved
-            unpaid = price - self.sent.get(expert, 0)
-            if unmoved <= unpaid:
+            unpaid = price - sent.get(expert, 0)
+            if unmoved <= unpaid:  # not worth a copy
+                rows_of[expert] = 0
                 heappop(heap)
                 continue
             wanted = busy + unpaid
@@ -759,12 +816,13 @@ class _Attempt:
             else:
                 free, rank = pool.pop(at)
             if unpaid:
-                self.sent[expert] = price
+                sent[expert] = price
                 busy += unpaid
             rows = busy if busy < unmoved else unmoved
             if rows > free - price:
                 rows = free - price
-            self.moves.append((expert, rank, rows))
+            moves.append((expert, rank, rows))
+            rows_of[expert] -= rows
             busy -= rows
             room[rank] -= price + rows
             slots[rank] -= 1

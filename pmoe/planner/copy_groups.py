@@ -20,7 +20,6 @@ owns.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 
@@ -62,13 +61,16 @@ def messages_between_nodes(
     owners: (E,) the rank that owns each of E experts.
     nodes: (W,) the node of each of W ranks.
     """
-    received = Counter[int]()
+    received = [0] * len(nodes)
     nodes_of_expert: dict[int, set[int]] = {}
     for expert, rank in pairs:
-        if nodes[rank] != nodes[owners[expert]]:
+        node = nodes[rank]
+        if node != nodes[owners[expert]]:
             received[rank] += 1
-            nodes_of_expert.setdefault(expert, set()).add(nodes[rank])
-    sent = Counter[int]()
+            nodes_of_expert.setdefault(expert, set()).add(node)
+    if not nodes_of_expert:
+        return 0
+    sent = [0] * len(nodes)
     for expert, others in nodes_of_expert.items():
         sent[owners[expert]] += min(len(others), 2)
-    return max((0, *received.values(), *sent.values()))
+    return max(*received, *sent)

@@ -1,69 +1,81 @@
 """The price of a copy of a busy expert: how many rows a rank could compute while the copy is sent.
 
-A copy pays if it saves the busiest rank more rows than its price (`pmoe.planner.copies`).
+A copy pays if it saves the busiest rank more rows than its price (`pmoe.planner.copies`). These are the
+messages of a copy and of a row in a step, by the schedules of both passes (`pmoe.schedule.tasks.Kind`):
+
+    pass       copy                                       row
+    forward    V: the weights of the expert               S, R: to the rank of the expert, and back
+    backward   V, if SI is sent: the weights again        S, R: the gradient of the result, and back
+               VG: the gradients of the trained weights   SI, if the restore pair sends T_DI again
+
+A copy on the node of its owner takes the link inside the node, any other copy the link between nodes. With
+several hosts VR and VGR carry a part of the copy's bytes in place of V and VG, so a host still receives and
+sends each byte once.
+
+    price = seconds of the copy's messages / seconds of a row
+    seconds of a row = those of its products or those of its messages, whichever are longer
+
+It is assumed that no computation hides the messages of a copy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import Profile
 
 
-def prices_of_copy(profile: Profile, links: Mapping[str, LineCost], **layer: Any) -> tuple[int, int]:
-    """Returns the price of a copy on the node of its owner, and of a copy on another node, in rows.
-
-    profile: measured rates.
-    links: the costs of a message inside a node ("inside") and between nodes ("outside"). If one of them is
-        missing, both prices use the profile's cost of messages.
-    layer: sizes of the layer, and whether it is trained: all keyword arguments of `copy_price` except
-        ``link``.
-    """
-    has_both = {"inside", "outside"} <= set(links)
-    near, far = (
-        copy_price(profile, link=links[name] if has_both else profile.message, **layer)
-        for name in ("inside", "outside")
-    )
-    return min(near, far), far
-
-
-def copy_price(
+def copy_prices(
     profile: Profile,
+    links: Mapping[str, LineCost],
     *,
-    link: LineCost,
-    expert_elements: int,
-    d_model: int,
-    element_size: int,
+    multiply_adds: float,
+    row_bytes: float,
+    expert_bytes: float,
     num_ranks: int,
     trains: bool,
     learned: float = 1.0,
-) -> int:
-    """Returns the price of a copy: the rows that a rank could compute while the copy's weights are sent.
+    sent_again: bool = False,
+) -> tuple[int, int]:
+    """Returns the price of a copy on the node of its owner, and of a copy on another node, in rows.
 
-    The time of a row is the time of its products, or of its messages if these take longer. The time of a copy
-    is the time to send its weights, and also its gradients if a backward pass follows. It is assumed that no
-    computation hides the time of a copy.
+    The second price is at least the first. Both are 0 if the profile says that rows take no time.
 
-    profile: measured rates.
-    link: the cost of a message on the link over which the weights are sent.
-    expert_elements: elements of an expert's weights. This is also the number of multiply-adds of a row.
-    d_model: M, the columns of a row.
-    element_size: bytes of an element.
+    profile: the rates: seconds of products, and seconds of an all-to-all of rows.
+    links: the cost of a message to one rank of the same node ("inside") and of another node ("outside"). If
+        one of them is missing, the other is used for both; if both are, the profile's all-to-all.
+    multiply_adds: multiply-adds of a row in the forward pass.
+    row_bytes: bytes of a row that is sent.
+    expert_bytes: bytes of the weights of one expert.
     num_ranks: number of ranks. One of ``num_ranks`` rows is assumed to stay on its rank, without a message.
     trains: whether a backward pass follows.
-    learned: the fraction of an expert's weights whose gradients are sent in backward; 0 if experts are
-        frozen.
+    learned: the fraction of an expert's weights that are trained; 0 if experts are frozen.
+    sent_again: whether backward sends the experts' inputs (T_DI), and so the weights of copies, again.
+
+    Example: a link of 1 s for a byte, products that take no time, 2 ranks -> half of the rows are sent. A row
+    of 1 byte takes 4 / 2 s in training, and a copy of 30 bytes 60 s: both prices are 30 rows.
     """
-    passes = 2 if trains else 1
-    products = expert_elements * profile.compute.beta_seconds * (3 if trains else 1)
+    num_products = 2 + learned if trains else 1  # of forward; of the gradients of rows and of weights
+    num_messages = 4 + sent_again if trains else 2
     crossing = (num_ranks - 1) / num_ranks
-    messages = 2 * passes * d_model * element_size * profile.message.beta_seconds * crossing
-    expert_bytes = expert_elements * element_size
-    copy_seconds = link(expert_bytes)
-    if trains and learned:
-        copy_seconds += link(learned * expert_bytes)
-    row_seconds = max(products, messages)
-    return math.ceil(copy_seconds / row_seconds) if row_seconds else 0
+    row_seconds = max(
+        num_products * multiply_adds * profile.compute.beta_seconds,
+        num_messages * row_bytes * crossing * profile.message.beta_seconds,
+    )
+    if not row_seconds:
+        return 0, 0
+
+    def price(link: LineCost) -> int:
+        copy_seconds = link(expert_bytes)
+        if trains and sent_again:
+            copy_seconds += link(expert_bytes)
+        if trains and learned:
+            copy_seconds += link(learned * expert_bytes)
+        return math.ceil(copy_seconds / row_seconds)
+
+    inside = links.get("inside") or links.get("outside") or profile.message
+    outside = links.get("outside") or inside
+    near = price(inside)
+    return near, max(near, price(outside))

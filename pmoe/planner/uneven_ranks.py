@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pmoe.planner.cluster import Cluster
 from pmoe.planner.copies import CopyPlan
 from pmoe.planner.copy_groups import host_groups
+from pmoe.planner.copy_price import copy_prices
 from pmoe.planner.copy_rows import WHOLE, RankNodes, shares_of_source
 from pmoe.planner.simulator import Simulated, makespan, simulate
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
@@ -97,32 +98,26 @@ class UnevenLayer:
         """Returns for each expert the rank that holds its parameters."""
         return [expert * num_ranks // len(self.loads) for expert in range(len(self.loads))]
 
+    def copy_prices(self, cluster: Cluster, *, trains: bool) -> tuple[int, int]:
+        """Returns the prices of a copy on its owner's node and on another node, in rows.
+
+        cluster: the machines.
+        trains: whether a backward pass follows, which keeps the copies of the forward pass.
+        """
+        return copy_prices(
+            cluster.profile("flat", 1, ""),
+            cluster.links,
+            multiply_adds=self.multiply_adds,
+            row_bytes=self.row_bytes,
+            expert_bytes=self.expert_bytes,
+            num_ranks=cluster.num_ranks,
+            trains=trains,
+        )
+
 
 def nodes_of(cluster: Cluster) -> list[int]:
     """Returns the number of the machine of each rank. Ranks of one machine have consecutive numbers."""
     return [rank // cluster.ranks_per_machine for rank in range(cluster.num_ranks)]
-
-
-def copy_prices(layer: UnevenLayer, cluster: Cluster, *, trains: bool) -> tuple[int, int]:
-    """Returns the prices of a copy on its owner's node and on a different node, in rows, rounded up.
-
-    The price is the number of rows that a rank could compute while the copy's weights are sent, and also its
-    gradients if the layer is trained. The time of a row is that of its products, or of its messages if these
-    are slower.
-
-    layer: sizes of the layer.
-    cluster: the machines.
-    trains: whether a backward pass follows.
-    """
-    num_ranks = cluster.num_ranks
-    times_sent, passes = (2, 2) if trains else (1, 1)
-    products = layer.multiply_adds * cluster.compute.beta_seconds * (3 if trains else 1)
-    inside = (cluster.ranks_per_machine - 1) / num_ranks * cluster.inside.beta_seconds
-    outside = (num_ranks - cluster.ranks_per_machine) / num_ranks * cluster.outside.beta_seconds
-    messages = 2 * passes * layer.row_bytes * max(inside, outside)
-    rates = (cluster.inside.beta_seconds, cluster.outside.beta_seconds)
-    near, far = (times_sent * layer.expert_bytes * rate / max(products, messages) for rate in rates)
-    return -int(-near // 1), max(-int(-near // 1), -int(-far // 1))
 
 
 def uneven_pass_seconds(

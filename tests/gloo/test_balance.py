@@ -644,6 +644,34 @@ def test_true_makes_copies_where_they_are_predicted_to_pay() -> None:
         assert cheap == 1 and dear == 0
 
 
+def prices_job(rank: int, world: int) -> list[int]:
+    """Prices of a copy behind a slow link: kept until backward, sent again with S4, and of frozen experts."""
+    prices = []
+
+    def recorded(*args: Any) -> CopyPlan:
+        prices.append(args[3].near)
+        return plan_copies(*args)
+
+    profile = replace(MADE, compute=LineCost(0.0, 1e-15), message=LineCost(0.0, 1e-9))
+    for options, trains in (({}, True), ({"memory_reuse": "S4"}, True), ({}, False)):
+        layer = build(4, 1, 0.8, (0,), balance=True, pipeline=2, **options)
+        layer.experts.requires_grad_(trains)
+        key = (layer.ranks.name, torch.device("cpu"), torch.float64)
+        planned = mock.patch("pmoe.decide.balanced_counts.plan_copies", recorded)
+        with mock.patch.dict(PROFILES, {key: profile}), planned:
+            step(layer, rank, world)
+    return prices
+
+
+def test_a_copy_is_priced_by_what_is_sent() -> None:
+    """The weights that S4 sends a second time were not counted."""
+    # Weights and gradients are 4 H M numbers, and half of the rows send 4 M; with S4 6 H M and 5 M.
+    for kept, sent_again, frozen in ranks(2).run(prices_job):
+        assert kept == pytest.approx(2 * H, abs=1)
+        assert sent_again == pytest.approx(2.4 * H, abs=1)
+        assert frozen == pytest.approx(H, abs=1)
+
+
 # ---- copies that stay
 
 

@@ -1,29 +1,29 @@
-"""The price of a copy in rows, by which balance=True decides."""
+"""The price of a copy in rows, by which balance=True decides, and with which the simulator plans."""
 
 from dataclasses import replace
 
 import pytest
 
-from pmoe.planner.copy_price import copy_price, prices_of_copy
+from pmoe.planner.cluster import Cluster, links_of
+from pmoe.planner.copy_price import copy_prices
 from pmoe.planner.costs import LineCost
+from pmoe.planner.uneven_ranks import UnevenLayer
 from tests.unit.test_profile import MADE
 
 M, H = 64, 256
 ELEMENTS = 2 * M * H
+LAYER = {"multiply_adds": ELEMENTS, "row_bytes": 4 * M, "expert_bytes": 4 * ELEMENTS, "num_ranks": 2}
+"""Elements have 4 bytes. One of two rows stays on its rank."""
 
 
-def price(*, compute: float, message: float, alpha: float = 0.0, trains: bool = True) -> int:
-    """Rates are seconds of a multiply-add and of a byte. Rows have elements of 4 bytes, on 2 ranks."""
+def price(
+    *, compute: float, message: float, alpha: float = 0.0, trains: bool = True, sent_again: bool = False
+) -> int:
+    """The price on every node. Rates are seconds of a multiply-add and of a byte."""
     profile = replace(MADE, compute=LineCost(0.0, compute), message=LineCost(alpha, message))
-    return copy_price(
-        profile,
-        link=profile.message,
-        expert_elements=ELEMENTS,
-        d_model=M,
-        element_size=4,
-        num_ranks=2,
-        trains=trains,
-    )
+    near, far = copy_prices(profile, {}, **LAYER, trains=trains, sent_again=sent_again)
+    assert near == far
+    return near
 
 
 def test_behind_a_slow_link_a_copy_costs_as_much_as_the_messages_of_twice_its_columns() -> None:
@@ -39,13 +39,25 @@ def test_behind_a_fast_link_a_copy_is_priced_by_the_products_of_rows() -> None:
     assert price(compute=1e-11, message=3e-11, trains=False) == 12
 
 
+def test_where_backward_sends_rows_and_weights_again_both_count() -> None:
+    # 3 * 2 H M numbers of a copy against 5 M of a row
+    assert price(compute=1e-15, message=1e-9, sent_again=True) == pytest.approx(2.4 * H, abs=1)
+    assert price(compute=1e-11, message=3e-10, sent_again=True) == 120
+    assert price(compute=1e-11, message=3e-10, sent_again=True, trains=False) == 120
+
+
 def test_a_copy_on_another_node_is_priced_by_the_link_between_nodes() -> None:
-    links = {"inside": LineCost(0.0, 1e-11), "outside": LineCost(0.0, 3e-11)}
-    layer = {"expert_elements": ELEMENTS, "d_model": M, "element_size": 4, "num_ranks": 2, "trains": True}
+    slow, fast = LineCost(0.0, 3e-11), LineCost(0.0, 1e-11)
     profile = replace(MADE, compute=LineCost(0.0, 1e-11), message=LineCost(0.0, 2e-11))
-    near, far = prices_of_copy(profile, links, **layer)
-    assert (near, far) == (3, 8)
-    assert prices_of_copy(profile, {"outside": LineCost(0.0, 1.0)}, **layer) == (6, 6)
+
+    def prices(**links: LineCost) -> tuple[int, int]:
+        return copy_prices(profile, links, **LAYER, trains=True)
+
+    assert prices(inside=fast, outside=slow) == (3, 8)
+    assert prices(inside=slow, outside=fast) == (8, 8)  # links of noisy measurements
+    assert prices(inside=fast) == (3, 3)
+    assert prices(outside=slow) == (8, 8)
+    assert prices() == (6, 6)
 
 
 def test_the_fixed_time_of_a_message_counts() -> None:
@@ -57,8 +69,40 @@ def test_without_rates_nothing_is_asked() -> None:
     assert price(compute=0.0, message=0.0) == 0
 
 
-def test_gradients_cost_as_much_as_the_weights_that_are_trained() -> None:
+def test_gradients_and_their_products_cost_as_much_as_the_weights_that_are_trained() -> None:
     profile = replace(MADE, compute=LineCost(0.0, 1e-11), message=LineCost(0.0, 3e-10))
-    layer = {"expert_elements": ELEMENTS, "d_model": M, "element_size": 4, "num_ranks": 2, "trains": True}
-    prices = [copy_price(profile, link=profile.message, learned=of, **layer) for of in (1.0, 0.5, 0.0)]
-    assert prices == [80, 60, 40]
+    # 8 M H bytes and those of the gradients, against 2 M H multiply-adds, once for each kind of product
+    prices = [copy_prices(profile, {}, **LAYER, trains=True, learned=of)[0] for of in (1.0, 0.5, 0.0)]
+    assert prices == [240 // 3, 180 / 2.5, 120 / 2]
+
+
+@pytest.mark.parametrize(("machines", "ranks_per_machine"), [(1, 4), (4, 1)])
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_simulator_prices_a_copy_as_a_layer_on_these_machines_does(
+    machines: int, ranks_per_machine: int, trains: bool
+) -> None:
+    """The simulator had a formula of its own, which left out the fixed time of messages.
+
+    The layer counted the fixed time of a message to all ranks, although few ranks get a copy.
+    """
+    cluster = Cluster(
+        machines=machines,
+        ranks_per_machine=ranks_per_machine,
+        device_type="cuda",
+        memory_bytes=1e9,
+        compute=LineCost(0.0, 1e-12),
+        copy=LineCost(0.0, 0.0),
+        inside=LineCost(2e-6, 1e-10),
+        outside=LineCost(9e-6, 4e-10),
+    )
+    profile = cluster.profile("flat", 1, "float32")
+    layer = UnevenLayer(loads=[10] * 4, row_bytes=4 * M, multiply_adds=ELEMENTS, expert_bytes=4 * ELEMENTS)
+    link = cluster.inside if machines == 1 else cluster.outside
+    crossing = 3 / 4
+    rows_seconds = max(
+        (3 if trains else 1) * ELEMENTS * 1e-12, (4 if trains else 2) * 4 * M * crossing * link.beta_seconds
+    )
+    expected = (2 if trains else 1) * link(4 * ELEMENTS) / rows_seconds
+    prices = layer.copy_prices(cluster, trains=trains)
+    assert prices == copy_prices(profile, links_of(profile), **{**LAYER, "num_ranks": 4}, trains=trains)
+    assert prices == pytest.approx((expected, expected), abs=1)

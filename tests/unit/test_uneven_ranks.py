@@ -12,7 +12,7 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.layer_seconds import even_task_costs
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.simulator import makespan, simulate, task_seconds
-from pmoe.planner.uneven_ranks import UnevenLayer, copy_prices, nodes_of, tasks_of_ranks, uneven_pass_seconds
+from pmoe.planner.uneven_ranks import UnevenLayer, nodes_of, tasks_of_ranks, uneven_pass_seconds
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, Stages
 
@@ -120,12 +120,12 @@ def test_an_owner_sends_each_expert_once_and_hosts_pass_their_parts_on() -> None
 
 def test_prices_are_rows_of_products_or_of_messages() -> None:
     even = layer([10, 10], row_bytes=1, expert_bytes=30)
-    assert copy_prices(even, CLUSTER, trains=False) == (30, 30)
-    assert copy_prices(even, CLUSTER, trains=True) == (20, 20)  # weights and gradients; a row three times
+    assert even.copy_prices(CLUSTER, trains=False) == (30, 30)
+    assert even.copy_prices(CLUSTER, trains=True) == (20, 20)  # weights and gradients; a row three times
     slow_rows = replace(even, row_bytes=10)  # half of the rows travel, there and back: 10 s a row
-    assert copy_prices(slow_rows, CLUSTER, trains=False) == (3, 3)
+    assert slow_rows.copy_prices(CLUSTER, trains=False) == (3, 3)
     two_machines = replace(CLUSTER, machines=2, outside=LineCost(0.0, 4.0))
-    assert copy_prices(layer([10] * 4, expert_bytes=30), two_machines, trains=False) == (30, 120)
+    assert layer([10] * 4, expert_bytes=30).copy_prices(two_machines, trains=False) == (30, 120)
 
 
 @pytest.mark.parametrize("trains", [False, True])
@@ -152,7 +152,7 @@ def test_the_loads_of_the_benchmark_have_the_stated_skew() -> None:
 def test_a_plan_by_these_prices_costs_at_most_what_it_predicts_and_the_messages_between_hosts() -> None:
     cluster = replace(CLUSTER, ranks_per_machine=4)
     copied = layer([100, 20, 10, 10], row_bytes=0, expert_bytes=12)
-    near, far = copy_prices(copied, cluster, trains=False)
+    near, far = copied.copy_prices(cluster, trains=False)
     plan = plan_copies(
         copied.loads, copied.owners(4), nodes_of(cluster), CopyLimits(per_rank=1, near=near, far=far)
     )

@@ -30,8 +30,12 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-FAR = 1.15
-"""A choice that takes more than FAR times the seconds of the fastest choice is timed only once."""
+FAR = 2.5
+"""A choice that takes more than FAR times the seconds of the fastest choice is timed only once.
+
+Other work on the machine may double the seconds of a run, and the warm-up run may be as slow because it
+allocates buffers. So both say nothing about a choice that is less than FAR times as slow.
+"""
 
 CLEAR = 2.0
 """A difference of seconds counts as real if it is larger than CLEAR times its standard error."""
@@ -50,6 +54,12 @@ repeats may agree by accident.
 """
 
 USUAL_RUNS = 2
+
+SLOWED = 6.0
+"""A run that is slower than its choice's other runs by more than this many usual differences was slowed.
+
+Other work on the machine slowed it, so it says nothing about the choice (`longest_usual`).
+"""
 
 LOWER_MEDIAN = 1.2
 """Standard error of the lower median of r runs, times sqrt(r), for runs with standard deviation 1.
@@ -106,21 +116,48 @@ OUT_OF_MEMORY = PassTimes(math.inf, math.inf, step=math.inf, runs=1, noise=0.0)
 """The times of a choice for which a rank had too little memory."""
 
 
+def longest_usual(samples: Sequence[Sequence[float]]) -> list[float]:
+    """Returns for each choice the most seconds of a run that nothing else on the machine slowed.
+
+    The difference of a run is its seconds relative to the lower median of its choice's runs. A run counts as
+    slowed if its difference is over `SLOWED` times the median of the differences of all runs, which counts as
+    at least USUAL_NOISE. The lower median of a choice is never slowed.
+
+    samples: for each choice, the seconds of its runs.
+
+    Example: [[1.0, 1.02, 2.0], [3.0, 3.06]] -> [1.14, 3.36]. The differences are 2 %, 96 % and 2 %.
+    """
+    middles = [statistics.median_low(runs) if runs else 0.0 for runs in samples]
+    differences = [
+        abs(seconds / middle - 1)
+        for runs, middle in zip(samples, middles, strict=True)
+        for place, seconds in enumerate(sorted(runs))
+        if place != (len(runs) - 1) // 2
+    ]
+    usual = max(statistics.median(differences), USUAL_NOISE) if differences else USUAL_NOISE
+    return [middle * (1 + SLOWED * usual) for middle in middles]
+
+
 def relative_noise(samples: Sequence[Sequence[float]]) -> float:
     """Returns the relative standard deviation of one run, from the repeated runs of all choices.
 
-    The run with the largest deviation is left out. Another process may have slowed it, and the noise would
-    then look larger than the differences between choices.
+    Other work on the machine slows some runs, and the noise would then look larger than the differences
+    between choices. So runs that were slowed do not count (`longest_usual`). Of the other runs, the one with
+    the largest deviation does not count either.
 
     samples: for each choice, the seconds of its runs.
 
     If no choice has two runs, the result is USUAL_NOISE.
     """
+    usual = [
+        [seconds for seconds in runs if seconds <= longest]
+        for runs, longest in zip(samples, longest_usual(samples), strict=True)
+    ]
     squares = sorted(
-        (seconds / statistics.median(runs) - 1) ** 2 for runs in samples if len(runs) > 1 for seconds in runs
+        (seconds / statistics.median(runs) - 1) ** 2 for runs in usual if len(runs) > 1 for seconds in runs
     )[:-1]
     # A choice with r runs has r - 1 deviations that are independent.
-    freedom = max(sum(len(runs) - 1 for runs in samples if runs) - 1, 0)
+    freedom = max(sum(len(runs) - 1 for runs in usual if runs) - 1, 0)
     return math.sqrt((sum(squares) + USUAL_RUNS * USUAL_NOISE**2) / (freedom + USUAL_RUNS))
 
 
@@ -170,10 +207,23 @@ def timed_rounds(
         if number == 1:
             remaining = [choice for choice in remaining if times[choice].step <= FAR * fastest.step]
             continue
-        remaining = [choice for choice in remaining if not times[choice].is_slower_than(fastest)]
-        if len(remaining) == 1 or fastest.resolution(fastest) <= FINE:
+        slower = [choice for choice in remaining if times[choice].is_slower_than(fastest)]
+        doubtful = [choice for choice in slower if _is_doubtful(times[choice], first_runs[choice])]
+        remaining = [choice for choice in remaining if choice not in slower or choice in doubtful]
+        if len(remaining) == 1 or (not doubtful and fastest.resolution(fastest) <= FINE):
             break
     return {choice: times[choice] for choice in choices if choice in times}
+
+
+def _is_doubtful(timed: PassTimes, first_run: tuple[float, float]) -> bool:
+    """Whether the timed runs of a choice were probably slowed: they are clearly slower than its warm-up run.
+
+    Nothing makes the warm-up run faster than later runs, so the choice should be timed once more.
+
+    timed: the times of the choice.
+    first_run: (forward, backward) seconds of its warm-up run.
+    """
+    return timed.step > sum(first_run) * (1 + timed.resolution(timed))
 
 
 def _timed(
@@ -181,15 +231,20 @@ def _timed(
 ) -> dict[T, PassTimes]:
     """Returns the median seconds of each choice, and the noise of its runs.
 
+    Runs that other work on the machine slowed do not count (`longest_usual`).
+
     samples: for each choice, the (forward, backward) seconds of each timed run.
     first_runs: for each choice, the (forward, backward) seconds of the warm-up run. They are used only for a
         choice that was timed once. Its result is then the faster of the two runs, so a single run that
         another process slowed does no harm.
     """
-    noise = relative_noise([[sum(passes) for passes in runs] for runs in samples.values()])
+    steps = [[sum(passes) for passes in runs] for runs in samples.values()]
+    noise = relative_noise(steps)
     times = {}
-    for choice, runs in samples.items():
-        counted = runs if len(runs) > 1 else [*runs, first_runs[choice]]
+    for (choice, runs), longest in zip(samples.items(), longest_usual(steps), strict=True):
+        counted = [passes for passes in runs if sum(passes) <= longest]
+        if len(runs) == 1:
+            counted = [*runs, first_runs[choice]]
         forward, backward, step = (
             statistics.median_low(seconds)
             for seconds in zip(*((f, b, f + b) for f, b in counted), strict=True)

@@ -4,8 +4,8 @@ The search is pmoe's own code (`pmoe.choose`). Only the batch and the runs are s
 
     seconds of a run = stored seconds * (1 + noise) * (1, or in some runs `Disturbance.factor`)
 
-The stored seconds are those of bench_choices. The search also has a profile: the measured rates of a machine.
-For half of the searches the rates are wrong, as if other work had disturbed their measurement, and the profile
+The stored seconds are those of bench_choices. A search also has a profile: measured rates of the machine. For
+half of the searches the rates are wrong, as if other work had disturbed their measurement, and the profile
 says that it describes the machine badly.
 """
 
@@ -299,6 +299,7 @@ def _searched(batch: Any) -> Choice:
     pair = open_choice._cheapest_pair(batch)
     degrees = search.search(GranularityTable(), batch, pair, DEGREES, apart=True)
     assert degrees is not None
+    pair = open_choice._pair_for(batch, degrees, pair)
     return Choice(forward=degrees.forward, backward=degrees.backward, restore=pair)
 
 

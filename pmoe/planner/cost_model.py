@@ -277,8 +277,8 @@ def cheapest_pair(
 def work_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> float:
     """Returns the seconds of all work of a step, one after the other: computation, communication and copies.
 
-    Two pairs may take equally long by Eq. 10 and by the simulator, because slower work hides the work of one of
-    them. On a real machine, hidden work is not quite free, so the pair with more work is a little slower.
+    Two pairs may take equally long by Eq. 10 and by the simulator, because other work hides what one of them
+    does more. On a real machine, hidden work is not quite free, so this pair is a little slower.
 
     sizes: sizes of the layer.
     profile: measured rates.

@@ -347,6 +347,9 @@ MPipeMoE's Eq. 10 predicts the seconds. A pair that is slower by this equation m
 the equation counts only the slowest of computation, communication and copies.
 """
 
+RIVAL = 1.1
+"""A restore pair is compared again if it took at most RIVAL times as long as the fastest in small trials."""
+
 MOST_PAIRS = 3
 """Largest number of restore pairs that trials compare with one number of chunks within a budget."""
 
@@ -388,6 +391,7 @@ class Chooser:
         self.bins = bins
         self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
+        self._rivals: dict[tuple[object, ...], Restore] = {}
 
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
@@ -417,7 +421,12 @@ class Chooser:
             ordered = sorted(self.pairs, key=lambda pair: seconds[pair])
             limit = math.inf if rates.doubt else NEAR * seconds[cheapest]
             near = [pair for pair in ordered if seconds[pair] <= limit]
-            cheapest = _fastest_tried(near, tried) or cheapest
+            times = tried(near) if len(near) > 1 else None
+            if times is not None:
+                cheapest = _fastest(near, times, trusts_order=not rates.doubt)
+                rival = _rival_of(cheapest, near, times)
+                if rival is not None:
+                    self._rivals[key] = rival
             if cheapest not in self._pairs.values():
                 listed = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
@@ -428,6 +437,30 @@ class Chooser:
                 )
             self._pairs[key] = cheapest
         return self._pairs[key]
+
+    def confirmed_pair(
+        self, sizes: LayerSizes, max_tokens: int, pair: Restore, tried: TriedBy[Restore]
+    ) -> Restore:
+        """Returns the faster of a pair that `pair` returned and the pair that was nearly as fast in trials.
+
+        Both are measured once for about the same number of tokens, and the result is remembered in place of
+        the pair. If no other pair was nearly as fast, nothing is measured.
+
+        Args:
+            sizes: sizes of the layer.
+            max_tokens: tokens of the rank with most tokens.
+            pair: the restore pair that `pair` returned for these tokens.
+            tried: measures the seconds of given pairs by trials, with the numbers of chunks of the step; its
+                result is None if trials are not allowed.
+        """
+        key = (sizes, rounded_up(max_tokens), self.pairs)
+        rival = self._rivals.pop(key, None)
+        if rival is None:
+            return pair
+        times = tried([pair, rival])
+        if times is not None:
+            self._pairs[key] = pair = _fastest([pair, rival], times, trusts_order=False)
+        return pair
 
     def fitting(
         self,
@@ -514,9 +547,13 @@ class Chooser:
         if rates is not None:
             fitting = [candidate for candidate in candidates if candidate.memory.promised <= self.budget]
             shortlist = _worth_trying(fitting, limit=math.inf if rates.doubt else NEAR)
-            best = _fastest_tried(shortlist, tried) or best
-            if rates.doubt:
-                best = _fastest_tried(_with_rivals(best, fitting, shortlist), tried) or best
+            times = tried(shortlist) if len(shortlist) > 1 else None
+            if times is not None:
+                best = _fastest(shortlist, times, trusts_order=not rates.doubt)
+            rivals = _with_rivals(best, fitting, shortlist) if rates.doubt else []
+            times = tried(rivals) if len(rivals) > 1 else None
+            if times is not None:
+                best = _fastest(rivals, times, trusts_order=False)
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
 
@@ -531,20 +568,36 @@ def without_offload(choices: Sequence[Choice]) -> list[Choice]:
     ]
 
 
-def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
-    """Returns the choice that is fastest in trials; None for a single choice, or if trials are not allowed.
+def _fastest(few: Sequence[T], times: Sequence[PassTimes], *, trusts_order: bool) -> T:
+    """Returns the choice that was fastest in trials.
 
-    Often the measured seconds of several choices differ only by the noise of the machine. The function then
-    returns the choice with the fewest predicted seconds among them.
+    Often the measured seconds of several choices differ only by the noise of the machine. If predictions can
+    be trusted, the function then returns the choice with the fewest predicted seconds among them.
 
-    few: the choices to compare, in order of their predicted seconds.
-    tried: measures the seconds of these choices by trials; its result is None if trials are not allowed.
+    few: the choices that were compared, in order of their predicted seconds.
+    times: the measured times of these choices.
+    trusts_order: whether the predicted seconds can be trusted.
     """
-    times = tried(few) if len(few) > 1 else None
-    if times is None:
-        return None
     fastest = min(times, key=lambda timed: timed.step)
+    if not trusts_order:
+        return few[times.index(fastest)]
     return next(choice for choice, timed in zip(few, times, strict=True) if not timed.is_slower_than(fastest))
+
+
+def _rival_of(pair: Restore, pairs: Sequence[Restore], times: Sequence[PassTimes]) -> Restore | None:
+    """Returns the fastest other restore pair that was nearly as fast in trials as ``pair``; None without one.
+
+    pair: the pair that was chosen.
+    pairs: the pairs that were compared, ``pair`` included.
+    times: the measured times of these pairs.
+    """
+    chosen = times[pairs.index(pair)]
+    others = [
+        (timed.step, other)
+        for other, timed in zip(pairs, times, strict=True)
+        if other != pair and timed.step <= RIVAL * chosen.step
+    ]
+    return min(others, key=lambda other: other[0])[1] if others else None
 
 
 def _worth_trying(candidates: Iterable[PricedChoice], limit: float) -> list[PricedChoice]:

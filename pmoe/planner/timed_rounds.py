@@ -40,7 +40,7 @@ allocates buffers. So both say nothing about a choice that is less than FAR time
 CLEAR = 2.0
 """A difference of seconds counts as real if it is larger than CLEAR times its standard error."""
 
-FINE = 0.02
+FINE = 0.05
 """Relative difference below which two choices count as equally fast, so that no more rounds are run."""
 
 MOST_ROUNDS = 9
@@ -78,7 +78,7 @@ class PassTimes:
 
     forward, backward: seconds of each pass.
     step: seconds of both passes together.
-    runs: number of runs.
+    runs: number of timed runs that count, without those that other work slowed.
     noise: relative standard deviation of one run, estimated from the runs of all choices in the same rounds.
     """
 
@@ -175,8 +175,9 @@ def timed_rounds(
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
       (`PassTimes.resolution`).
 
-    The rounds end if one choice is left, if the resolution is at most FINE, or after ``most_rounds``. The
-    fastest choice is timed at least twice.
+    A choice that is slower stays if other work on the machine may have slowed its runs (`_is_doubtful`). The
+    rounds end if one choice is left, if the resolution is at most FINE and no such choice is left, or after
+    ``most_rounds``. The fastest choice is timed at least twice.
 
     choices: the choices to measure, without repeats.
     run_round: a function that runs each of the given choices once. It returns the seconds of (forward,
@@ -208,22 +209,29 @@ def timed_rounds(
             remaining = [choice for choice in remaining if times[choice].step <= FAR * fastest.step]
             continue
         slower = [choice for choice in remaining if times[choice].is_slower_than(fastest)]
-        doubtful = [choice for choice in slower if _is_doubtful(times[choice], first_runs[choice])]
+        doubtful = [
+            choice
+            for choice in slower
+            if _is_doubtful(times[choice], fastest, [first_runs[choice], *samples[choice]])
+        ]
         remaining = [choice for choice in remaining if choice not in slower or choice in doubtful]
         if len(remaining) == 1 or (not doubtful and fastest.resolution(fastest) <= FINE):
             break
     return {choice: times[choice] for choice in choices if choice in times}
 
 
-def _is_doubtful(timed: PassTimes, first_run: tuple[float, float]) -> bool:
-    """Whether the timed runs of a choice were probably slowed: they are clearly slower than its warm-up run.
+def _is_doubtful(timed: PassTimes, fastest: PassTimes, runs: Sequence[tuple[float, float]]) -> bool:
+    """Whether other work may have slowed the runs of a choice that seems to be slower than the fastest.
 
-    Nothing makes the warm-up run faster than later runs, so the choice should be timed once more.
+    There are two signs of it: one run was as fast as the fastest choice, or the timed runs took clearly
+    longer than the first run, which is usually the slowest because it allocates buffers.
 
     timed: the times of the choice.
-    first_run: (forward, backward) seconds of its warm-up run.
+    fastest: the times of the fastest choice.
+    runs: the (forward, backward) seconds of all runs of the choice, beginning with its first run.
     """
-    return timed.step > sum(first_run) * (1 + timed.resolution(timed))
+    seconds = [sum(passes) for passes in runs]
+    return min(seconds) <= fastest.step or seconds[0] * (1 + timed.resolution(timed)) < timed.step
 
 
 def _timed(
@@ -242,12 +250,11 @@ def _timed(
     noise = relative_noise(steps)
     times = {}
     for (choice, runs), longest in zip(samples.items(), longest_usual(steps), strict=True):
-        counted = [passes for passes in runs if sum(passes) <= longest]
-        if len(runs) == 1:
-            counted = [*runs, first_runs[choice]]
+        usual = [passes for passes in runs if sum(passes) <= longest]
+        counted = usual if len(runs) > 1 else [*runs, first_runs[choice]]
         forward, backward, step = (
             statistics.median_low(seconds)
             for seconds in zip(*((f, b, f + b) for f, b in counted), strict=True)
         )
-        times[choice] = PassTimes(forward, backward, step, len(counted), noise)
+        times[choice] = PassTimes(forward, backward, step, len(usual), noise)
     return times

@@ -248,7 +248,7 @@ def chosen_job(
     noise: relative standard deviation of one of two runs of each trial.
     """
 
-    def tried(_: Any, choices: Any) -> Any:
+    def tried(_: Any, choices: Any, *limits: Any, **more: Any) -> Any:
         if trials is None:
             return None
         measured = [trials.get(each.restore, trials.get(each.forward, math.inf)) for each in choices]

@@ -37,11 +37,12 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.measure.products import measure_products
 from pmoe.measure.profile import PROFILES
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice, all_choices
+from pmoe.planner.degree_trials import LATER_ROUNDS
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.priced_choices import Chooser, Measured, rounded_up, without_offload
-from pmoe.planner.timed_rounds import OUT_OF_MEMORY
+from pmoe.planner.timed_rounds import MOST_ROUNDS, OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
@@ -100,7 +101,8 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     again for backward.
 
     With a memory budget, the result is the fastest choice within the budget. Otherwise the pair is chosen
-    first, by a cost model, and then the numbers of chunks, by trials (timed runs) or by FSMoE's solver.
+    first, by a cost model, and then the numbers of chunks, by trials (timed runs) or by FSMoE's solver. If
+    trials found the numbers of chunks, the two fastest pairs are compared with these numbers once more.
 
     batch: the routed batch, on which trials run.
     restore: the pair, if the caller has chosen it; None if this function chooses it.
@@ -113,23 +115,28 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
         if not options.solves:
             return _check_profile_with_a_step(batch, choice)
         restore = choice.restore  # the solver takes the numbers of chunks
+    has_several_pairs = restore is None and len(modules.pairs) > 1 and counts.needs_grad
     if restore is None:
-        has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
-        restore = without_host_offload(
-            _cheapest_pair(batch) if has_several_pairs else modules.pairs[0], counts
-        )
+        cheapest = _cheapest_pair(batch) if has_several_pairs else modules.pairs[0]
+        pair = without_host_offload(cheapest, counts)
+    else:
+        pair = restore
     n = options.fixed_degree
     if n is not None:
         degrees_of_passes = PassDegrees(n, options.pipeline_backward or n)
     elif options.solves:
 
         def tried(degrees: Sequence[int]) -> Measured:
-            return _tried(batch, all_choices([(n, n) for n in degrees], [restore]))
+            return _tried(batch, all_choices([(n, n) for n in degrees], [pair]))
 
-        degrees_of_passes = degrees_by_solver(batch, restore, tried)
+        degrees_of_passes = degrees_by_solver(batch, pair, tried)
     else:
-        degrees_of_passes = degrees_by_search(batch, restore)
-    return _check_profile_with_a_step(batch, Choice(**vars(degrees_of_passes), restore=restore))
+        degrees_of_passes = degrees_by_search(batch, pair)
+        confirmed = _pair_for(batch, degrees_of_passes, pair) if has_several_pairs else pair
+        if confirmed != pair:  # the memory of a step with this pair is not tested yet
+            pair = confirmed
+            degrees_of_passes = degrees_by_search(batch, pair)
+    return _check_profile_with_a_step(batch, Choice(**vars(degrees_of_passes), restore=pair))
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
@@ -153,7 +160,12 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
     return chooser
 
 
-def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
+def _tried(
+    batch: TrialBatch,
+    choices: Sequence[Choice],
+    most_rounds: int = MOST_ROUNDS,
+    one_is_taken: bool = False,
+) -> Measured:
     """Returns the measured seconds of each choice; None if nothing could be measured.
 
     If any rank has too little memory for a choice, the entry of the choice is `OUT_OF_MEMORY`. The result is
@@ -166,12 +178,15 @@ def _tried(batch: TrialBatch, choices: Sequence[Choice]) -> Measured:
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to measure. A restore pair says how backward gets the
         rows and the hidden activation.
+    most_rounds: largest number of timed rounds.
+    one_is_taken: whether the step of this batch will run with one of ``choices``. Trials may then take as
+        much memory as this step needs.
     """
     if not batch.may_try:
         return None
     batch = batch.counted_for(choices)
     try:
-        measured = measure_in_little_memory(batch, choices)
+        measured = measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
     except torch.OutOfMemoryError:  # raised on every rank, so all ranks return None
         return None
     if not measured:
@@ -284,11 +299,36 @@ def _cheapest_pair(batch: TrialBatch) -> Restore:
     options = batch.modules.options
     n = options.fixed_degree or PAIR_DEGREE  # if n is open, it is chosen after the pair
     n_backward = options.pipeline_backward or n
+    # If n is open, the two fastest pairs are compared once more, with the n that is found (`_pair_for`).
+    most_rounds = MOST_ROUNDS if options.fixed_degree is not None or options.solves else LATER_ROUNDS
 
     def tried(pairs: Sequence[Restore]) -> Measured:
-        return _tried(batch, all_choices([(n, n_backward)], pairs))
+        return _tried(batch, all_choices([(n, n_backward)], pairs), most_rounds)
 
     return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
+
+
+def _pair_for(batch: TrialBatch, degrees: PassDegrees, pair: Restore) -> Restore:
+    """Returns the restore pair for the numbers of chunks that were found after the pair was chosen.
+
+    The pair was chosen with `PAIR_DEGREE` chunks, on the few tokens that fit into the memory of the layer's
+    smallest step. If another pair was nearly as fast there, both are compared with the numbers of chunks that
+    the step will use, on as many tokens as fit into the memory of this step. Nothing is compared twice for
+    about the same number of tokens.
+
+    The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
+    again for backward.
+
+    batch: the routed batch, on which trials (timed runs of both passes) run.
+    degrees: the numbers of chunks of both passes.
+    pair: the pair that was chosen.
+    """
+
+    def tried(pairs: Sequence[Restore]) -> Measured:
+        choices = all_choices([(degrees.forward, degrees.backward)], pairs)
+        return _tried(batch, choices, one_is_taken=True)
+
+    return _chooser_of(batch).confirmed_pair(batch.sizes, batch.counts.max_tokens, pair, tried)
 
 
 def _within_budget(batch: TrialBatch) -> Choice:

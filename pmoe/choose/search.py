@@ -206,10 +206,11 @@ def search(
 
 
 def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int]) -> dict[int, float] | None:
-    """Returns the simulated seconds of a step for each number of chunks; None without a profile.
+    """Returns the simulated seconds of a step for each number of chunks; None without a good profile.
 
     The simulation needs a profile: the measured rates of this machine. If no profile is stored, none is
-    measured here, because that would take longer than timed runs of all ``numbers``.
+    measured here, because that would take longer than timed runs of all ``numbers``. A profile that describes
+    the machine badly (`Profile.doubt`) predicts nothing: a wrong prediction would leave out the fastest n.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -219,7 +220,7 @@ def predicted_seconds(batch: TrialBatch, restore: Restore, numbers: Sequence[int
     Collective the first time for these ranks and this dtype.
     """
     profile = batch.stored_profile()
-    if profile is None:
+    if profile is None or profile.doubt:
         return None
     simulated = functools.partial(step_seconds, batch.sizes, profile, batch.counts.max_tokens)
     return {n: simulated(Choice(forward=n, backward=n, restore=restore)) for n in numbers}

@@ -9,14 +9,15 @@ all ranks choose the same. `pmoe plan` uses the same functions to give advice be
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from pmoe.comm import ExchangeName
 from pmoe.comm.counts import num_bins, slack_with_copies, slot_rows, with_two
-from pmoe.planner.cost_model import cheapest_pair, eq10_seconds
+from pmoe.planner.cost_model import cheapest_pair, eq10_seconds, work_seconds
 from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_seconds import simulated_step, step_seconds
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
@@ -37,10 +38,12 @@ class PricedChoice(Choice):
     The restore pair says what is kept, offloaded or made again between the passes.
 
     seconds: seconds of a forward and a backward pass, if tokens are evenly routed; 0 if no profile was given.
+    work: seconds of all work of both passes, one after the other (`work_seconds`); 0 if no profile was given.
     memory: predicted bytes for the routing that needs most memory.
     """
 
     seconds: float
+    work: float = 0.0
     memory: PredictedMemory = field(hash=False)
 
     def __str__(self) -> str:
@@ -148,6 +151,7 @@ def evaluate(
         PricedChoice(
             **vars(choice),
             seconds=0.0 if profile is None else step_seconds(sizes, profile, num_tokens, choice),
+            work=0.0 if profile is None else work_seconds(sizes, profile, num_tokens, choice.restore),
             memory=bound(sizes, sizes.call(num_tokens), choice, slack, bins),
         )
         for choice in choices
@@ -158,7 +162,7 @@ def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoi
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
     Of several equally fast candidates, the function takes one that does not round T_M to e4m3, if there is
-    one. Of these it takes the one with the fewest bytes.
+    one. Of these it takes the one with the least work (`work_seconds`), then the one with the fewest bytes.
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -331,8 +335,8 @@ def step_bars(sizes: LayerSizes, profile: Profile, num_tokens: int, chosen: Pric
 
 
 T = TypeVar("T")
-PRICE = operator.attrgetter("seconds", "restore.rounds", "memory.promised")
-"""Sort key of candidates: seconds, then whether T_M is rounded, then bytes.
+PRICE = operator.attrgetter("seconds", "restore.rounds", "work", "memory.promised")
+"""Sort key of candidates: seconds, then whether T_M is rounded, then work, then bytes.
 
 So of two candidates that are equally fast, one that rounds nothing is taken.
 """
@@ -342,6 +346,12 @@ NEAR = 1.25
 MPipeMoE's Eq. 10 predicts the seconds. A pair that is slower by this equation may really be faster, because
 the equation counts only the slowest of computation, communication and copies.
 """
+
+RIVAL = 1.1
+"""A restore pair is compared again if it took at most RIVAL times as long as the fastest in small trials."""
+
+MOST_PAIRS = 3
+"""Largest number of restore pairs that trials compare with one number of chunks within a budget."""
 
 Measured = Sequence[PassTimes] | None
 """Measured times of each choice, the same on every rank.
@@ -381,6 +391,7 @@ class Chooser:
         self.bins = bins
         self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
+        self._rivals: dict[tuple[object, ...], Restore] = {}
 
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
@@ -390,7 +401,7 @@ class Chooser:
         A restore pair says what is kept, offloaded or made again between the passes. The pair that is fastest
         by the equation is taken, unless trials show that another pair is clearly faster. If trials are
         allowed, they compare all pairs whose seconds by the equation are at most `NEAR` times the seconds of
-        the fastest pair.
+        the fastest pair. If the profile describes the machine badly (`Profile.doubt`), they compare all.
 
         Args:
             sizes: sizes of the layer.
@@ -405,10 +416,17 @@ class Chooser:
         tokens = rounded_up(max_tokens)
         key = (sizes, tokens, self.pairs)
         if key not in self._pairs:
-            cheapest, seconds = cheapest_pair(sizes, profile(), tokens, self.pairs)
+            rates = profile()
+            cheapest, seconds = cheapest_pair(sizes, rates, tokens, self.pairs)
             ordered = sorted(self.pairs, key=lambda pair: seconds[pair])
-            near = [pair for pair in ordered if seconds[pair] <= NEAR * seconds[cheapest]]
-            cheapest = _fastest_tried(near, tried) or cheapest
+            limit = math.inf if rates.doubt else NEAR * seconds[cheapest]
+            near = [pair for pair in ordered if seconds[pair] <= limit]
+            times = tried(near) if len(near) > 1 else None
+            if times is not None:
+                cheapest = _fastest(near, times, trusts_order=not rates.doubt)
+                rival = _rival_of(cheapest, near, times)
+                if rival is not None:
+                    self._rivals[key] = rival
             if cheapest not in self._pairs.values():
                 listed = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
@@ -419,6 +437,30 @@ class Chooser:
                 )
             self._pairs[key] = cheapest
         return self._pairs[key]
+
+    def confirmed_pair(
+        self, sizes: LayerSizes, max_tokens: int, pair: Restore, tried: TriedBy[Restore]
+    ) -> Restore:
+        """Returns the faster of a pair that `pair` returned and the pair that was nearly as fast in trials.
+
+        Both are measured once for about the same number of tokens, and the result is remembered in place of
+        the pair. If no other pair was nearly as fast, nothing is measured.
+
+        Args:
+            sizes: sizes of the layer.
+            max_tokens: tokens of the rank with most tokens.
+            pair: the restore pair that `pair` returned for these tokens.
+            tried: measures the seconds of given pairs by trials, with the numbers of chunks of the step; its
+                result is None if trials are not allowed.
+        """
+        key = (sizes, rounded_up(max_tokens), self.pairs)
+        rival = self._rivals.pop(key, None)
+        if rival is None:
+            return pair
+        times = tried([pair, rival])
+        if times is not None:
+            self._pairs[key] = pair = _fastest([pair, rival], times, trusts_order=False)
+        return pair
 
     def fitting(
         self,
@@ -503,10 +545,15 @@ class Chooser:
         candidates = evaluate(sizes, tokens, choices, profile=rates, slack=self.slack, bins=self.bins)
         best = within_budget(candidates, self.budget)
         if rates is not None:
-            shortlist = _worth_trying(
-                [candidate for candidate in candidates if candidate.memory.promised <= self.budget]
-            )
-            best = _fastest_tried(shortlist, tried) or best
+            fitting = [candidate for candidate in candidates if candidate.memory.promised <= self.budget]
+            shortlist = _worth_trying(fitting, limit=math.inf if rates.doubt else NEAR)
+            times = tried(shortlist) if len(shortlist) > 1 else None
+            if times is not None:
+                best = _fastest(shortlist, times, trusts_order=not rates.doubt)
+            rivals = _with_rivals(best, fitting, shortlist) if rates.doubt else []
+            times = tried(rivals) if len(rivals) > 1 else None
+            if times is not None:
+                best = _fastest(rivals, times, trusts_order=False)
         log.info("memory_budget=%d takes %s for up to %d tokens a rank", self.budget, best, tokens)
         return best
 
@@ -521,34 +568,89 @@ def without_offload(choices: Sequence[Choice]) -> list[Choice]:
     ]
 
 
-def _fastest_tried(few: Sequence[T], tried: TriedBy[T]) -> T | None:
-    """Returns the choice that is fastest in trials; None for a single choice, or if trials are not allowed.
+def _fastest(few: Sequence[T], times: Sequence[PassTimes], *, trusts_order: bool) -> T:
+    """Returns the choice that was fastest in trials.
 
-    Often the measured seconds of several choices differ only by the noise of the machine. The function then
-    returns the choice with the fewest predicted seconds among them.
+    Often the measured seconds of several choices differ only by the noise of the machine. If predictions can
+    be trusted, the function then returns the choice with the fewest predicted seconds among them.
 
-    few: the choices to compare, in order of their predicted seconds.
-    tried: measures the seconds of these choices by trials; its result is None if trials are not allowed.
+    few: the choices that were compared, in order of their predicted seconds.
+    times: the measured times of these choices.
+    trusts_order: whether the predicted seconds can be trusted.
     """
-    times = tried(few) if len(few) > 1 else None
-    if times is None:
-        return None
     fastest = min(times, key=lambda timed: timed.step)
+    if not trusts_order:
+        return few[times.index(fastest)]
     return next(choice for choice, timed in zip(few, times, strict=True) if not timed.is_slower_than(fastest))
 
 
-def _worth_trying(candidates: Iterable[PricedChoice]) -> list[PricedChoice]:
+def _rival_of(pair: Restore, pairs: Sequence[Restore], times: Sequence[PassTimes]) -> Restore | None:
+    """Returns the fastest other restore pair that was nearly as fast in trials as ``pair``; None without one.
+
+    pair: the pair that was chosen.
+    pairs: the pairs that were compared, ``pair`` included.
+    times: the measured times of these pairs.
+    """
+    chosen = times[pairs.index(pair)]
+    others = [
+        (timed.step, other)
+        for other, timed in zip(pairs, times, strict=True)
+        if other != pair and timed.step <= RIVAL * chosen.step
+    ]
+    return min(others, key=lambda other: other[0])[1] if others else None
+
+
+def _worth_trying(candidates: Iterable[PricedChoice], limit: float) -> list[PricedChoice]:
     """Returns the few candidates that trials should compare.
 
     They are few because each trial costs training steps. For each number of chunks, the result has the
     candidate that is predicted to be the fastest. If all candidates have the same numbers of chunks, the
     result has the three fastest.
+
+    candidates: choices with their predicted seconds.
+    limit: candidates that are predicted to take more than this many times the seconds of the fastest one are
+        left out, but never the two fastest.
     """
     ordered = sorted(candidates, key=PRICE)
     fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}
     for candidate in ordered:
         fastest_by_degrees.setdefault((candidate.forward, candidate.backward), candidate)
-    return list(fastest_by_degrees.values()) if len(fastest_by_degrees) > 1 else ordered[:3]
+    if len(fastest_by_degrees) == 1:
+        return ordered[:MOST_PAIRS]
+    few = list(fastest_by_degrees.values())
+    return [
+        candidate for candidate in few if candidate in few[:2] or candidate.seconds <= limit * few[0].seconds
+    ]
+
+
+def _with_rivals(
+    best: PricedChoice, candidates: Iterable[PricedChoice], compared: Collection[PricedChoice]
+) -> list[PricedChoice]:
+    """Returns a choice and its rivals: the same numbers of chunks with other restore pairs.
+
+    Trials compared only one restore pair for each number of chunks: the pair that was predicted to be the
+    fastest. If the prediction is wrong, another pair may be faster. A pair that restores a tensor which
+    another rival keeps, and is equal to it otherwise, is never faster, so it is no rival.
+
+    best: the choice that won the first trials.
+    candidates: all choices within the budget, with their predicted seconds.
+    compared: the choices that the first trials compared.
+    """
+    alike = [each for each in sorted(candidates, key=PRICE) if each.degrees == best.degrees]
+    pairs = [candidate.restore for candidate in alike]
+    rivals = [
+        candidate
+        for candidate in alike
+        if candidate not in compared and not any(_does_less(pair, candidate.restore) for pair in pairs)
+    ]
+    return [best, *rivals[: MOST_PAIRS - 1]]
+
+
+def _does_less(pair: Restore, other: Restore) -> bool:
+    """Whether a restore pair keeps more tensors than ``other`` and treats the rest as ``other`` does."""
+    dispatched = pair.dispatched in ("keep", other.dispatched)
+    hidden = pair.hidden in ("keep", other.hidden)
+    return pair != other and dispatched and hidden
 
 
 def rounded_up(tokens: int) -> int:

@@ -30,13 +30,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-FAR = 1.15
-"""A choice that takes more than FAR times the seconds of the fastest choice is timed only once."""
+FAR = 2.5
+"""A choice that takes more than FAR times the seconds of the fastest choice is timed only once.
+
+Other work on the machine may double the seconds of a run, and the warm-up run may be as slow because it
+allocates buffers. So both say nothing about a choice that is less than FAR times as slow.
+"""
 
 CLEAR = 2.0
 """A difference of seconds counts as real if it is larger than CLEAR times its standard error."""
 
-FINE = 0.02
+FINE = 0.05
 """Relative difference below which two choices count as equally fast, so that no more rounds are run."""
 
 MOST_ROUNDS = 9
@@ -50,6 +54,12 @@ repeats may agree by accident.
 """
 
 USUAL_RUNS = 2
+
+SLOWED = 6.0
+"""A run that is slower than its choice's other runs by more than this many usual differences was slowed.
+
+Other work on the machine slowed it, so it says nothing about the choice (`longest_usual`).
+"""
 
 LOWER_MEDIAN = 1.2
 """Standard error of the lower median of r runs, times sqrt(r), for runs with standard deviation 1.
@@ -68,7 +78,7 @@ class PassTimes:
 
     forward, backward: seconds of each pass.
     step: seconds of both passes together.
-    runs: number of runs.
+    runs: number of timed runs that count, without those that other work slowed.
     noise: relative standard deviation of one run, estimated from the runs of all choices in the same rounds.
     """
 
@@ -106,21 +116,48 @@ OUT_OF_MEMORY = PassTimes(math.inf, math.inf, step=math.inf, runs=1, noise=0.0)
 """The times of a choice for which a rank had too little memory."""
 
 
+def longest_usual(samples: Sequence[Sequence[float]]) -> list[float]:
+    """Returns for each choice the most seconds of a run that nothing else on the machine slowed.
+
+    The difference of a run is its seconds relative to the lower median of its choice's runs. A run counts as
+    slowed if its difference is over `SLOWED` times the median of the differences of all runs, which counts as
+    at least USUAL_NOISE. The lower median of a choice is never slowed.
+
+    samples: for each choice, the seconds of its runs.
+
+    Example: [[1.0, 1.02, 2.0], [3.0, 3.06]] -> [1.14, 3.36]. The differences are 2 %, 96 % and 2 %.
+    """
+    middles = [statistics.median_low(runs) if runs else 0.0 for runs in samples]
+    differences = [
+        abs(seconds / middle - 1)
+        for runs, middle in zip(samples, middles, strict=True)
+        for place, seconds in enumerate(sorted(runs))
+        if place != (len(runs) - 1) // 2
+    ]
+    usual = max(statistics.median(differences), USUAL_NOISE) if differences else USUAL_NOISE
+    return [middle * (1 + SLOWED * usual) for middle in middles]
+
+
 def relative_noise(samples: Sequence[Sequence[float]]) -> float:
     """Returns the relative standard deviation of one run, from the repeated runs of all choices.
 
-    The run with the largest deviation is left out. Another process may have slowed it, and the noise would
-    then look larger than the differences between choices.
+    Other work on the machine slows some runs, and the noise would then look larger than the differences
+    between choices. So runs that were slowed do not count (`longest_usual`). Of the other runs, the one with
+    the largest deviation does not count either.
 
     samples: for each choice, the seconds of its runs.
 
     If no choice has two runs, the result is USUAL_NOISE.
     """
+    usual = [
+        [seconds for seconds in runs if seconds <= longest]
+        for runs, longest in zip(samples, longest_usual(samples), strict=True)
+    ]
     squares = sorted(
-        (seconds / statistics.median(runs) - 1) ** 2 for runs in samples if len(runs) > 1 for seconds in runs
+        (seconds / statistics.median(runs) - 1) ** 2 for runs in usual if len(runs) > 1 for seconds in runs
     )[:-1]
     # A choice with r runs has r - 1 deviations that are independent.
-    freedom = max(sum(len(runs) - 1 for runs in samples if runs) - 1, 0)
+    freedom = max(sum(len(runs) - 1 for runs in usual if runs) - 1, 0)
     return math.sqrt((sum(squares) + USUAL_RUNS * USUAL_NOISE**2) / (freedom + USUAL_RUNS))
 
 
@@ -138,8 +175,9 @@ def timed_rounds(
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
       (`PassTimes.resolution`).
 
-    The rounds end if one choice is left, if the resolution is at most FINE, or after ``most_rounds``. The
-    fastest choice is timed at least twice.
+    A choice that is slower stays if other work on the machine may have slowed its runs (`_is_doubtful`). The
+    rounds end if one choice is left, if the resolution is at most FINE and no such choice is left, or after
+    ``most_rounds``. The fastest choice is timed at least twice.
 
     choices: the choices to measure, without repeats.
     run_round: a function that runs each of the given choices once. It returns the seconds of (forward,
@@ -170,10 +208,30 @@ def timed_rounds(
         if number == 1:
             remaining = [choice for choice in remaining if times[choice].step <= FAR * fastest.step]
             continue
-        remaining = [choice for choice in remaining if not times[choice].is_slower_than(fastest)]
-        if len(remaining) == 1 or fastest.resolution(fastest) <= FINE:
+        slower = [choice for choice in remaining if times[choice].is_slower_than(fastest)]
+        doubtful = [
+            choice
+            for choice in slower
+            if _is_doubtful(times[choice], fastest, [first_runs[choice], *samples[choice]])
+        ]
+        remaining = [choice for choice in remaining if choice not in slower or choice in doubtful]
+        if len(remaining) == 1 or (not doubtful and fastest.resolution(fastest) <= FINE):
             break
     return {choice: times[choice] for choice in choices if choice in times}
+
+
+def _is_doubtful(timed: PassTimes, fastest: PassTimes, runs: Sequence[tuple[float, float]]) -> bool:
+    """Whether other work may have slowed the runs of a choice that seems to be slower than the fastest.
+
+    There are two signs of it: one run was as fast as the fastest choice, or the timed runs took clearly
+    longer than the first run, which is usually the slowest because it allocates buffers.
+
+    timed: the times of the choice.
+    fastest: the times of the fastest choice.
+    runs: the (forward, backward) seconds of all runs of the choice, beginning with its first run.
+    """
+    seconds = [sum(passes) for passes in runs]
+    return min(seconds) <= fastest.step or seconds[0] * (1 + timed.resolution(timed)) < timed.step
 
 
 def _timed(
@@ -181,18 +239,22 @@ def _timed(
 ) -> dict[T, PassTimes]:
     """Returns the median seconds of each choice, and the noise of its runs.
 
+    Runs that other work on the machine slowed do not count (`longest_usual`).
+
     samples: for each choice, the (forward, backward) seconds of each timed run.
     first_runs: for each choice, the (forward, backward) seconds of the warm-up run. They are used only for a
         choice that was timed once. Its result is then the faster of the two runs, so a single run that
         another process slowed does no harm.
     """
-    noise = relative_noise([[sum(passes) for passes in runs] for runs in samples.values()])
+    steps = [[sum(passes) for passes in runs] for runs in samples.values()]
+    noise = relative_noise(steps)
     times = {}
-    for choice, runs in samples.items():
-        counted = runs if len(runs) > 1 else [*runs, first_runs[choice]]
+    for (choice, runs), longest in zip(samples.items(), longest_usual(steps), strict=True):
+        usual = [passes for passes in runs if sum(passes) <= longest]
+        counted = usual if len(runs) > 1 else [*runs, first_runs[choice]]
         forward, backward, step = (
             statistics.median_low(seconds)
             for seconds in zip(*((f, b, f + b) for f, b in counted), strict=True)
         )
-        times[choice] = PassTimes(forward, backward, step, len(counted), noise)
+        times[choice] = PassTimes(forward, backward, step, len(usual), noise)
     return times

@@ -122,7 +122,7 @@ PLANNER = (
         file="pmoe/planner/timed_rounds.py",
         old=(
             "        remaining = [choice for choice in remaining"
-            " if not times[choice].is_slower_than(fastest)]\n"
+            " if choice not in slower or choice in doubtful]\n"
         ),
         new="",
         tests="tests/unit/test_timed_rounds.py",

@@ -75,6 +75,20 @@ def test_one_number_of_chunks_does_not_say_what_a_chunk_costs() -> None:
     assert timed.step == pytest.approx(8.0)
 
 
+def test_a_slowed_run_of_a_far_slower_number_does_not_say_what_a_chunk_costs() -> None:
+    """n = 16 was timed once, and other work slowed this run, so chunks seemed to cost all seconds of n = 8.
+
+    The whole batch seemed to take 44 ms with n = 8, as long as a quarter of it, and n = 8 was taken.
+    """
+    measured = {16: (102.0, 1), 8: (43.0, 2), 4: (30.0, 2)}
+    part = {
+        choice_of(n): PassTimes(seconds / 3, 2 * seconds / 3, step=seconds, runs=runs, noise=0.01)
+        for n, (seconds, runs) in measured.items()
+    }
+    times = times_of_whole([TrialsOfPart(0.27, part)])
+    assert times[choice_of(4)].step < times[choice_of(8)].step
+
+
 class Machine:
     """Stands in for trials: their seconds follow the formula. It records how much memory each stage takes."""
 

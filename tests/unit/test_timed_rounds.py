@@ -16,6 +16,7 @@ from pmoe.planner.timed_rounds import (
     LOWER_MEDIAN,
     USUAL_NOISE,
     PassTimes,
+    longest_usual,
     relative_noise,
     timed_rounds,
 )
@@ -57,20 +58,20 @@ def steady(**seconds: float) -> Seconds:
 
 
 def test_a_choice_that_is_far_slower_is_timed_once_and_one_that_is_clearly_slower_twice() -> None:
-    jitter = {"a": (0.98, 1.0, 1.02), "d": (1.03, 0.99, 1.01)}  # a and d are too close to tell
+    jitter = {"a": (0.94, 1.0, 1.06), "d": (1.07, 0.95, 1.02)}  # a and d are too close to tell
 
     def seconds(choice: str, run: int) -> float:
-        return jitter[choice][run % 3] if choice in jitter else {"b": 1.3, "c": 1.12}[choice]
+        return jitter[choice][run % 3] if choice in jitter else {"b": 2.7, "c": 1.3}[choice]
 
     rounds, times = rounds_of(seconds, most_rounds=4)
     assert rounds == ["abcd", "abcd", "acd", "ad", "ad"]  # the first round is not timed
-    assert times["b"].step == 1.3 and times["c"].step == 1.12
-    assert times["b"].forward == 0.25 * 1.3 and times["b"].backward == 0.75 * 1.3
+    assert times["b"].step == 2.7 and times["c"].step == 1.3
+    assert times["b"].forward == 0.25 * 2.7 and times["b"].backward == 0.75 * 2.7
 
 
 def test_the_rounds_end_as_soon_as_one_choice_is_left() -> None:
-    assert rounds_of(steady(a=1.0, b=1.1, c=1.14, d=2.0))[0] == ["abcd", "abcd", "abc"]
-    assert rounds_of(steady(a=1.0, b=1.4, c=1.3, d=2.0))[0] == ["abcd", "abcd", "a"]
+    assert rounds_of(steady(a=1.0, b=1.1, c=1.14, d=3.0))[0] == ["abcd", "abcd", "abc"]
+    assert rounds_of(steady(a=1.0, b=2.7, c=2.6, d=3.0))[0] == ["abcd", "abcd", "a"]
 
 
 def test_a_single_choice_is_timed_twice() -> None:
@@ -85,7 +86,7 @@ def test_equal_choices_are_timed_until_what_is_left_is_not_worth_more_runs() -> 
 
 def test_a_noisy_machine_is_measured_to_the_last_round() -> None:
     draw = random.Random(0)
-    noisy: Seconds = lambda choice, run: draw.uniform(0.95, 1.05)  # noqa: E731
+    noisy: Seconds = lambda choice, run: draw.uniform(0.88, 1.12)  # noqa: E731
     for most in (2, 5, 9):
         rounds, _ = rounds_of(noisy, "ab", most_rounds=most)
         assert rounds == ["ab"] * (most + 1)
@@ -101,6 +102,46 @@ def test_one_run_that_something_else_slowed_is_no_measure(slowed: int) -> None:
     assert times["a"].step == 1.0
     assert min(times, key=lambda choice: times[choice].step) == "a"
     assert times["a"].noise < 0.05
+
+
+def test_a_choice_that_is_slowed_while_it_allocates_is_not_dropped_after_one_timed_run() -> None:
+    """bench_choices lost 21 % to this: a trial of n = 2 measured 206 ms where the step takes 106.
+
+    The first run of a choice is slow because it allocates buffers. Other work doubled the only timed run, so
+    both runs looked alike, and the fastest choice was never run again.
+    """
+    seconds = {"a": 1.0, "b": 1.2, "c": 1.3}
+    slowed = {("a", 0): 1.9, ("a", 1): 2.0}
+    rounds, times = rounds_of(lambda choice, run: seconds[choice] * slowed.get((choice, run), 1.0), "abc")
+    assert rounds[2] == "abc"
+    assert min(times, key=lambda choice: times[choice].step) == "a"
+
+
+def test_a_choice_is_run_again_if_its_timed_runs_took_longer_than_its_first_run() -> None:
+    """The first run is never faster than later ones, so other work has slowed both of these."""
+    slowed = {("a", 1): 2.0, ("a", 2): 2.0}
+    seconds = {"a": 1.0, "b": 1.2}
+    rounds, times = rounds_of(lambda choice, run: seconds[choice] * slowed.get((choice, run), 1.0), "ab")
+    assert rounds[3] == "ab"
+    assert times["a"].step == 1.0
+
+
+def test_slowed_runs_of_two_choices_do_not_hide_a_difference_of_a_tenth() -> None:
+    """One slowed run of each of two choices made the noise look like 20 %, so a and c counted as equal."""
+    slowed = {("a", 2): 2.0, ("b", 3): 2.0}
+    jitter = (1.0, 0.99, 1.01)
+    seconds = {"a": 1.0, "b": 1.01, "c": 1.1}
+    _, times = rounds_of(
+        lambda choice, run: seconds[choice] * jitter[run % 3] * slowed.get((choice, run), 1.0), "abc"
+    )
+    assert times["a"].noise < 0.03
+    assert times["c"].is_slower_than(times["a"])
+
+
+def test_a_run_counts_as_slowed_beyond_six_usual_differences() -> None:
+    longest = longest_usual([[1.0, 1.02, 2.0], [3.0, 3.06]])
+    assert longest == pytest.approx([1.02 * (1 + 6 * 0.02), 3.0 * (1 + 6 * 0.02)], rel=1e-3)
+    assert longest_usual([[1.0], []]) == pytest.approx([1.06, 0.0])
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -259,8 +259,10 @@ void test_hidden_of(const Case& c) {
         }
       }
       const double expected = kGated ? Silu::value(x[0]) * x[1] : Function<kActivation>::value(x[0]);
+      // T_M is not known to the bit if it is not stored: of two neighbours it may be the other one. Where silu
+      // falls fast, that is 4 % of the result.
       expect_close<T>(widen(active[size_t(r) * hidden + j]), expected,
-                      c.no_hidden ? 2000 * std::fabs(expected) + 50 : 1, text + " active");
+                      c.no_hidden ? 4000 * std::fabs(expected) + 50 : 1, text + " active");
     }
 }
 

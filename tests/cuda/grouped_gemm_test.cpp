@@ -263,11 +263,13 @@ void test_hidden_of(const Case& c) {
         }
       }
       const float found = widen(active[size_t(r) * hidden + j]);
-      double least = INFINITY, most = -INFINITY;
+      double least = INFINITY;
+      double most = -INFINITY;
       for (const float x : possible[0])
         for (const float up : possible[1]) {
           const double value = kGated ? double(Silu::value(x)) * up : double(Function<kActivation>::value(x));
-          least = std::min(least, value), most = std::max(most, value);
+          least = std::min(least, value);
+          most = std::max(most, value);
         }
       const double expected = std::min(std::max(double(found), least), most);  // the nearest possible value
       expect_close<T>(found, expected, 1, text + " active");

@@ -585,7 +585,9 @@ def _fastest(few: Sequence[T], times: Sequence[PassTimes], *, trusts_order: bool
 
 
 def _rival_of(pair: Restore, pairs: Sequence[Restore], times: Sequence[PassTimes]) -> Restore | None:
-    """Returns the fastest other restore pair that was nearly as fast in trials as ``pair``; None without one.
+    """Returns the fastest other restore pair, if it was nearly as fast in trials as ``pair``.
+
+    Returns None if no other pair was.
 
     pair: the pair that was chosen.
     pairs: the pairs that were compared, ``pair`` included.

@@ -585,7 +585,7 @@ def _fastest(few: Sequence[T], times: Sequence[PassTimes], *, trusts_order: bool
 
 
 def _rival_of(pair: Restore, pairs: Sequence[Restore], times: Sequence[PassTimes]) -> Restore | None:
-    """Returns the fastest other restore pair that was nearly as fast in trials as ``pair``; None without one.
+    """Returns the fastest other restore pair that was nearly as fast in trials; None without one.
 
     pair: the pair that was chosen.
     pairs: the pairs that were compared, ``pair`` included.

@@ -110,7 +110,7 @@ def bound(
 
 
 def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:
-    """Returns a prediction whose numbers are upper bounds: each is the larger one of the two predictions."""
+    """Returns upper bounds of the bytes that two predictions of a layer have, number by number."""
     return replace(
         one,
         saved=max(one.saved, other.saved),
@@ -585,9 +585,7 @@ def _fastest(few: Sequence[T], times: Sequence[PassTimes], *, trusts_order: bool
 
 
 def _rival_of(pair: Restore, pairs: Sequence[Restore], times: Sequence[PassTimes]) -> Restore | None:
-    """Returns the fastest other restore pair, if it was nearly as fast in trials as ``pair``.
-
-    Returns None if no other pair was.
+    """Returns the fastest other restore pair that was nearly as fast in trials; None without one.
 
     pair: the pair that was chosen.
     pairs: the pairs that were compared, ``pair`` included.

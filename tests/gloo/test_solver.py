@@ -385,7 +385,7 @@ def without_memory_job(rank: int, world: int, what: str) -> tuple[int, list[int]
     layer = pmoe.MoELayer(8, 12, 4, pipeline="solve", memory_reuse="S4")
     calls = 0
 
-    def tried(batch: Any, choices: Sequence[Choice]) -> dict[Choice, PassTimes]:
+    def tried(batch: Any, choices: Sequence[Choice], *limits: Any) -> dict[Choice, PassTimes]:
         nonlocal calls
         calls += 1
         seconds = OUT_OF_MEMORY[what]

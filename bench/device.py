@@ -112,7 +112,9 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
     return shared
 
 
-BY_RULE, IN_TURNS, AS_BOXES = 1, 2, 3
+BY_RULE = 1
+IN_TURNS = 2
+AS_BOXES = 3
 """Values of `launch.TURNS`."""
 
 

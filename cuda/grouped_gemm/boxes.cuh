@@ -12,8 +12,8 @@
 // is not ordered after a thread's own writes. Lane 0 starts all stores of a warp, so it is the lane that can
 // wait for them: until they have read their box (bulk_wait_read), or until they are done (bulk_wait).
 //
-// A warp has two boxes and writes them by turns, so it only waits for the store before the last. A tile
-// begins with the first box again, because each tile ends in one of two ways:
+// A warp has two boxes and writes them by turns. Before it writes one, it waits until the store before the
+// last has read it. A tile begins with the first box again, because each tile ends in one of two ways:
 //
 //   - with a store of the second box: a tile has an even number of stores
 //   - with rows that pass through registers, which wait for all stores
@@ -39,7 +39,7 @@ constexpr int kBoxRows = 16;
 // The tensor maps of a product's results, with boxes of 16 rows x 64 columns. A map of a result that is not
 // stored is never read.
 struct StoreMaps {
-  TensorMap d;       // Problem::d; of T_M with two halves only the first one, gate
+  TensorMap d;       // Problem::d; if this is T_M of two halves, only the first half, gate
   TensorMap up;      // the second half of T_M
   TensorMap active;  // Problem::active
 };

@@ -7,9 +7,9 @@
 //   shared memory                        box, box   box, box
 //   memory                                 stores of tile 0             stores of tile 1
 //
-// A warp has boxes for half of its rows' columns of a plain tile, so it waits once in each tile until the
-// first half of its boxes has been read. There is no shared memory for more: stages take 192 KiB, boxes 32
-// KiB.
+// A warp stores a plain tile as four boxes, and has shared memory for two. The third and the fourth box wait
+// until the first and the second have been read. The first two boxes of the next tile wait for these. There
+// is no shared memory for more: stages take 192 KiB, boxes 32 KiB.
 #pragma once
 #include "hopper.cuh"
 

@@ -34,11 +34,11 @@ inline bool can_store_boxes(const GroupedGemm& which, Sharing sharing) {
 // Returns whether a product that can take turns is predicted to be faster in turns.
 //
 // In turns a tile's store costs no time, but each step along the reduction is predicted to take a quarter of
-// 0.68 us longer. Turns are faster if the steps of a tile together lose less time than the warpgroups lose by
-// a store if both compute one tile. On an H200, they are predicted to lose 2.0 us by the boxes of a plain
-// tile and 3.6 us by those of SwiGLU's hidden columns. The gradient of SwiGLU has no kernel that stores
-// boxes: it loses 17.8 us, as was measured. These are 11, 21 and 104 steps (bench/bench_shapes.py). Products
-// in turns were not measured.
+// 0.68 us longer. If both warpgroups compute one tile, its store holds them for some time. So turns are
+// faster if (steps of a tile) * 0.17 us is less than this time. On an H200 it is predicted to be 2.0 us for
+// the boxes of a plain tile, and 3.6 us for those of SwiGLU's hidden columns. The gradient of SwiGLU has no
+// kernel that stores boxes: its time is 17.8 us, as was measured. These are 11, 21 and 104 steps
+// (bench/bench_shapes.py). Products in turns were not measured.
 //
 // k: the number of columns of A, over which the product sums.
 inline bool is_faster_in_turns(const GroupedGemm& which, int k) {

@@ -296,8 +296,8 @@ int main() {
   expect_box("a box without a fence", BoxMistake::kNoFence, "without a proxy fence");
   expect_box("a box with one lane's fence", BoxMistake::kOneFence, "without a proxy fence");
   expect_box("a box in use", BoxMistake::kNoReadWait, "may still read");
-  expect_box("a box that is not written", BoxMistake::kNoMeeting, "w");
-  expect_box("a box without a group", BoxMistake::kNoGroup, "w");
+  expect_box("a box that is not written", BoxMistake::kNoMeeting, "without a proxy fence");
+  expect_box("a box without a group", BoxMistake::kNoGroup, "may still read");
   expect_box("boxes not waited for", BoxMistake::kNoLastWait, "never waited for");
   std::printf(failures ? "%d failures\n" : "ok\n", failures);
   return failures != 0;

@@ -18,7 +18,9 @@ from tests.gpu.ladder.machine import Machine, this_machine
 
 FORMS = {"forward": 0, "input": 1, "weight": 2}
 BF16 = torch.bfloat16
-TOGETHER, IN_TURNS, AS_BOXES = 0, 2, 3
+TOGETHER = 0
+IN_TURNS = 2
+AS_BOXES = 3
 """How both warpgroups of a block compute tiles: `pmoe.kernels.grouped_gemm.launch.TURNS`."""
 SIDE = 128
 """Rows and columns of every operand: a tile, or a pair of them. bfloat16 holds integers up to 256."""

@@ -312,7 +312,7 @@ def slot_layout(schedule: Schedule, sizes: BufferSizes, element_size: int) -> Sl
     layout = schedule.layouts.get(key)
     if layout is None:
         if len(schedule.layouts) >= MOST_LAYOUTS:
-            schedule.layouts.clear()
+            schedule.layouts.pop(next(iter(schedule.layouts)), None)  # the oldest
         layout = schedule.layouts[key] = _new_layout(schedule, sizes, element_size)
     return layout
 

@@ -740,7 +740,8 @@ def meet_before_reduction(ranks: Ranks) -> None:
     ranks find this out in the meeting.
 
     The function looks at all calls that this thread has made over groups within ``ranks``, and not at those
-    of one model: a scaler or a list of parameters does not know its layers. If all of them have run their
+    of one model: a scaler or a list of parameters does not know its layers. Inside a backward pass it does
+    nothing. If all of them have run their
     backward pass, the function communicates nothing. Otherwise each group meets once. A call that stays open,
     as in a validation with gradients, is a reason to meet in one reduction only.
 
@@ -748,7 +749,8 @@ def meet_before_reduction(ranks: Ranks) -> None:
 
     Raises what `meet` raises.
     """
-    if ranks.size == 1:
+    # Gradients may be reduced in a hook of autograd. The calls of earlier layers are then still open.
+    if ranks.size == 1 or torch._C._current_graph_task_id() != -1:
         return
     members = set(ranks.members)
     thread = threading.current_thread()
@@ -828,7 +830,7 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     if ranks.size == 1:
         return contextlib.nullcontext()
     check_whole(ranks)
-    return ranks.record.backward_pass(number, ranks.layer, ranks.number)
+    return ranks.record.backward_pass(number, ranks.layer)
 
 
 def meet(

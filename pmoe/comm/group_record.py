@@ -168,19 +168,14 @@ class GroupRecord:
         return oldest <= number <= self.exchanges and number not in self.open_calls
 
     @contextlib.contextmanager
-    def backward_pass(self, number: int, layer: str, layer_number: int = 0) -> Iterator[None]:
+    def backward_pass(self, number: int, layer: str) -> Iterator[None]:
         """Records, as long as the block runs, that the backward pass of a call is running.
 
         number: the call's number; 0 if `open_call` has not recorded the call.
         layer: the name of the call's layer.
-        layer_number: the number of the layer among the layers of the group; 0 if it has none.
         """
         if self.open_calls.pop(number, None) is not None and number <= self.reduced_after:
             self.reduced_after = 0
-        # Names of layers may differ between ranks, and numbers do not. Python hashes integers alike in all
-        # processes.
-        self.passes = hash((self.passes, number, layer_number))
-        self.last_passes.append(layer)
         self.last_backward = self.exchanges
         before = self.backward_of, self.backward_of_layer
         self.backward_of = number
@@ -189,6 +184,18 @@ class GroupRecord:
             yield
         finally:
             self.backward_of, self.backward_of_layer = before
+
+    def count_pass(self, number: int, layer: str, layer_number: int) -> None:
+        """Adds a backward pass to `passes`. Nothing may fail between this and the pass's first message.
+
+        number: the call's number; 0 if `open_call` has not recorded the call.
+        layer: the name of the call's layer.
+        layer_number: the number of the layer among the layers of the group; 0 if it has none.
+        """
+        # Names of layers may differ between ranks, and numbers do not. Python hashes integers alike in all
+        # processes.
+        self.passes = hash((self.passes, number, layer_number))
+        self.last_passes.append(layer)
 
 
 class Collectives:

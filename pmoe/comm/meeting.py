@@ -13,8 +13,8 @@ There are two reasons for a meeting.
       rank 0   call 1   backward of call 1: waits for rows        reads the store: both raise
       rank 1   call 1   call 2: waits in the meeting before it
 
-   There are two more occasions for the same reason. The rank also waits before it reduces or clips gradients.
-   And it waits before a call if its last backward pass has left out a call of another layer.
+   For the same reason the rank waits before it reduces or clips gradients, and before a call if its last
+   backward pass has left out a call of another layer.
 
    Two ranks may skip the passes of different layers. If the messages of both passes have equal sizes, each
    rank takes the rows of one layer for rows of the other, and both passes end without an error:
@@ -23,7 +23,7 @@ There are two reasons for a meeting.
       rank 1   call 1   call 2   backward of call 2     waits in the same meeting
 
    So in each meeting the ranks compare a digest of the backward passes that they have run, in their order
-   (`GroupRecord.passes`). A rank that has not skipped a pass comes to no meeting. Passes in another order are
+   (`GroupRecord.passes`). If no pass was skipped, there may be no meeting. Passes in another order are
    found at the next call: the header of its row counts has the digest, too (`pmoe.comm.counts`).
 
 2. Comparisons of options. A rank may compare its options in a call while its peers do not. Their messages
@@ -56,8 +56,8 @@ import torch.distributed as dist
 from pmoe.comm.group_record import GroupRecord
 
 CURE = (
-    "every rank must call backward on the same outputs of the layer as the other ranks; a rank whose loss "
-    "does not need the output y adds 0 * y.sum() to its loss"
+    "every rank must call backward on the same outputs of the layer as the other ranks, in the same order "
+    "and equally often; a rank whose loss does not need the output y adds 0 * y.sum() to its loss"
 )
 """The end of messages about ranks that run different backward passes. It says what all ranks must do."""
 

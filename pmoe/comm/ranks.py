@@ -177,6 +177,14 @@ class Ranks:
         self.record.open_call(self.call, self.layer)
         return self.call
 
+    def count_backward(self, number: int) -> None:
+        """Counts a backward pass that all ranks run together (`GroupRecord.count_pass`).
+
+        number: the number of the call, which `expect_backward` has returned in forward.
+        """
+        if self.size > 1:
+            self.record.count_pass(number, self.layer, self.number)
+
     def take_number(self, message_bytes: int) -> None:
         """Gives the layer its number among the layers of the group, after its first exchange of row counts.
 

@@ -52,10 +52,12 @@ class Saved:
 
     tensors: the tensors for ``ctx.save_for_backward``; an entry may be None.
     backward: the function that computes the gradients from these tensors.
+    needs_peers: whether all ranks must run this backward pass together. If False, the pass sends nothing.
     """
 
     tensors: list[Tensor | None]
     backward: BackwardFunction
+    needs_peers: bool = True
 
 
 class Runner(Protocol):
@@ -102,6 +104,7 @@ class _Experts(torch.autograd.Function):
         ctx.inputs = inputs
         ctx.ranks = ranks
         ctx.call = ranks.expect_backward(y_TM.device)
+        ctx.needs_peers = saved.needs_peers
         return y_TM
 
     @staticmethod
@@ -135,6 +138,8 @@ class _Experts(torch.autograd.Function):
             wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
             if ctx.inputs.compare is not None:
                 ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
+            if ctx.needs_peers:
+                ctx.ranks.count_backward(ctx.call)
             with without_autocast(grad_TM.device.type):
                 return *(None,) * NOT_DIFFERENTIATED, *backward_from(tensors, wanted, grad_TM)
 

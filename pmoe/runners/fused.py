@@ -368,7 +368,7 @@ class NoGradientsRunner:
                 for tensor, is_wanted in zip(tensors, wanted, strict=True)
             ]
 
-        return y_TM, Saved(inputs.all, backward)
+        return y_TM, Saved(inputs.all, backward, needs_peers=False)
 
 
 # ---- Forward by the fused kernels, backward by the engine

@@ -127,8 +127,8 @@ KERNELS = (
         name="fence-left-out",
         breaks="a bulk read is not ordered behind what was announced",
         file="cuda/comet/hopper.cuh",
-        old="      // The lanes have read flags: other ranks have written the rows. This fence orders\n"
-        "      // the bulk loads that follow after those writes.\n"
+        old="      // The flags that the lanes have read say that other ranks have written the rows. This fence makes the\n"
+        "      // bulk loads below come after those writes.\n"
         "      if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();\n",
         new="",
         tests="tests/unit/test_comet_kernels.py -k plain_loop",

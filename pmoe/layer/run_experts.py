@@ -322,6 +322,8 @@ def run_borrowed(
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
+    # Narrow integers cannot be compared with E: 256 is no uint8. torch cannot sort the wide unsigned ones.
+    index = index.to(torch.int64)
     is_exact = options.get("products") is None  # `run_few_rows` cannot round the operands of products
     if group is None and is_exact and has_few_rows(x, index, weights, experts.stacks):
         y = run_few_rows(owner, x, index, weights, experts.stacks)
@@ -329,7 +331,7 @@ def run_borrowed(
             return y
     num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))
     keep_TK = index != num_experts
-    expert_TK = index.to(torch.int64).where(keep_TK, 0)
+    expert_TK = index.where(keep_TK, 0)
     with _layer_of(owner, experts, index.shape[1], num_experts, group, options) as layer:
         if layer.training != owner.training:
             layer.train(owner.training)

@@ -381,14 +381,24 @@ class BalanceLoss:
 
         Call it once in each optimizer step, after the losses. A collective: one all-reduce.
 
-        Raises ValueError unless the loss is over a window, RuntimeError if the step had no `loss`.
+        Raises ValueError unless the loss is over a window. Raises RuntimeError on every rank if the step had
+        no `loss` on some rank.
         """
         if self.over != "window":
             raise ValueError(f"end_step must be called with over='window', not {self.over!r}")
-        if not self._of_step:
-            raise RuntimeError("end_step must be called after the losses of a step")
-        summed = self._all_reduced(torch.cat([self._of_step[name] for name in self._layers]))
-        parts = summed.split([layer.num_experts for layer in self._layers.values()])
+        has_loss = bool(self._of_step)
+        counts = [
+            self._of_step[name] if has_loss else _no_choices(layer) for name, layer in self._layers.items()
+        ]
+        # A rank without a loss takes part too. If it raised alone, the other ranks would wait for it.
+        lacks_loss = torch.tensor([not has_loss], dtype=torch.int64).to(counts[0].device)
+        sizes = [layer.num_experts for layer in self._layers.values()]
+        *parts, num_lacking = self._all_reduced(torch.cat([*counts, lacks_loss])).split([*sizes, 1])
+        if num_lacking.item():
+            where = "on another rank" if has_loss else "on this rank"
+            raise RuntimeError(
+                f"end_step must be called after the losses of a step: {where} the step had no loss()"
+            )
         self._window.append(dict(zip(self._layers, parts, strict=True)))
         self._of_step = {}
 
@@ -514,8 +524,7 @@ class BalanceLoss:
             of_layer = calls[name]
             counts = of_layer.counts
             if counts is None:
-                device = next((one.device for one in layer.parameters()), torch.device("cpu"))
-                counts = torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
+                counts = _no_choices(layer)
             numbers = torch.tensor([of_layer.num_tokens, of_layer.num_sequences], dtype=torch.int64)
             parts += [counts, numbers.to(counts.device)]
             sizes += [layer.num_experts, 2]
@@ -635,6 +644,12 @@ class _Collector(GateHook):
         # Gradients flow from them to the checkpointed graph through the logits.
         with hidden_from_checkpoints():
             self._add(routing)
+
+
+def _no_choices(layer: MoELayer) -> Tensor:
+    """Returns the counts of choices of a layer that was not called: zeros, (E,) int64 for E experts."""
+    device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
+    return torch.zeros(layer.num_experts, dtype=torch.int64, device=device)
 
 
 def _balanced_layers(model: nn.Module) -> dict[str, MoELayer]:

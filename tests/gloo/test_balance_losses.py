@@ -313,6 +313,12 @@ def fault_job(rank: int, world: int, fault: str) -> str:
         layer(tokens(5, rank))
         balance.loss().backward()
         return error or "no error"
+    if fault == "step without a loss":
+        balance = pmoe.BalanceLoss(layer, over="window", window=2)
+        layer(tokens(5, rank))
+        if rank == 0:
+            balance.loss(pmoe.StepTotals(num_tokens=5 * world)).backward()
+        return error_of(balance.end_step)
     if fault == "layers":
         other = build(gate="sigmoid") if rank == 0 else nn.ModuleList([build()])
         return error_of(lambda: pmoe.BalanceLoss(other))
@@ -338,6 +344,7 @@ def fault_job(rank: int, world: int, fault: str) -> str:
         ),
         ("lengths", "must add up to the 5 tokens"),
         ("evaluation", "another rank cannot compute its balance loss"),
+        ("step without a loss", "on this rank the step had no loss()"),
     ],
 )
 def test_what_differs_on_one_rank_is_an_error_on_all(world: int, fault: str, message: str) -> None:

@@ -127,10 +127,10 @@ KERNELS = (
         name="fence-left-out",
         breaks="a bulk read is not ordered behind what was announced",
         file="cuda/comet/hopper.cuh",
-        old="      // The flags that the lanes have read say that other ranks have written the rows. This fence makes the\n"
+        old="makes the\n"
         "      // bulk loads below come after those writes.\n"
         "      if constexpr (peers::kPlant != peers::Plant::kNoProxyFence) fence_proxy_async_global();\n",
-        new="",
+        new="is\n",
         tests="tests/unit/test_comet_kernels.py -k plain_loop",
     ),
     Plant(

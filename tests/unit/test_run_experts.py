@@ -142,6 +142,33 @@ def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overw
     assert layer.tokens_per_expert.equal(wanted)
 
 
+NARROW = [(4, torch.int8), (128, torch.int8), (4, torch.uint8), (256, torch.uint8), (4, torch.int32)]
+WIDE = [(4, torch.uint16), (4, torch.uint32), (4, torch.uint64)]
+
+
+@pytest.mark.parametrize("num_experts, dtype", NARROW + WIDE)
+def test_the_numbers_of_experts_may_be_integers_of_any_dtype(num_experts: int, dtype: torch.dtype) -> None:
+    """Numbers from 0 to 255 fit into uint8, but E = 256, which means no expert, does not.
+
+    So the comparison of the numbers with E failed. Calls with wider unsigned integers failed, too.
+    """
+    owner = nn.Module().eval()
+    generator = torch.Generator().manual_seed(5)
+    w1 = torch.randn(num_experts, H, M, dtype=torch.float64, generator=generator)
+    w2 = torch.randn(num_experts, M, H, dtype=torch.float64, generator=generator)
+    x, _, weights = routed_without_gradients()
+    index = torch.tensor([[0, num_experts - 1]] * T)
+    for is_short_way in (False, True, True):
+        with torch.set_grad_enabled(not is_short_way):
+            wanted, y = (
+                pmoe.run_experts(owner, x, numbers, weights, w1, w2, activation="relu")
+                for numbers in (index, index.to(dtype))
+            )
+        assert torch.equal(y, wanted)
+        (layer,) = run_experts.layers(owner).values()
+        assert int(layer.tokens_per_expert[-1]) == T
+
+
 def test_tracing_the_short_way_is_refused() -> None:
     """A trace would keep the experts of the traced batch."""
     owner = Owner("swiglu", bias=False, transposed=False).eval().requires_grad_(False)

@@ -322,7 +322,7 @@ def run_borrowed(
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: arguments of `MoELayer`, any of `OPTIONS`.
     """
-    # Narrow integers cannot be compared with E: 256 is no uint8. torch cannot sort the wide unsigned ones.
+    # Compared with uint8 numbers, E = 256 would become 0. torch cannot sort the wide unsigned integers.
     index = index.to(torch.int64)
     is_exact = options.get("products") is None  # `run_few_rows` cannot round the operands of products
     if group is None and is_exact and has_few_rows(x, index, weights, experts.stacks):

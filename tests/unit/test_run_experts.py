@@ -150,8 +150,8 @@ WIDE = [(4, torch.uint16), (4, torch.uint32), (4, torch.uint64)]
 def test_the_numbers_of_experts_may_be_integers_of_any_dtype(num_experts: int, dtype: torch.dtype) -> None:
     """Numbers from 0 to 255 fit into uint8, but E = 256, which means no expert, does not.
 
-    In a comparison with uint8 numbers torch makes 0 of it, so rows of expert 0 were left out. Calls with wider
-    unsigned integers raised.
+    In a comparison with uint8 numbers torch makes 0 of it, so rows of expert 0 were left out. Calls with
+    wider unsigned integers raised.
     """
     owner = nn.Module().eval()
     generator = torch.Generator().manual_seed(5)

@@ -23,8 +23,9 @@ inline bool can_take_turns(const GroupedGemm& which, bool a_gathered) {
   return (is_plain || which.activation == Activation::kSwiglu) && !a_gathered;
 }
 
-// Returns whether there is a kernel whose warpgroups multiply one tile, which is stored as boxes. Plain
-// products have one, and SwiGLU's hidden columns. Only that of weight gradients lets two blocks share B.
+// Returns whether a product has a kernel in which both warpgroups compute one tile and store it as boxes.
+// Plain products have such a kernel, and so has the product for SwiGLU's hidden columns. If two blocks share
+// B, only weight gradients have one.
 inline bool can_store_boxes(const GroupedGemm& which, Sharing sharing) {
   const bool is_hidden = which.epilogue == Epilogue::kHidden && which.activation == Activation::kSwiglu;
   return (which.epilogue == Epilogue::kPlain || is_hidden) &&

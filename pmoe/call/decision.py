@@ -57,9 +57,10 @@ class LastRowCounts(Protocol):
 class HostRowCounts:
     """The row counts of one call, kept for users who read them after the call. Implements `LastRowCounts`.
 
-    shared          how many rows are sent and received, padding included. These counts are on the host, or
-                    on the device if the layer has one rank whose kernels sort the rows. Counts on the device
-                    change with each replay of a CUDA graph
+    shared          how many rows are sent and received, padding included. These counts are on the host,
+                    except in two cases: the layer runs on a single rank whose kernels sort the rows, or
+                    `pmoe.BoundedSteps` bounds the call. They are then on the device, and change with each
+                    replay of a CUDA graph
     max_tokens      the largest number of tokens of any rank
     kept_device_E   (E,) on the device: for each of the E experts of all ranks, this rank's rows that are
                     not padding; None if there is no padding

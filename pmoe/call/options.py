@@ -192,7 +192,7 @@ class LayerOptions:
 
     @functools.cached_property
     def needs_special_source(self) -> bool:
-        """Whether a call may need more of its ranks than one plain exchange of row counts.
+        """Whether ranks may have to communicate more before a call than in one plain exchange of row counts.
 
         This is so with four options:
 

@@ -182,9 +182,9 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor, *, sorts_results: bool 
 
     modules: the modules and options of the layer.
     rows_TM: (T, M), rows of T tokens with M = d_model columns.
-    sorts_results: whether any rank needs memory for results that are sorted by expert, as the ranks have
-        agreed (`RankCounts.sorts_results`). Kernels may be missing on some ranks only. True is an upper bound
-        of the memory.
+    sorts_results: whether any rank needs memory for results sorted by expert (`RankCounts.sorts_results`). A
+        rank needs none if its kernels store results in the order in which the rows arrived. Some ranks may
+        lack these kernels, so the ranks have agreed on the answer. True gives the larger memory.
     """
     sizes = memory_shape(modules, rows_TM)
     beside_adapter = 0

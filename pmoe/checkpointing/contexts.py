@@ -349,9 +349,9 @@ class _RunningAgain:
 def routing_is_kept() -> bool:
     """Whether the current call's routing need not be checked, because its recomputation will repeat it.
 
-    The call must be in a forward pass. The result is True under two conditions: the innermost checkpoint uses
-    `checkpoint_contexts`, and no other saved-tensor hooks are active around or inside of that checkpoint.
-    Those hooks may belong to another checkpoint, which recomputes the routing.
+    The result is True if three things hold: the innermost checkpoint uses `checkpoint_contexts`, it is in its
+    forward pass, and no other checkpoint is around or inside of it, because that one would recompute the
+    routing. Any saved-tensor hooks around it count as another checkpoint.
     """
     last = next(reversed(_contexts.get()), None)
     return isinstance(last, _FirstPass) and not last.is_inside and not _in_another_checkpoint(last.hooks)

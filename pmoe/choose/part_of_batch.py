@@ -198,8 +198,9 @@ def measure_in_little_memory(
     (`times_of_whole`). A trial must not need more memory than the layer's later steps, so the allowed memory
     is
 
-    - without a memory budget: the lowest predicted peak of a step with any choice, because the choice with
-      this peak may be taken in the end. If ``one_is_taken``, only ``choices`` count;
+    - without a memory budget: the lowest predicted peak over all numbers of chunks that the layer may still
+      choose, not only those in ``choices``, because it may take the one with this peak. If ``one_is_taken``,
+      it is the lowest peak over ``choices``;
     - with a memory budget: the budget, because a step may need all of it.
 
     If the memory is enough for all tokens, trials run on the whole batch. The result is a dict {choice:

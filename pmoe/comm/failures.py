@@ -740,10 +740,10 @@ def meet_before_reduction(ranks: Ranks) -> None:
     ranks find this out in the meeting.
 
     The function looks at all calls that this thread has made over groups within ``ranks``, and not at those
-    of one model: a scaler or a list of parameters does not know its layers. Inside a backward pass it does
-    nothing. If all of them have run their
+    of one model: a scaler or a list of parameters does not know its layers. If all of them have run their
     backward pass, the function communicates nothing. Otherwise each group meets once. A call that stays open,
-    as in a validation with gradients, is a reason to meet in one reduction only.
+    as in a validation with gradients, is a reason to meet in one reduction only. Inside a backward pass the
+    function does nothing.
 
     ranks: the ranks that reduce gradients.
 

@@ -69,9 +69,9 @@ class GroupRecord:
     meetings: how often this rank has waited for all ranks before a call or a reduction
         (`pmoe.comm.meeting`).
     last_meeting: the number of the call that followed the last of these waits, or will follow it.
-    reduced_after: the number of the last call before the last meeting of a reduction. Open calls with numbers
-        up to this one seem to be given up: they are no reason for another meeting. 0 as soon as one of them
-        runs its backward pass after all.
+    reduced_after: the number of the last call that was made before this rank last waited for all ranks
+        because of a reduction of gradients. Calls up to this number that are still open probably never have a
+        backward pass, so they do not make the next reduction wait. 0 if one of them has one after all.
     waits_in: `place_of_pass` of the pass in which this rank has reported that it waits; "" when the wait has
         ended.
     """

@@ -46,8 +46,9 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
     call: the call.
     bound: the layer's bound: for how many rows of a rank there is room.
 
-    Returns None if the device cannot compare the rows of any call of the layer with the bound, and warns once
-    for each reason. All ranks get the same answer if they make calls of the same kinds.
+    Returns None if no call of this layer can be bounded: without a warning if the layer has a single rank,
+    otherwise with one warning for each reason (`bound_refusal`). All ranks get the same answer if they make
+    calls of the same kinds.
     """
     modules = call.modules
     if modules.ranks.size == 1:

@@ -236,10 +236,11 @@ class Adapter(nn.Module):
 
 
 def _place(adapter: Adapter) -> dict[str, list[int]]:
-    """Returns which part of all adapters of a layer a rank holds, as [number of the part, number of parts].
+    """Returns a dict that says which part of a layer's adapters this rank holds.
 
-    The keys: "experts" for the experts that are spread over ranks, "columns" for their hidden columns, and
-    "copy" for the parts of which FSDP2 leaves one on each rank.
+    Each value is [index of the part, how many parts there are]. The keys: "experts", for the division of
+    experts among ranks; "columns", for the division of their hidden columns; "copy", for FSDP2's division of
+    matrices among the ranks with the same experts.
     """
     copy = next((own for _, own in adapter.copy_parts.values()), WHOLE)
     num_ranks = 1 if adapter.shared else adapter.num_ranks

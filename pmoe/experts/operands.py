@@ -88,7 +88,10 @@ def _is_returned(leaf: Tensor) -> bool:
 
 
 def frozen_rows(parameter: Tensor) -> Tensor | None:
-    """Returns the numbers of a parameter's frozen experts, a vector; None if none are frozen."""
+    """Returns the indices of the frozen experts along dimension 0 of a parameter; None if none are frozen.
+
+    The result is a vector. The parameter is this rank's part.
+    """
     hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
     return next((hook.index for hook in hooks if isinstance(hook, FrozenRows)), None)
 

@@ -197,7 +197,9 @@ class Gate(ModuleWithSettings, abc.ABC):
         return num_tokens
 
     def weights_of(self, routing: Routing, expert_TK: Tensor) -> Tensor:
-        """Returns the weights, (T, K), that the gate gives the experts in expert_TK in an earlier call.
+        """Returns the weights, (T, K), that the gate would have given the experts in expert_TK.
+
+        That is so if it had chosen them in the call that returned ``routing``.
 
         The weights follow from the scores of that call. `pmoe.replay_routing`, which replaces the choices of
         a call by recorded ones, needs this method. Gradients flow from the weights to the scores, so also to

@@ -104,8 +104,8 @@ def turns(num_stages: int, k: int, lag: int) -> list[tuple[int, int]]:
 
     A MoELayer has two stages: the first ends with its dispatch, the second with its combine. The two stages
     of a layer take turns: after the first stage of one part comes the second stage of an earlier part. All
-    parts of a layer run before the next layer begins. This is the same on ranks whose graphs can only be cut
-    layer by layer, so all ranks send their messages in the same order.
+    parts of a layer run before the next layer begins. On some ranks the graph can only be cut layer by layer.
+    Those ranks get this order too, so all ranks send their messages in the same order.
 
     num_stages: number of stages of the pipeline, two for each layer.
     k: number of parts.

@@ -298,7 +298,10 @@ def awaited(report: Sequence[int], waits: Sequence[str] = WAITS) -> str:
 
 
 def _round_of(report: Sequence[int]) -> int:
-    """Returns the number of the round in which a kernel waited too long. Rounds of replays count.
+    """Returns the number of the round in which a kernel waited too long.
+
+    A round is a launch that dispatches rows, and the launches that use them. Rounds that a CUDA graph replays
+    are numbered, too.
 
     report: the numbers of the kernel's report, in the order of `Report` in cuda/peers/watch.h.
     """

@@ -367,9 +367,10 @@ class Registry:
                 warn_once(message, for_each_reason=True)
 
     def _warn_of_slower(self, request: ProductRequest, first: str) -> None:
-        """Warns, once in a process, if pmoe's kernels were measured to be slower on a CUDA device.
+        """Warns, once in a process, if another candidate was measured to be faster than pmoe's kernels.
 
-        If both are equally fast, nothing is lost, and there is no warning.
+        The warning is for requests on CUDA devices, which that candidate then computes. If the two are about
+        equally fast, there is no warning.
 
         request: the product.
         first: name of the candidate that was chosen for the request.

@@ -23,7 +23,8 @@ from pmoe.layer.construct import check_fit
 def check_spread(modules: LayerModules, mesh: DeviceMesh) -> None:
     """Raises ValueError or TypeError if a layer's experts cannot be spread over the ranks of a mesh.
 
-    modules: the layer's modules and options. This rank must hold all experts, or be on the meta device.
+    modules: the layer's modules and options. This rank must hold all experts, unless the layer is on the meta
+        device and its experts are not modules.
     mesh: a device mesh with a dimension "ep", over which experts are spread, and perhaps a dimension "esp",
         over which each expert's hidden columns are split.
     """

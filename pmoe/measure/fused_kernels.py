@@ -82,7 +82,9 @@ def even_routes(
 ) -> Routes:
     """Returns a routing in which every expert is chosen equally often, for measurements.
 
-    The tokens of all ranks are in one tensor. Chunk r of the routing holds the tokens of rank r.
+    The tokens of all ranks are in one tensor, one rank after the other. The routing is cut into num_ranks
+    chunks, and chunk r has the tokens of rank r. Chunks are parts of consecutive tokens here, and not
+    micro-batches.
 
     num_tokens: number of tokens of all ranks.
     top_k: number of experts that each token chooses.

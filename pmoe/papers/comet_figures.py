@@ -168,9 +168,9 @@ def busy_bars(
 ) -> list[Span]:
     """Returns a simulated fused kernel as a timeline in which one row stands for many thread blocks.
 
-    A kernel has too many thread blocks to draw a row for each. A bar in a row stands for the blocks that work
-    on the same part of the kernel's work at the same time. Its height is the fraction of the row's blocks
-    that do. A part is
+    A kernel has too many thread blocks to draw a row for each. Each bar belongs to one
+    part of the kernel's work: its height is the fraction of the row's blocks that work on that part at that
+    time. A part is
 
         in COMET's layer 0 (dispatch and first product)    the tokens of one source rank
         in COMET's layer 1 (second product and combine)    one chunk of columns

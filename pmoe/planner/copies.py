@@ -779,7 +779,9 @@ class _Attempt:
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
-        following: the next busy rank, to which the last rows may go; -1 if there is no such rank.
+        following: the next busy rank. It takes this rank's last rows if they would otherwise use up the last
+            copy that the chosen rank may host. It then gives away more rows of its own. -1 if there is no
+            next busy rank, or if rows must not be passed on.
         """
         price = self.price
         room = self.room

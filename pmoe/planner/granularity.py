@@ -370,12 +370,13 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
     fall, and grow by at most this factor. If degrees take m times the seconds of the fastest degrees at B,
     they can become the fastest only after B has changed by at least a factor of m. The best n (number of
     chunks) is assumed not to fall as B grows. So only degrees with more chunks limit the range upwards, and
-    only degrees with fewer chunks limit it downwards.
+    only degrees with fewer chunks limit it downwards. Each factor is divided by 1 + the resolution of the
+    measurements, and is at most REACH (1.25).
 
         B = 1000    n=2: 10 ms    n=4: 11 ms    n=1: 14 ms    -> 2 is the fastest from 800 to 1100 tokens
 
-    The factors are then made smaller by the resolution of the measurements, and are at most REACH. In the
-    example, the factor downwards is 1.25 instead of 1.4.
+    The example has no noise. Downwards n=1 would allow a factor of 1.4, so REACH limits it:
+    1000 / 1.25 = 800. Upwards n=4 allows 1.1.
 
     B: number of tokens of the batch.
     times: measured times of a step by degrees (numbers of chunks of both passes).

@@ -563,7 +563,7 @@ def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows, rearran
 
 
 def _has_more_messages(sizes: LayerSizes) -> bool:
-    """Returns whether a pass holds more tensors of routing weights than those of a single message.
+    """Returns whether a pass holds more copies of routing weights than if one message brought all of them.
 
     There are three cases. Experts that are split over ranks gather the weights inside the node. With
     ``send_once`` a second message has the numbers of rows. Compiled pass programs hold all weights until they

@@ -133,7 +133,8 @@ class Programs:
     """The programs of all layers with the same sizes on one device. Each is compiled when it is first needed.
 
     backend: the backend that runs the programs.
-    shape: the sizes of the layers. All parameters count as trained.
+    shape: the sizes of the layers. Its field ``trained`` names all parameters; `of` replaces it for each
+        program.
     dtype, device: dtype and device of the rows.
     communicator: the communicator by which programs send rows; None on one rank.
     """

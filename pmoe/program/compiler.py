@@ -118,7 +118,8 @@ class _PassCompiler:
         base: the tensor with the tokens.
         target: the buffer. It holds a range of this rank's sorted rows.
         i: number of the chunk.
-        first: which number of the chunk is the index of the first sorted row in the buffer.
+        first: the `ChunkNumber` that says at which of this rank's sorted rows the buffer begins: ROW_BEGIN
+            for rows that are sent, LOCAL_ROW_BEGIN for rows that stay.
         """
         tokens = self.memory.tokens(base, i)
         first_row = chunk_number(first, i)
@@ -132,7 +133,8 @@ class _PassCompiler:
         base: the tensor with the tokens.
         name: name of the buffer, without the chunk.
         i: number of the chunk.
-        first: which number of the chunk is the index of the first sorted row in the buffer.
+        first: the `ChunkNumber` that says at which of this rank's sorted rows the buffer begins: ROW_BEGIN
+            for rows that are sent, LOCAL_ROW_BEGIN for rows that stay.
         """
         target = self.memory.buffer(name, i)
         if target.name not in self.copied:
@@ -172,7 +174,8 @@ class _PassCompiler:
         source, target: the rows to send, and the memory for the rows that are received.
         line: the line of the table of row counts (`Record.send_line`) with the rows that dispatch sends to
             each rank. The next line has the rows that dispatch receives from each rank.
-        back: whether the rows return from the experts, so that the two lines are exchanged.
+        back: True if the rows return from the experts. The two lines then swap roles: this rank sends the
+            counts of the second line, and receives those of the first.
         condition: the condition of the record. Some exchanges have two records, for sorted rows and for rows
             that arrive sorted. Exactly one of their conditions is not 0, so every rank takes part in the same
             number of exchanges.

@@ -57,10 +57,10 @@ class LayerShape:
     def of(
         modules: PassModules, x_TM: Tensor, weight_TK: Tensor, *, device_type: str | None = None
     ) -> LayerShape:
-        """Returns the sizes and settings of a layer. All its parameters count as trained.
+        """Returns the sizes and settings of a layer. ``trained`` names all parameters, also frozen ones.
 
-        modules: the layer's modules. Its features are those that programs take
-            (`pmoe.decide.program_choice.layer_refusal`).
+        modules: the layer's modules. The layer must be one that programs can run:
+            `pmoe.decide.program_choice.layer_refusal` returns None.
         x_TM: (T, M), the input of a call. Only its dtype, device and width matter.
         weight_TK: (T, K), the routing weights of the call. Only their dtype and K matter.
         device_type: "cuda" or "cpu", the type of device whose kernels compute; None takes that of x_TM.

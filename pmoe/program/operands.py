@@ -145,9 +145,9 @@ class PassOperands:
         )
 
     def rows_of(self, name: str) -> ChunkNumber:
-        """Returns which number of a chunk says how many rows its buffer ``name`` has.
+        """Returns the `ChunkNumber` that holds the row count of a buffer, such as RECEIVED for "T_DO".
 
-        `BufferSizes` has the same rules for row counts that are known.
+        The rules are those of `BufferSizes`, which computes the counts themselves when they are known.
 
         name: a name without a chunk, such as "T_DI".
         """

@@ -257,10 +257,12 @@ class PipelineBackward:
             return make_backward(self.plan, grad_TM, saved, _frozen_class() if is_frozen else Backward).run()
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
-        """Runs all tasks of the pass but those that compute gradients of parameters, which run later.
+        """Runs the tasks of the pass that do not compute gradients of parameters.
 
-        If the layer's schedule cannot be divided in this way (`InputsFirst.fits`), the whole pass runs, and
-        the result is that of ``__call__``. The arguments are those of ``__call__``.
+        Returns the gradients of ``Inputs.all`` that are found so far, and a function that runs the other
+        tasks and returns the parameters' gradients. If the schedule cannot be divided in this way
+        (`InputsFirst.fits`), the whole pass runs at once, and the function only returns the parameters'
+        gradients. The arguments are those of ``__call__``.
         """
         from pmoe.engine.halves import InputsFirst, all_at_once
 

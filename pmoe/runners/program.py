@@ -5,8 +5,9 @@ messages and gives the same results. The runner allocates what the engine alloca
 
     ring slots           one block, from the pool of the device
     T_DI, T_M            kept for backward: one tensor for received rows, and one for rows that stay
-    indices, ends        of the plan, as int32
-    weights, gradients   one number for each row
+    indices              the plan's indices that sort and gather rows, as int32
+    ends                 where each expert's rows end in each chunk, as int32
+    weights, gradients   the routing weights and their gradients, one number for each row
 
 Letters: T tokens, K choices of a token, N received rows, M = d_model, G columns of T_M, W ranks, n chunks.
 """

@@ -90,7 +90,8 @@ class BufferSizes:
         T_DI, T_M, T_DO   the experts' input, hidden activation and output
         active, scratch   the hidden activation after the nonlinearity, and a block of its rows
         home              results that the combine all-to-all brings back
-        arrived, copies   with sharded experts: rows that dispatch brings, and copies for the all-gather
+        arrived, copies   with sharded experts: rows that dispatch brings, and what the all-gather sends:
+                          these rows once for each rank of the node
         parts, leaving    with sharded experts: partial results of a node's ranks, and their sums
 
     direction: "forward" or "backward".

@@ -90,9 +90,9 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     chunk's task comes after the next chunk's experts, so that the tasks of the last two chunks fill the time
     while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks.
 
-    A rank may also host copies of busy experts, and rows may stay for these copies. The rows of the last
-    chunk that stay for the rank's own experts are then computed at the very end, so that the gradients of the
-    copies are ready, and can be sent (VG), earlier.
+    A rank may also host copies of busy experts, which compute some rows of its own tokens. With several
+    chunks, the last task for the rows of the rank's own experts then runs after all other experts' tasks,
+    just before VA and O. So the gradients of the copies are ready, and can be sent (VG), earlier.
 
     The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
 

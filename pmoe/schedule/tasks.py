@@ -244,11 +244,11 @@ class Schedule:
     def joint_copies(self) -> dict[str, tuple[Task, ...]]:
         """The tasks whose rows can be copied in one kernel launch with the rows of a task GI, by GI's name.
 
-        GI gathers rows that backward sends again. Two other tasks copy rows, too: G gathers gradients to be
-        sent, and LM gathers rows that stay. They can join the launch of GI if nothing needs to run between GI
-        and them: they follow GI in the compute lane, G before LM, and wait for no other lane. The memory that
-        they write is then already free when GI runs. A task O may stand before LM, because O does not use
-        that memory.
+        GI gathers rows that backward sends again. Two other tasks begin by copying rows: G copies gradients
+        to be sent, and LM copies the rows that stay before it recomputes their T_M. Their copies can join the
+        launch of GI if they follow GI in the compute lane, G before LM, and wait for no task of another lane.
+        The memory that they write is then already free when GI runs. A task O may stand between G and LM,
+        because O does not use the memory that LM's copy writes.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """

@@ -202,8 +202,8 @@ class BoundedSteps(Generic[Batch, Result]):
                 run(batch)
 
         Rows may be dropped in the block, so its results must not be used. All ranks must enter the block
-        together, and before the capture begins, because at its start they find the heaps (memory for rows)
-        that have been replaced by larger ones.
+        together, and before the capture begins. When they enter it, they agree on which heaps (memory for
+        rows) to use, because some heaps may have been replaced by larger ones since the last call.
         """
         with publishing_failures(self._ranks, "finding the heaps of bounded calls"):
             for bound in self._bounds:

@@ -76,8 +76,9 @@ def clip_grad_norm_(
 
     Raises ValueError if a number is out of its range, if a gradient is not reduced yet (a Partial DTensor),
     if the group is too small, or if parameters of experts or of FSDP1 need their model and are passed without
-    it. Raises RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite, or if, on
-    the CPU, a loss has left out layers on some ranks only.
+    it. Raises RuntimeError on every rank if error_if_nonfinite is True and the norm is not finite. On the CPU
+    it also raises RuntimeError if only some ranks have run the backward pass of a layer, because on the other
+    ranks the loss does not depend on the layer's output.
     """
     check_number(max_norm=max_norm, norm_type=norm_type)
     check_flag("error_if_nonfinite", error_if_nonfinite)
@@ -353,8 +354,8 @@ class GradScaler(torch.amp.GradScaler):
     Collective: every rank must call ``unscale_`` (or ``step``, which calls it) for the same optimizers, after
     gradients were reduced. Each call sends one all-reduce of one number. A rank may have no gradients.
 
-    ``unscale_`` and ``step`` raise RuntimeError on every rank if, on the CPU, a loss has left out layers on
-    some ranks only.
+    On the CPU, ``unscale_`` and ``step`` raise RuntimeError on every rank if only some ranks have run the
+    backward pass of a layer, because on the other ranks the loss does not depend on the layer's output.
     """
 
     def __init__(

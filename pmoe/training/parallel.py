@@ -194,7 +194,8 @@ def reduce_gradients(
 
     Raises ValueError if a `MoELayer` of the model has other meshes, a DTensor is not on
     ``meshes.dense["mp"]``, a gradient is sparse, or ``replicated`` or ``divide_by`` are wrong.
-    Raises RuntimeError on every rank if, on the CPU, a loss has left out layers on some ranks only.
+    On the CPU, raises RuntimeError on every rank if only some ranks have run the backward pass of a layer,
+    because on the other ranks the loss does not depend on the layer's output.
     """
     arguments.check_module(model=model)
     arguments.check_kind(Meshes, "a pmoe.training.parallel.Meshes", meshes=meshes)

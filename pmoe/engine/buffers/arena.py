@@ -139,7 +139,7 @@ class DevicePool:
     def give_back(self, arena: object) -> None:
         """Counts the memory of a pass as no longer in use.
 
-        arena: the record for which `take` returned the memory.
+        arena: the object that was passed to `take` as ``arena``.
         """
         self._running.pop(arena, None)
 

@@ -53,7 +53,8 @@ class ModuleCopiesForward(_WithModuleCopies, CopiesForward):
 class ModuleCopiesBackward(_WithModuleCopies, CopiesBackward):
     """A backward pass with copies of busy experts that are modules.
 
-    `copy_sums` has C * Q entries: the Q parameters of the first copy, then those of the second, and so on.
+    `copy_sums` has C * Q entries, one for each parameter of each copy: first the sums for the Q parameters of
+    the first copy, then those of the second, and so on. The entry of a parameter that is not trained is None.
     """
 
     @functools.cached_property

@@ -56,7 +56,7 @@ def move(
     d_weight_TK: Tensor | None = None,
     **rows: Tensor,
 ) -> None:
-    """Launches one of four kernels, which writes the last tensor in ``rows``, and d_weight_TK if not None.
+    """Launches one of four kernels. It writes the last tensor of its line below, and d_weight_TK if not None.
 
         permute(x, rows)                       rows[position] = weight * x
         unpermute(rows, y)                     y = sum over k of weight * rows[position]

@@ -96,11 +96,12 @@ struct Pass {
 
   // The routing of this rank's S tokens, with k choices each. There are P ranks with E experts each. A slot
   // is a (token, choice) pair. C is the capacity: the most rows of one rank for one expert. Without a
-  // capacity all rows that a rank receives share a pool, and C is the size of the pool in rows.
+  // capacity all rows that a rank receives share a pool, and C is the size of the pool in rows. Results also
+  // come back into a pool of C rows, on the rank that sent the rows.
   //
   // counts: (P * E) number of this rank's rows for each expert of all ranks; at most C each.
-  // home: (P * E) without a capacity: for each expert of all ranks, where the results of this rank's rows
-  //     begin in this rank's pool; else null.
+  // home: (P * E) without a capacity: for each expert of all ranks, the index in this rank's pool of results
+  //     at which the expert's results begin; else null.
   // offset: (P, E) without a capacity: where the rows of each rank for each expert of this rank begin in this
   //     rank's pool; else null. Forward writes it, backward reads it.
   // slot: the slot of an expert's c-th row, at [expert * C + c]; without a capacity, at [home[expert] + c].

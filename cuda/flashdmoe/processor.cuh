@@ -1,6 +1,7 @@
-// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task a processor raises
-// the flag of the task's result, and puts tasks for which the result was missing into the task queue tQ.
-// Processors never wait for other ranks, only for a task from the scheduler.
+// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task, a processor
+// raises a flag if another rank waits for the result. Otherwise, if tasks waited only for this result, it
+// puts them into the task queue tQ. Processors never wait for other ranks, only for a task from the
+// scheduler.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -204,8 +205,8 @@ __device__ __forceinline__ void put_results(const Pass& pass, const Task& task, 
   put_rows_with_flag(pass, {task.peer, task.expert, home_row, own_row}, rows, Round::kCombine, flag);
 }
 
-// Ends a task: raises the flag of its result, or pushes the tasks for which the result was missing. All
-// threads of the block have finished the task; one of them calls this.
+// Ends a task: raises a flag if another rank waits for the result, or pushes the tasks that waited only for
+// this result. All threads of the block have finished the task; one of them calls this.
 __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
   const Layout& layout = pass.layout;
   peers::test_delay(pass.watch, 7300 + task.tile);

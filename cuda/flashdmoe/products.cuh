@@ -231,7 +231,7 @@ __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& t
 //   task.peer 1   gradient of w2 = (gradient of the output)^T activated hidden
 //
 // wide: number of columns of T_M, the hidden activation, and of its gradient.
-// pieces: result: the rows by source, in the steps of the sum.
+// pieces: an output: lists the rows that the sum runs over, source rank by source rank, in steps.
 template <class T>
 __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
                                                    CellPieces& pieces) {

@@ -56,8 +56,8 @@ template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class
 class Store {
  public:
   static constexpr bool kGated = kActivation == Activation::kSwiglu;
-  // True if the two groups of columns of a block are matching columns of the two halves (gate and up) of
-  // SwiGLU.
+  // Whether the arguments `first` and `second` of block() are the same columns of SwiGLU's two halves, gate
+  // and up. If not, they are neighbouring columns.
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   static constexpr bool kBoxed = Buffer::kStoresBoxes;
   static_assert(!kBoxed || kEpilogue != Epilogue::kHiddenGradient, "gradients read T_M through an Exchange");

@@ -77,7 +77,8 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 // Makes the tensor maps by which the kernels for Hopper load their operands. Throws std::runtime_error if the
 // driver refuses a map.
 //
-// a_rows, b_rows: rows of A and B in memory; b_rows is only read if B has N rows.
+// a_rows, b_rows: rows of A and B in memory. b_rows is read only for weight gradients. In other products B
+//     holds the experts' weights.
 // b_lines: rows in a box of B in form kForward (forward_lines() of hopper_block.cuh).
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map, int b_lines = 128);

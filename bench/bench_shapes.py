@@ -81,7 +81,7 @@ ROUTE_FIXED = 29e-6
 CLOCK = 1.7e9
 """Cycles a second of a multiprocessor, each of whose four schedulers issues one instruction a cycle."""
 WARPS_A_SCHEDULER = 2
-"""Of the eight warps that multiply."""
+"""Eight warps multiply, and each of the four schedulers has two of them."""
 
 
 RESULTS = Path(__file__).parent / "results"

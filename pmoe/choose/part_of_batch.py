@@ -274,7 +274,7 @@ def _measure_part(
 def _part_with_memory(
     batch: TrialBatch, choices: Sequence[Choice], share: float, allowed: float
 ) -> tuple[float, TrialBatch] | None:
-    """Returns the first tokens of a batch, about as many as trials can use in the allowed memory. Collective.
+    """Returns the part of a batch on which trials run in the allowed memory: its first tokens. Collective.
 
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
     is None if the fraction ``share`` of the tokens is fewer than `MIN_TOKENS` tokens.

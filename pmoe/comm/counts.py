@@ -1040,7 +1040,7 @@ def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) ->
     lives_and_passes = [mode % WANTS_GRADIENTS // LIFE for mode in modes]
     record.life = max(number % MOST_LIVES for number in lives_and_passes)  # now equal on all ranks
     passes_differ = len({number // MOST_LIVES for number in lives_and_passes}) > 1
-    # All ranks come here together. From here on they count alike again, so that an error is raised only once.
+    # All ranks compare their digests here, and begin new ones, so that one difference raises only once.
     record.passes = 0
 
     def with_and_without(flag: int) -> tuple[str, str]:

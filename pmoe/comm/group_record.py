@@ -192,8 +192,8 @@ class GroupRecord:
         layer: the name of the call's layer.
         layer_number: the number of the layer among the layers of the group; 0 if it has none.
         """
-        # Names of layers may differ between ranks, and numbers do not. Python hashes integers alike in all
-        # processes.
+        # A layer may have other names on other ranks, but it has the same number on all ranks. The hash of
+        # integers is the same in all processes.
         self.passes = hash((self.passes, number, layer_number))
         self.last_passes.append(layer)
 

@@ -77,7 +77,7 @@ def test_a_store_in_turns_costs_nothing_beside_a_longer_product() -> None:
 
 
 def test_boxes_hold_a_tile_until_the_rest_of_it_fits() -> None:
-    """Of 64 KiB, 32 KiB fit into the boxes. The other half is stored at the memory's rate."""
+    """A tile has 64 KiB. Half of it fits into the boxes, and the rest is stored at the memory's rate."""
     card = bench_shapes.Card(132 * 32 * 1024 / 1e-6)
     store = bench_shapes.Store(4e-6, 64 * 1024, instructions=850)
     assert store.held(card) == pytest.approx(1e-6 + 1e-6)

@@ -1,11 +1,11 @@
 """The records of how a call will be run, and of what the layer keeps of the call afterwards.
 
-A call uses these methods and this field of the file's classes, in this order. A record on the right is the
-result:
+A call takes these steps, in this order. Each of the methods returns the record on the right.
+`Decision.runner` is no method: it is a field that holds the runner object.
 
     CountsSource.agree       agrees on numbers with all ranks; the host may wait              AgreedChoice
     CountsSource.decision    decides the rest without communication or waiting                Decision
-    Decision.runner          sends the rows and computes the experts; decides nothing
+    Decision.runner          the runner sends the rows and computes the experts; it decides nothing
     LastCall.of              keeps what `layer.ran`, `layer.row_counts` and statistics show   LastCall
 """
 

@@ -167,7 +167,8 @@ class Messages:
 
         Each is the largest number of any rank:
 
-            HEADER numbers         the header in front of a message, which describes the sender
+            how many               what
+            HEADER                 the numbers of the header that each rank puts in front of its messages
             1                      1 if a rank lacks host memory for the rows that it receives, else 0
             1                      rows that a rank receives; 0 if this was not asked
             1                      1 if some choices of a rank's tokens have no row, or several, else 0

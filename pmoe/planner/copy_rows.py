@@ -55,8 +55,8 @@ UNIT = 2**40
 def row_cuts(shares: Sequence[int]) -> list[int]:
     """Returns the bounds that divide a source's rows for an expert among the expert's hosts.
 
-    Every chunk of the source's batch is divided in the same proportions. Row i of the source with rank s gets
-    a number u from 0 to 2**32 - 1:
+    Every chunk of the source's batch is divided in the same proportions. s is the rank of the source. i
+    numbers the rows that the source has for this expert, from 0. Row i gets a number u from 0 to 2**32 - 1:
 
         u = (i + s) * GOLDEN mod 2**32
 
@@ -66,9 +66,9 @@ def row_cuts(shares: Sequence[int]) -> list[int]:
         C_j    = shares[0] + ... + shares[j - 1]
         C      = the sum of all shares
 
-    GOLDEN is chosen so that the numbers u of successive rows are spread evenly over all values. The same is
-    true of the first rows of successive ranks. So errors of rounding cancel over the sources and over the
-    chunks.
+    GOLDEN is chosen so that the numbers u of successive rows are spread evenly over all values. Because s is
+    added, the numbers u of row 0 of successive ranks are spread evenly, too. So errors of rounding cancel
+    over the sources and over the chunks.
 
     shares: the share of each host (`shares_of_source`). Their sum must be positive.
 

@@ -229,8 +229,12 @@ def simulated_degrees(
 
         seconds of the pass = max(alone, beside + t_gar)
 
+        alone   seconds of the pass without the all-reduce
+        beside  seconds of the other tasks on the longest path through the all-reduce
+
     Two simulations for each number of chunks are enough. The first has t_gar = 0 and gives ``alone``. The
-    second has t_gar = 2 * alone, long enough for the task to be on the longest path, and gives ``beside``.
+    second has t_gar = 2 * alone, long enough for the all-reduce to be on the longest path. Its seconds minus
+    2 * alone are ``beside``.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.

@@ -168,7 +168,7 @@ class Profile(Identity):
 
     @property
     def slower_copy(self) -> LineCost:
-        """The cost of copies in the slower direction, to or from the host, for models with one copy cost."""
+        """The cost of a host copy in the slower of both directions, for formulas with a single such cost."""
         return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
 
     def __str__(self) -> str:

@@ -1,16 +1,17 @@
 """Compiles the schedule of a pass into a pass program: a flat list of records for an interpreter in C++.
 
 The schedule stays the one list of tasks. A task becomes one record or several, in the order in which the
-engine computes. All records of a task run on the task's lane:
+engine computes. All records of a task run on the task's lane. These are the main tasks, for experts without
+biases (`_PassCompiler.actions` has all tasks):
 
-    task  records of forward                                     records of backward
-    G     place                                                  place
-    S     exchange                                               exchange
-    L     place, hidden, output                                  place, hidden_gradient, input_gradient, scale
-    C     [take], hidden, output, [put]                          [take], as L, [put]
-    W                                                            weight_gradient of w1 and of w2
-    R     exchange                                               exchange
-    O     sum                                                    sum
+    task  records of forward                 records of backward
+    G     place                              place
+    S     exchange                           exchange
+    L     place, hidden, output              place, hidden_gradient, input_gradient, [scale]
+    C     [take], hidden, output, [put]      [take], hidden_gradient, input_gradient, [scale], [put]
+    W                                        weight_gradient of w1 and of w2
+    R     exchange                           exchange
+    O     sum                                sum
 
 The first record of a task waits for the tasks of other lanes (`Schedule.lane_waits`), the last one signals.
 Before the first task, and after the last, the compute lane and the other lanes wait for each other.
@@ -209,11 +210,11 @@ class _PassCompiler:
                 self.copy_piece(task.chunk)
 
     def copy_piece(self, i: int) -> None:
-        """Appends the copies for rows of chunk i that stay, in backward: their tokens, and their gradients.
+        """Appends the copies for rows of chunk i that stay: their tokens and the gradients of their results.
 
-        Appends nothing unless backward makes the experts' input T_DI again. The gradients are needed only by
-        a later task, L. Copying them here is safe: their memory is a ring slot, whose former rows were read
-        by earlier tasks of the same lane.
+        Tasks GI, LM and L of backward use it. It appends nothing unless backward makes the experts' input
+        T_DI again, and it appends each copy only once. Only task L reads the gradients. They may be copied
+        before L, because the last reader of their ring slot is an earlier task of the compute lane.
         """
         if self.memory.dispatched == "communicate":
             self.place_once(Base.T_I, "T_DI_L", i, ChunkNumber.LOCAL_ROW_BEGIN)

@@ -70,10 +70,10 @@ class RowUnit:
 
     @property
     def rows(self) -> int:
-        """The index of the number of rows in buffers that the units of both forms share, such as T_M.
+        """The index of the number of rows of T_M, and of the other buffers that do not depend on the form.
 
-        In a unit of received rows, the number counts all received rows of the chunk, in whichever form they
-        arrive. In a unit of rows that stay, it counts all rows that stay.
+        A unit of received rows has all received rows of the chunk in them, in whichever form they arrive. A
+        unit of rows that stay has all of the chunk's rows that stay.
         """
         return chunk_number(ChunkNumber.LOCAL if self.place else ChunkNumber.RECEIVED, self.chunk)
 
@@ -181,7 +181,7 @@ class PassOperands:
     def _scratch_rows(self) -> int:
         """The largest number of rows of "scratch", the buffer for a block of activated hidden rows.
 
-        It is 0 if T_M must not be overwritten: such a pass does not need the buffer.
+        It is 0 if the restore pair keeps T_M: the activated hidden rows then have a whole buffer, "active".
         """
         return self.shape.columns.scratch_rows if self.hidden != "keep" else 0
 

@@ -4,10 +4,12 @@ COMET (arXiv 2502.19811, sections 3.1 and 3.2) has two kernels for each pass: di
 second product + combine. Backward has the same two for gradients. FlashDMoE has one persistent kernel for
 each pass.
 
-The batch is not cut into chunks (micro-batches). Instead, tiles of a product start as soon as their rows have
-arrived, and columns of a result are sent as soon as they are computed. The experts' output T_DO is not saved,
-and backward uses forward's routing, as in the engine. The restore pair says how backward gets the dispatched
-input T_DI and the hidden activation T_M:
+The kernels do not cut the batch into chunks (micro-batches). Instead, tiles of a product start as soon as
+their rows have arrived, and columns of a result are sent as soon as they are computed. One runner,
+`FusedForwardRunner`, uses the kernels only in forward: its backward pass runs on the engine, in chunks.
+
+The experts' output T_DO is not saved, and backward uses forward's routing, as in the engine. The restore pair
+says how backward gets the dispatched input T_DI and the hidden activation T_M:
 
     T_DI  keep         forward copies the rows that arrived, because they lie in memory that all layers share
           communicate  backward dispatches them again
@@ -17,8 +19,9 @@ input T_DI and the hidden activation T_M:
 The kernels are in cuda/comet and cuda/flashdmoe. Tests may replace them (`pmoe.runners.fused_steps`).
 
 Letters: T tokens, K choices of a token, N rows that arrive, W ranks, E experts of a rank, M = d_model, H =
-d_hidden, G = H or 2H columns of the hidden activation (2H for SwiGLU), n chunks of rows that arrive, m blocks
-of rows that stay on their rank, S rows that are sent, P terms of the gradient of a routing weight.
+d_hidden, G = H or 2H columns of the hidden activation (2H for SwiGLU), n chunks of the engine's backward
+pass, m blocks of rows that stay on their rank, S rows that are sent, P terms of the gradient of a routing
+weight.
 """
 
 from __future__ import annotations
@@ -347,9 +350,11 @@ class NoTokensRunner:
 
 @dataclass(frozen=True)
 class NoGradientsRunner:
-    """A runner whose backward pass launches no kernels, because no other rank takes part in it.
+    """A runner whose backward pass launches no kernels and returns zeros for all gradients.
 
-    All gradients are zeros. The rows of the call are dropped on all ranks, so its step is repeated.
+    A bounded call (`pmoe.BoundedSteps`) runs so if this rank needs gradients and no rank needed any when the
+    ranks agreed on the bound. The other ranks then run no backward pass, so this rank has no peers for its
+    own. The rows of the call are dropped on all ranks, and the step must be repeated.
 
     runner: the runner that computes the forward pass, without keeping anything for backward.
     """

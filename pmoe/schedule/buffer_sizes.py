@@ -52,14 +52,14 @@ class HiddenColumns:
 class ChunkRows:
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
-    The engine passes tuples, because its layouts of ring slots are found by these numbers (`slot_layout`).
+    The engine passes tuples, because they are a part of the key under which `slot_layout` caches layouts.
 
     send: rows that this rank sends to other ranks.
     received: rows that other ranks send to this rank's experts. If one row is for several of these experts,
         it counts once for each.
     local: rows that stay on this rank, because their expert is on it.
-    home: rows of the buffer for results that come back: the rows of the chunk's tokens, and one row of zeros,
-        which all dropped choices share.
+    home: rows of the buffer for results: those of the rows that were sent, those of the rows that stayed,
+        and, if choices may be dropped, one row of zeros that all dropped choices share.
     regrouped: whether received rows must be sorted by expert before the experts compute them.
     arrived: rows that the dispatch all-to-all brings; None if the numbers are equal to ``received``.
     gathered: rows after the all-gather inside the node, if experts are sharded; None if the numbers are equal

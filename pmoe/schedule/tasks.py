@@ -245,10 +245,13 @@ class Schedule:
         """The tasks whose rows can be copied in one kernel launch with the rows of a task GI, by GI's name.
 
         GI gathers rows that backward sends again. Two other tasks begin by copying rows: G copies gradients
-        to be sent, and LM copies the rows that stay before it recomputes their T_M. Their copies can join the
-        launch of GI if they follow GI in the compute lane, G before LM, and wait for no task of another lane.
-        The memory that they write is then already free when GI runs. A task O may stand between G and LM,
-        because O does not use the memory that LM's copy writes.
+        to be sent, and LM copies the rows that stay before it recomputes their T_M. G or LM can join the
+        launch of GI only if it waits for no task of another lane: then the memory that it writes is already
+        free when GI runs.
+
+        The tasks that follow GI in the compute lane may be G, then tasks O, then LM. The first task that does
+        not fit this order ends the search. Tasks O do not join the launch. They may stand between G and LM,
+        because they do not use the memory that LM's copy writes.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """

@@ -100,12 +100,15 @@ AS_THEY_ARE = Wires()
 class MessageSizes(BufferSizes):
     """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    Buffers that hold messages are "send", "arrived", "copies", and T_DI or dT_DO as they arrived. Their
-    number of columns is the number of elements, of the rows' dtype, that a message takes. Messages are
-    unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted", which the experts read. Every chunk has these
-    two buffers, even if its rows arrive sorted by expert. If results are sent in a narrower format,
-    "leaving_messages" holds the messages that a rank sends back, and "home_messages" the messages that it
-    gets back.
+    Buffers that hold messages are "send", "arrived", "copies", and T_DI or dT_DO as they arrived. A row of
+    such a buffer holds one message, whose columns are counted in elements of the rows' dtype:
+
+        columns = bytes of the message / element_size
+
+    Messages are unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted", which the experts read. Every
+    chunk has these two buffers, even if its rows arrive sorted by expert. If results are sent in a narrower
+    format, "leaving_messages" holds the messages that a rank sends back, and "home_messages" the messages
+    that it gets back.
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.

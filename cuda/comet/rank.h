@@ -34,8 +34,9 @@ struct Rank {
   // weight: (T, K) routing weight of each slot.
   // position: (T, K) index of each slot's row in the order sorted by expert; -1 if the row is not sent.
   // slot: slot of each row in sorted order.
-  // first_row: position of the first row that this rank sends; not 0 if several ranks share these arrays. A
-  //     row's index among the rows that this rank sends, and in the region `home`, is position - first_row.
+  // first_row: number of rows that the lower ranks of this process send. It is 0 unless several ranks of one
+  //     process share these arrays, whose positions then count the rows of all of them. A row's index among
+  //     the rows that this rank sends, and in the region `home`, is position - first_row.
   const int32_t* expert = nullptr;
   const float* weight = nullptr;
   const int32_t* position = nullptr;

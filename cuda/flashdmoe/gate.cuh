@@ -96,11 +96,11 @@ class Group {
     route::add_warps<Shape>(shared_, experts_, found);
   }
 
-  // Returns, for each expert of all ranks, the index in this rank's pool at which the results of this rank's
-  // rows for the expert begin: at the first tile behind those of the expert before. Returns null if cells do
-  // not share a pool (layout.h).
+  // Computes where the results of this rank's rows return to. The rows of one expert take whole tiles of this
+  // rank's pool, and the experts of all ranks follow each other there. Returns, in shared memory, the row of
+  // the pool at which each expert's results begin; null if there is no pool (layout.h). All threads call it.
   //
-  // total_E: number of this rank's rows for each expert.
+  // total_E: number of this rank's rows for each expert, before they are limited to the capacity.
   __device__ __forceinline__ const int32_t* homes(const int32_t* total_E) const {
     const Layout& layout = pass_.layout;
     if (!layout.is_pool) return nullptr;

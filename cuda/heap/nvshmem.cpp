@@ -2,9 +2,11 @@
 // connects the nodes. This file is only compiled if setup.py finds NVSHMEM's headers. It has been run with
 // one process, never with several.
 //
-// Only NVSHMEM's host interface is used; kernels access the memory by ordinary loads and stores. If the
-// memory of some rank cannot be mapped, the heap is refused. The library is opened when it is first needed,
-// so that pmoe works without it.
+// Only NVSHMEM's host interface is used here, and kernels of pmoe._cuda access the memory by ordinary loads
+// and stores. pointer() returns 0 for memory of a rank that cannot be mapped. pmoe/comm/heap then lets
+// FlashDMoE's kernels send rows by NVSHMEM's puts (cuda/nvshmem), or refuses the heap.
+//
+// The library is opened when it is first needed, so that pmoe works without it.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <host/nvshmem_api.h>
@@ -91,9 +93,9 @@ std::string unique_id() {
 }
 
 // Joins this process to NVSHMEM, together with all ranks that pass the same id. A process can do that only
-// once.
+// once. If it has been done before, nothing happens.
 //
-// Returns (rank, number of ranks) as NVSHMEM reports them afterwards.
+// Returns the (rank, number of ranks) with which NVSHMEM was started. The caller compares them with its own.
 std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
   if (id.size() != sizeof(nvshmemx_uniqueid_t))
     throw std::invalid_argument("id (" + std::to_string(id.size()) + " bytes) must have this many bytes: " +

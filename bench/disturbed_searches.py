@@ -1,5 +1,13 @@
 """Searches of a layer with memory_reuse=True, on a simulated machine that other work disturbs.
 
+    python bench/disturbed_searches.py             # simulated, some seconds; no processes, no timing
+    python bench/disturbed_searches.py --noise 0.06
+
+It prints what the searches lost and what they cost, with a memory budget and without:
+
+    regret     (seconds of the taken choice) / (seconds of the fastest choice) - 1
+    steps      seconds of all runs of a search / seconds of a step with the fastest choice, median
+
 The search is pmoe's own code (`pmoe.choose`). Only the batch and the runs are simulated:
 
     seconds of a run = stored seconds * (1 + noise) * (1, or in some runs `Disturbance.factor`)
@@ -11,11 +19,15 @@ says that it describes the machine badly.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
+import logging
 import math
 import random
+import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +37,11 @@ from unittest import mock
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
+
 from bench.choices import BUDGET_SHARE
 from bench.searches import BASE_TOKENS, SIZES, machine_profile
+from bench.timing import table
 from pmoe.choose import open_choice, part_of_batch, search
 from pmoe.comm.counts import num_bins
 from pmoe.planner import priced_choices
@@ -306,3 +321,44 @@ def _searched(batch: Any) -> Choice:
 @functools.cache
 def _stored() -> Any:
     return json.loads(STORED.read_text(encoding="utf-8"))
+
+
+# ---- the report
+
+
+def row_of(outcomes: Sequence[Outcome], name: str) -> dict[str, Any]:
+    """Returns a row of the printed table: what some searches lost and cost.
+
+    outcomes: the results of the searches.
+    name: what the searches have in common, the first cell of the row.
+    """
+    regrets = sorted(outcome.regret for outcome in outcomes)
+    return {
+        "layer": name,
+        "searches": len(outcomes),
+        "mean regret %": 100 * statistics.fmean(regrets),
+        "median %": 100 * statistics.median(regrets),
+        "worst %": 100 * regrets[-1],
+        "steps": statistics.median(outcome.steps for outcome in outcomes),
+        "runs": statistics.median(outcome.runs for outcome in outcomes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=304, help="number of searches with and without a budget")
+    parser.add_argument("--noise", type=float, default=0.03, help="relative standard deviation of a run")
+    args = parser.parse_args()
+    logging.getLogger("pmoe").setLevel(logging.ERROR)  # every search would print what it tries and takes
+    disturbance = Disturbance(noise=args.noise)
+    rows = []
+    for name, has_budget in (("both True", False), ("both True and a budget", True)):
+        outcomes = [search_once(number, disturbance, has_budget=has_budget) for number in range(args.count)]
+        rows.append(row_of(outcomes, name))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

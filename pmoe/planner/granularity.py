@@ -11,7 +11,8 @@ Five things differ from the paper's algorithm, because measured seconds are nois
     rounding    B is rounded to a few percent (`rounded`), so that similar batches share an entry
     ranges      a range of values of B stores every n that was close to the fastest n in all measurements of
                 the range, and how much slower than the fastest each n was. The range uses the n for which
-                the sum of these losses over all measurements is smallest.
+                the sum of these losses over all measurements is smallest. After only one measurement, it
+                uses the smallest n within a standard error of the fastest.
     merging     two neighbouring ranges become one if some n is close to the fastest in both
     hypothesis  if n falls as B grows, against the paper's assumption, the two ranges are merged too, unless
                 their measurements contradict each other by more than CONTRADICTED standard errors
@@ -40,6 +41,13 @@ BITS = 5
 
 CLOSE = 0.7
 """A number of chunks is close to the fastest if it is at most this many standard errors slower."""
+
+ALIKE = 1.0
+"""After one measurement, degrees count as equally fast up to this many standard errors.
+
+Of equally fast degrees, those with the fewest chunks are taken. They are usually the better guess: every
+chunk has a fixed cost, which noise can hide.
+"""
 
 CONTRADICTED = 4.0
 """Measurements overrule the search's hypothesis if they contradict it by more standard errors than this.
@@ -128,10 +136,19 @@ class BatchRange:
     def degrees(self) -> PassDegrees:
         """The degrees (numbers of chunks of both passes) that batches in this range should use.
 
-        They are the degrees that lost least in all measurements of the range together: `Excess.total` is
-        smallest. If totals are equal, the degrees with fewer chunks are taken.
+        After one measurement they are the degrees with the fewest chunks of those that were at most `ALIKE`
+        standard errors slower than the fastest degrees. After several measurements they are the degrees that
+        lost least in all of them together: `Excess.total` is smallest. If totals are equal, the degrees with
+        fewer chunks are taken.
         """
-        return min(self.excess, key=lambda d: (self.excess[d].total, d.forward + d.backward, d))
+
+        def loss(degrees: PassDegrees) -> tuple[float, int, PassDegrees]:
+            """Returns what is smallest for the degrees to use: their loss, then their number of chunks."""
+            excess = self.excess[degrees]
+            is_alike = self.measured == 1 and excess.worst <= ALIKE
+            return 0.0 if is_alike else excess.total, degrees.forward + degrees.backward, degrees
+
+        return min(self.excess, key=loss)
 
     def joined(self, other: BatchRange) -> BatchRange:
         """Returns one range that covers this range, ``other``, and all B (numbers of tokens) between them.
@@ -228,8 +245,9 @@ class GranularityTable:
     def record(self, B: int, times: Mapping[PassDegrees, PassTimes]) -> PassDegrees:
         """Stores measurements for a batch of B tokens. Returns the degrees (numbers of chunks) to use for B.
 
-        They are the fastest degrees, with one exception: B may be merged into a range with other degrees that
-        are equally fast within the noise of the measurements.
+        They are the fastest degrees, with two exceptions. Degrees with fewer chunks are used if they are as
+        fast within a standard error (`BatchRange.degrees`). And B may be merged into a range with other
+        degrees that are equally fast within the noise of the measurements.
 
         B: number of tokens.
         times: measured times of a step by degrees.

@@ -50,6 +50,14 @@ def test_a_benchmark_is_a_script() -> None:
     assert {path.name for path in FILES if path.name.startswith("bench_")} <= set(SCRIPTS)
 
 
+def test_every_benchmark_that_a_page_tells_to_run_is_a_script() -> None:
+    """A page told readers to run a file that only had functions, so it printed nothing."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")]
+    named = {name for page in pages for name in re.findall(r"python bench/(\w+\.py)", page.read_text("utf-8"))}
+    assert len(named) > 20
+    assert named <= set(SCRIPTS)
+
+
 def test_no_benchmark_replaces_a_stored_result_unless_it_is_told_to() -> None:
     """The default folder of results is one that git ignores."""
     assert f"/{timing.OUT.parts[0]}/" in (ROOT / ".gitignore").read_text().split()
@@ -64,7 +72,7 @@ LINES_OF_PROGRESS = re.compile(
     r"\b(counted|interleaved|in_rounds|measure_quietly|progress\.at|in_turn)\(|flush=True"
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
-COMPUTED = {"flashdmoe.py"}
+COMPUTED = {"disturbed_searches.py"}
 """Benchmarks that measure nothing and end within five seconds, so that they need no progress lines."""
 
 

@@ -32,12 +32,16 @@ def outcomes(disturbance: Disturbance, *, has_budget: bool) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("has_budget", "mean", "high", "steps"),
     [
-        pytest.param(False, 0.022, 0.09, 20, id="both True"),
-        pytest.param(True, 0.014, 0.075, 19, id="a budget"),
+        pytest.param(False, 0.013, 0.08, 20, id="both True"),
+        pytest.param(True, 0.012, 0.08, 19, id="a budget"),
     ],
 )
 def test_disturbed_searches_lose_little(has_budget: bool, mean: float, high: float, steps: float) -> None:
-    """Before, one slowed run could decide: 3.3 % and 2.6 % were lost on average."""
+    """One slowed run must not decide, and of equally fast n the smallest is taken.
+
+    If one run could decide, 3.3 % and 2.6 % were lost on average. If noise decided between equally fast n,
+    1.5 % and 1.0 % were lost.
+    """
     found = outcomes(Disturbance(), has_budget=has_budget)
     regrets = sorted(outcome.regret for outcome in found)
     assert statistics.fmean(regrets) <= mean

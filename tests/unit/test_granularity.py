@@ -201,6 +201,14 @@ def test_a_range_takes_the_n_that_loses_least_in_all_its_measurements() -> None:
     assert [each.measured for each in table.ranges.values()] == [3]
 
 
+def test_one_measurement_takes_the_fewest_chunks_within_a_standard_error() -> None:
+    """n = 8 was fastest, n = 2 slower by 0.9 and n = 1 by 1.1 standard errors."""
+    error = timed(1.0, noise=0.02).standard_error(timed(1.0, noise=0.02))
+    seconds = {1: 1 + 1.1 * error, 2: 1 + 0.9 * error, 4: 1.0 + 0.1 * error, 8: 1.0}
+    assert recorded((512, seconds), noise=0.02).lookup(512) == both(2)
+    assert recorded((512, seconds), noise=0.0).lookup(512) == both(8)
+
+
 def test_an_n_that_falls_by_less_than_the_contradiction_is_put_right_by_the_hypothesis() -> None:
     """Three measurements say n = 2. The one between them says 4, by three standard errors, so one of them is
     noise.

@@ -1,5 +1,11 @@
 """Pass programs: a schedule compiled into flat records, which an interpreter in C++ runs without Python.
 
+On a GPU, the Python code of a chunk can take longer than its products. A layer with
+``layer.switches = Switches(program=True)`` therefore runs its passes as programs, if programs take the call
+(`pmoe.decide.program_choice` says why not). The engine (`pmoe.engine`) runs all other calls, and is the
+reference. Nothing of a program has run on a GPU: `tests/unit/test_program.py` compares programs with the
+engine on the CPU.
+
     records       `Record` and `PassProgram`: what is compiled, and its form as an array of words
     compiler      compiles a schedule into a program
     operands      where the buffers of a pass lie
@@ -7,20 +13,35 @@
     backend       the interface of backends, which issue programs, and the programs of a layer
     on_cuda       the backend for CUDA devices: issues passes over CUDA and NCCL
 
-A pass of two chunks becomes records such as these. A record is one call of a kernel, a copy or an all-to-all
-on one lane. It waits for events of other lanes, and may signal one:
+A record is one call of a kernel, a copy or an all-to-all on one lane. It waits for events of other lanes, and
+may signal one. These are the first records of a forward pass on two ranks, in two chunks:
 
-    record  task  lane         call                                        waits    signals
-    4       G0    compute      place     T_I position send.0               -        1
-    5       S0    communicate  exchange  send.0 T_DI.0                     1        2
-    ...
-    11      C0    compute      hidden    T_DI.0 w1 b1 T_M.0 active.0 ends  2        -
-    12      C0    compute      output    active.0 w2 b2 weight T_DO.0 ends -        5
-    13      R0    communicate  exchange  T_DO.0 home.0                     5        6
+    no.  task  lane         call                                                  if          waits  signals
+    0          compute      take      WEIGHT, PAIR_BY_NUMBER -> WEIGHT_BY_NUMBER  ROWS               0
+    1    G0    compute      place     T_I, POSITION -> send.0                     SENT.0             2
+    2    S0    communicate  exchange  send.0 -> T_DI.0                                        2
+    3    P     communicate  exchange  WEIGHT_BY_NUMBER -> WEIGHT_RECEIVED         STRAIGHT           3
+    4    G1    compute      place     T_I, POSITION -> send.1                     SENT.1             4
+    5    S1    communicate  exchange  send.1 -> T_DI.1                                        4      5
+    6    L0    compute      place     T_I, POSITION -> T_DI_L.0                   LOCAL.0
+    7    L0    compute      hidden    T_DI_L.0, W1 -> active_L.0                  LOCAL.0
+    8    L0    compute      output    active_L.0, W2, WEIGHT_BY_NUMBER -> home.0  LOCAL.0
+    9    C0    compute      hidden    T_DI.0, W1 -> active.0                      STRAIGHT.0  3
+    10   C0    compute      output    active.0, W2, WEIGHT_RECEIVED -> T_DO.0     STRAIGHT.0         6
+    11   R0    communicate  exchange  T_DO.0 -> home.0                                        6      7
 
-A program is compiled once for a schedule, a layer and a dtype. A call passes what changes from call to call:
-addresses, streams and row counts. From the row counts ``cuda/program/cut.h`` computes where the rows of each
-chunk begin and end, and ``cuda/program/interpreter.h`` then issues all calls of the pass.
+The last part of a buffer's name is its chunk. `pmoe.schedule.buffer_sizes.BufferSizes` describes buffers such
+as T_DI, `pmoe.program.records.Base` names in capitals, and `pmoe.program.records.Kernel` the calls. The event
+0 says that the pass has begun. The table leaves out biases, which this layer does not have, and the ends of
+the experts' rows.
+
+A layer compiles a program once for each direction, n and restore pair. A call passes what changes from call
+to call: addresses, streams and row counts. From the row counts ``cuda/program/cut.h`` computes where the rows
+of each chunk begin and end, and ``cuda/program/interpreter.h`` then issues all calls of the pass.
+
+    `pmoe.runners.program.ProgramRunner`   runs a call
+    `pmoe.program.backend.Programs`        finds the call's program, or compiles it
+    `pmoe.program.on_cuda`                 hands it to C++: ``cut``, ``workspace_bytes`` and ``run``
 
 Words of this folder:
 
@@ -28,12 +49,11 @@ Words of this folder:
     base        a tensor, or other memory, of a call. The address of an operand is an offset into a base
     number      a row count of a call, or a sum of row counts. A program refers to a number by its index,
                 because its value is known only in a call
-    condition   the number that decides whether a record does anything: with 0 it only waits and signals
+    condition   the number that decides whether a record does anything (column "if"): with 0 it only waits and
+                signals. A record without a condition has the number ONE, which is always 1
     unit        the rows that the experts compute in one task: rows that a chunk receives, or rows that stay
     form        the order in which a chunk's rows arrive: SORTED stands for rows from several ranks, which
-                must be sorted by expert, STRAIGHT for rows from one rank, which arrive sorted. A program has
-                records for both forms, and the numbers of a call decide which of them do something
-
-`pmoe.runners.program` runs calls of a layer as programs, if the layer asks for them and programs take it.
-The engine (`pmoe.engine`) runs all other calls, and is the reference. Nothing of a program has run on a GPU.
+                must be sorted by expert, STRAIGHT for rows from one rank, which arrive sorted. With more than
+                two ranks, a program has records for both forms, and the numbers of a call decide which of
+                them do something
 """

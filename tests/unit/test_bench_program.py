@@ -8,6 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench import bench_program
+from pmoe import program as package
+from pmoe.program.records import CallNumber, ChunkNumber, Operand, Record, chunk_number
+from pmoe.schedule.restore import STRATEGIES
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.tasks import Stages
 from tests.programs import library
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +48,31 @@ def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time() -> None:
 def test_the_prediction_shares_launches_as_the_source_does(file: str, name: str, number: int) -> None:
     source = (ROOT / "cuda" / file).read_text(encoding="utf-8")
     assert re.findall(rf"constexpr \w+ {name} = (\d+);", source) == [str(number)]
+
+
+def test_the_package_shows_the_first_records_of_a_program() -> None:
+    """The example in the docstring of `pmoe.program` is that of the benchmark's layer on two ranks."""
+    records = bench_program.compiled(2, 2, "forward").records
+    tasks = rotating("forward", 2, Stages(local=True, remote=True), restore=STRATEGIES["S4"]).tasks
+    conditions = {int(number): number.name.removeprefix("MESSAGE_IS_") for number in CallNumber} | {
+        chunk_number(number, i): f"{number.name}.{i}" for number in ChunkNumber for i in range(2)
+    }
+
+    def words(number: int, record: Record) -> list[str]:
+        task = [tasks[record.task].name] if record.task >= 0 else []
+        condition = conditions[record.condition].replace("ONE", "")
+        events = [*map(str, record.waits), str(record.signal) if record.signal >= 0 else ""]
+        return [str(number), *task, record.lane.value, record.kernel.name.lower(), condition, *events]
+
+    def is_shown(operand: Operand) -> bool:
+        return operand.name not in ("NOWHERE", "ENDS")
+
+    assert package.__doc__ is not None
+    lines = re.findall(r"^    (\d+ .*)$", package.__doc__, re.MULTILINE)
+    assert len(lines) == 12
+    for number, (line, record) in enumerate(zip(lines, records, strict=False)):
+        call = re.search(r"\S+(?:, \S+)* -> \S+", line)
+        assert call is not None
+        assert re.split(r", | -> ", call.group()) == [each.name for each in record.operands if is_shown(each)]
+        rest = line.replace(call.group(), "").split()
+        assert rest == [word for word in words(number, record) if word]

@@ -269,7 +269,7 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     if part is None:
         return choice
     counts = part.counts
-    timed = measure_trials(part, [choice])[choice]
+    timed = measure_trials(part, [choice], most_rounds=1)[choice]
     seconds = step_seconds(part.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.

@@ -180,9 +180,7 @@ class SimulatedBatch:
     degrees = DEGREES
     may_try = True
 
-    def __init__(
-        self, profile: Profile | None, modules: Any, tokens: int, sizes: LayerSizes = SIZES
-    ) -> None:
+    def __init__(self, profile: Profile | None, modules: Any, tokens: int, sizes: LayerSizes = SIZES) -> None:
         self.known_profile = profile
         self.modules = modules
         self.sizes = sizes
@@ -337,11 +335,13 @@ def search_once(number: int, disturbance: Disturbance, *, has_budget: bool) -> O
 
 
 def _searched(batch: Any) -> Choice:
-    """Returns the choice of a layer without a budget: first the restore pair, then n."""
-    pair = open_choice._cheapest_pair(batch)
-    degrees = search.search(GranularityTable(), batch, pair, DEGREES, apart=True)
+    """Returns the choice of a layer without a budget: n with the pair of Eq. 10, then the pair."""
+    predicted = open_choice._chooser_of(batch).predicted_pair(
+        batch.sizes, batch.counts.max_tokens, batch.profile
+    )
+    degrees = search.search(GranularityTable(), batch, predicted, DEGREES, apart=True)
     assert degrees is not None
-    pair = open_choice._pair_for(batch, degrees, pair)
+    pair = open_choice._cheapest_pair(batch, degrees, one_is_taken=True)
     return Choice(forward=degrees.forward, backward=degrees.backward, restore=pair)
 
 

@@ -9,14 +9,13 @@ the n that is chosen in the end, which is not known yet. A trial on fewer tokens
 run in stages. A stage has a limit of memory. Its trials run on the first tokens of the batch, as many as stay
 within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
 
-If a stage finds that n = 4 is faster than all larger n, the layer's later steps will have at most 4 chunks.
-So they will need at least the memory of a step with n = 4. The next stage may take this much memory, so more
+If a stage finds that n = 2 is faster than larger n, the layer's later steps will have at most 2 chunks. So
+they will need at least the memory of a step with n = 2. The next stage may take this much memory, so more
 tokens fit. The stages end when the fastest n of a stage also needs the least memory of all n in this stage:
 
     stage   allowed memory      n that are tried     fastest
-      1     a step with n = 16  16, 8, 4             4
-      2     a step with n = 4   4, 2, 1              2
-      3     a step with n = 2   2, 1                 2, which needs the least: the search ends
+      1     a step with n = 16  8, 4, 2              2
+      2     a step with n = 2   2, 1                 2, which needs the least: the search ends
 
 The seconds of the whole batch are computed by a formula that is fitted to the trials:
 
@@ -71,7 +70,10 @@ ROOM = 0.85
 
 
 def measure_in_stages(
-    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+    batch: TrialBatch,
+    choices: Sequence[Choice],
+    most_rounds: int = MOST_ROUNDS,
+    one_is_taken: bool = False,
 ) -> dict[Choice, PassTimes]:
     """Measures choices by trials on the first tokens. Returns the seconds of the whole batch. Collective.
 
@@ -86,9 +88,7 @@ def measure_in_stages(
     first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
-       least memory, on as many tokens as fit into this memory. More chunks need less memory. To find out
-       whether still more chunks are faster, the stage also tries a number of chunks that is not in
-       ``choices``: the next one above the largest, if the layer allows a larger number.
+       least memory, on as many tokens as fit into this memory. More chunks need less memory.
     2. The layer will not take the choices that need less memory than the fastest choice of a stage, because
        they are slower. So the layer's later steps will need at least the memory of the fastest choice. The
        next stage may take this much memory. It tries the fastest choice again, and choices that need more
@@ -103,19 +103,20 @@ def measure_in_stages(
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.
     most_rounds: largest number of timed rounds of a stage.
+    one_is_taken: whether the step of this batch will run with one of ``choices``, and with no other choice.
+        The smallest step is then the smallest of these.
 
     The result has no entry for a choice that was not tried, or that ran out of memory in a trial on any rank.
     The result is empty if fewer than `MIN_TOKENS` tokens fit into the memory of the first stage.
 
     Raises OutOfMemoryError on every rank if all choices of the first stage run out of memory.
     """
-    allowed = smallest_peak(batch, choices)
-    all_need_as_much = max(predicted_peaks(batch, choices)) <= ALIKE * allowed
+    peaks = dict(zip(choices, predicted_peaks(batch, choices), strict=True))
+    allowed = smallest_peak(batch, choices if one_is_taken else None)
+    all_need_as_much = max(peaks.values()) <= ALIKE * allowed
     if batch.modules.options.budget is not None or all_need_as_much:
-        return measure_in_little_memory(batch, choices, most_rounds)
-    candidates = _with_more_chunks(batch, choices)
-    peaks = dict(zip(candidates, predicted_peaks(batch, candidates), strict=True))
-    remaining = sorted(candidates, key=lambda choice: peaks[choice])
+        return measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
+    remaining = sorted(choices, key=lambda choice: peaks[choice])
     parts: list[TrialsOfPart] = []
     while True:
         stage = _choices_of_stage(batch, remaining, peaks, allowed)
@@ -139,22 +140,7 @@ def measure_in_stages(
         ]
         if fastest == stage[0] or len(remaining) == 1:
             return times
-        allowed = peaks[fastest]
-
-
-def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
-    """Adds a choice with the next larger number of chunks, if the layer allows a larger number.
-
-    Returns the choices and the added choice. A trial is a timed run of both passes. Trials with the added
-    choice show whether still more chunks would be faster (`measure_in_stages`).
-
-    batch: the routed batch.
-    choices: numbers of chunks with one restore pair, which says how backward gets the rows and the hidden
-        activation.
-    """
-    most = max(max(choice.degrees) for choice in choices)
-    larger = [n for n in batch.degrees if n > most]
-    return [*choices, *all_choices([(n, n) for n in larger[:1]], [choices[0].restore])]
+        allowed = smallest_peak(batch, [fastest])
 
 
 def _choices_of_stage(
@@ -226,7 +212,7 @@ def measure_in_little_memory(
     elif one_is_taken:
         allowed = min(predicted_peaks(batch, choices))
     else:
-        allowed = smallest_peak(batch, choices)
+        allowed = smallest_peak(batch)
     share = share_of_tokens(batch, largest_peak, allowed)
     part = _measure_part(batch, choices, share, allowed, most_rounds)
     return {} if part is None else times_of_whole([part])
@@ -492,17 +478,22 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
     return float(factors[0])
 
 
-def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
+def smallest_peak(batch: TrialBatch, choices: Sequence[Choice] | None = None) -> float:
     """Returns the lowest predicted peak, in bytes, of the steps that the layer may choose. Collective.
 
-    Every number of chunks that the layer may choose is combined with every restore pair in ``choices``. A
-    restore pair says how backward gets the rows and the hidden activation.
+    The numbers of chunks are combined with every restore pair of the layer, because the pair that is taken in
+    the end may need less memory than the pair of the trials. A restore pair says how backward gets the rows
+    and the hidden activation.
 
     batch: the routed batch.
-    choices: gives the restore pairs. The numbers of chunks in it are not used.
+    choices: gives the numbers of chunks that may still be chosen. The restore pairs in it are not used. None
+        stands for every number of chunks that the layer may choose.
     """
-    pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
-    return min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
+    if choices is None:
+        degrees = [(n, n) for n in batch.degrees]
+    else:
+        degrees = [(choice.forward, choice.backward) for choice in choices]
+    return min(predicted_peaks(batch, all_choices(degrees, batch.modules.pairs)))
 
 
 def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
@@ -564,7 +555,7 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     if batch.modules.options.budget is not None:
         return batch
     [peak] = predicted_peaks(batch, [choice])
-    allowed = smallest_peak(batch, [choice])
+    allowed = smallest_peak(batch)
     share = share_of_tokens(batch, peak, allowed)
     part = _part_with_memory(batch, [choice], share, allowed)
     return None if part is None else part[1]

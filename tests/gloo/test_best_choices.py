@@ -25,7 +25,7 @@ from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.priced_choices import bound
+from pmoe.planner.priced_choices import Chooser, bound
 from pmoe.planner.profile import FORMAT, Profile, Versions
 from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
@@ -199,7 +199,10 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
         mock.patch.object(open_choice, "_check_profile_with_a_step", lambda _, choice: choice),
     ):
         for name in ("S1", "S4"):
-            with mock.patch.object(open_choice, "_cheapest_pair", lambda _, name=name: STRATEGIES[name]):
+            with (
+                mock.patch.object(Chooser, "predicted_pair", lambda *_, name=name: STRATEGIES[name]),
+                mock.patch.object(Chooser, "pair", lambda *_, name=name: STRATEGIES[name]),
+            ):
                 ran = step(build(pipeline=True, memory_reuse=True, top_k=1, slack=SLACK), rank)
                 assert ran.restore == STRATEGIES[name]
                 taken.append((ran.forward, ran.backward))
@@ -303,7 +306,7 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
     """
     lanes = lanes_of(1, 1, 50)
 
-    def tried(batch: Any, choices: Any) -> Any:
+    def tried(batch: Any, choices: Any, most_rounds: int) -> Any:
         (each,) = choices  # with dear copies S4 alone is worth a trial
         rows = batch.counts.recv.sum() / COUNT  # evenly routed or not
         [most] = largest(batch.modules.ranks, torch.device("cpu"), [float(rows)], stage="a test")

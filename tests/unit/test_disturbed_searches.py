@@ -82,23 +82,14 @@ def test_a_profile_that_describes_the_machine_badly_leaves_out_no_restore_pair()
         assert pair == STRATEGIES[taken]
 
 
-def test_two_pairs_that_were_nearly_as_fast_are_compared_once_more() -> None:
-    chooser = Chooser(pairs=tuple(STRATEGIES.values()), budget=None, slack=1.25)
-    first = Trials({"S1": 1.0, "S2": 2.0, "S3": 1.08, "S4": 1.05})
-    pair = chooser.pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL, first.tried)
-    again = Trials({"S1": 1.2, "S4": 1.0})
-    assert chooser.confirmed_pair(SIZES, BASE_TOKENS, pair, again.tried) == STRATEGIES["S4"]
-    assert again.asked == [[str(STRATEGIES["S1"]), str(STRATEGIES["S4"])]]
-    assert chooser.pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL, first.tried) == STRATEGIES["S4"]
-    assert chooser.confirmed_pair(SIZES, BASE_TOKENS, STRATEGIES["S4"], again.tried) == STRATEGIES["S4"]
-    assert len(first.asked) == len(again.asked) == 1
-
-
-def test_a_pair_without_a_rival_is_not_tried_again() -> None:
+def test_a_pair_is_predicted_without_trials_until_trials_have_chosen_one() -> None:
+    """The search for n runs with the predicted pair; then trials with this n choose among the pairs."""
     chooser = Chooser(pairs=tuple(STRATEGIES.values()), budget=None, slack=1.25)
     trials = Trials({"S1": 1.0, "S2": 2.0, "S3": 1.2, "S4": 1.3})
-    pair = chooser.pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL, trials.tried)
-    assert chooser.confirmed_pair(SIZES, BASE_TOKENS, pair, trials.tried) == pair
+    assert chooser.predicted_pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL) == STRATEGIES["S4"]
+    assert chooser.pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL, trials.tried) == STRATEGIES["S1"]
+    assert chooser.predicted_pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL) == STRATEGIES["S1"]
+    assert chooser.pair(SIZES, BASE_TOKENS, lambda: DOUBTFUL, trials.tried) == STRATEGIES["S1"]
     assert len(trials.asked) == 1
 
 

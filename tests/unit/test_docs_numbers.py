@@ -226,7 +226,9 @@ def test_the_page_says_what_the_first_live_searches_cost() -> None:
         first = run["rows"][0]
         steps.setdefault(name.partition(",")[0], []).append(first["search steps"] + first["other steps"])
     ends = {name: f"{min(cells):.0f} to {max(cells):.0f}" for name, cells in steps.items()}
-    text = f"{ends['pipeline=True']} steps with `pipeline=True`, and {ends['both True']} steps with both options"
+    text = (
+        f"{ends['pipeline=True']} steps with `pipeline=True`, and {ends['both True']} steps with both options"
+    )
     assert text in " ".join(CHOOSING.split())
 
 

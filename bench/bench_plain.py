@@ -6,8 +6,8 @@
 
 The second command has the sizes of a layer of `make train`.
 All layers have the same weights and give the same output. The plain layer is written in several ways
-(`bench.plain`). "/ plain" is the time / the time of the fastest of them. "/ products" is the time / the time of
-the experts' products alone, on as many rows for each expert.
+(`bench.plain`). "/ plain" is the time / the time of the fastest of them. "/ products" is the time / the time
+of the experts' products alone, with an equal number of rows for each expert.
 """
 
 from __future__ import annotations

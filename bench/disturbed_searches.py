@@ -6,9 +6,9 @@ The search is pmoe's own code (`pmoe.choose`). Only the batch and the runs are s
 
     seconds of a run = stored seconds * (1 + noise) * (1, or in some runs `Disturbance.factor`)
 
-The stored seconds are those of bench_choices. A search for a restore pair also has a profile: measured rates of
-the machine. For half of these searches the rates are wrong, as if other work had disturbed their measurement,
-and the profile says that it describes the machine badly.
+The stored seconds are those of bench_choices. A search for a restore pair also has a profile: measured rates
+of the machine. For half of these searches the rates are wrong, as if other work had disturbed their
+measurement, and the profile says that it describes the machine badly.
 
 It prints a row for each kind of layer:
 
@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import functools
 import json
+import logging
 import math
 import random
 import statistics
@@ -412,6 +413,7 @@ def main() -> None:
         "both True": functools.partial(search_once, has_budget=False),
         "a budget": functools.partial(search_once, has_budget=True),
     }
+    logging.getLogger("pmoe").setLevel(logging.WARNING)  # thousands of searches would log their results
     rows = []
     for name, search_of in kinds.items():
         outcomes = [search_of(number, disturbance) for number in range(args.searches)]

@@ -4,8 +4,8 @@ A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_D
 activation (T_M) are kept, offloaded or made again for backward.
 
 With a memory budget, n and the pair are chosen together. The result is the fastest choice whose memory stays
-within the budget for any routing. Without a budget, the pair is chosen first, then n. If trials found n, pairs
-are then compared once more, with this n:
+within the budget for any routing. Without a budget, the pair is chosen first, then n. If trials find n, the
+cost model alone chooses the first pair, and trials with this n then choose the pair that is taken:
 
     option               value     how the pair or n is chosen
     memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)

@@ -95,7 +95,8 @@ def measure_in_stages(
        memory.
     3. The stages end in one of three cases:
 
-       - The fastest choice of a stage needs the least memory of all choices in this stage.
+       - The fastest choice of a stage needs the least memory of all choices in this stage, and the stage
+         could take as much memory as a step with this choice.
        - All choices that need more memory than the fastest choice were tried, and each of them took more than
          `NEAR` times as long as the fastest choice.
        - A later stage lacks memory. The result then has the choices of the stages before.
@@ -117,9 +118,10 @@ def measure_in_stages(
     if batch.modules.options.budget is not None or all_need_as_much:
         return measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
     remaining = sorted(choices, key=lambda choice: peaks[choice])
+    most_choices = STAGE
     parts: list[TrialsOfPart] = []
     while True:
-        stage = _choices_of_stage(batch, remaining, peaks, allowed)
+        stage = _choices_of_stage(batch, remaining, peaks, allowed, most_choices)
         share = share_of_tokens(batch, peaks[stage[-1]], allowed)
         try:
             part = _measure_part(batch, stage, share, allowed, most_rounds)
@@ -138,32 +140,42 @@ def measure_in_stages(
             for choice in remaining
             if choice not in times or times[choice].step <= NEAR * times[fastest].step
         ]
-        if fastest == stage[0] or len(remaining) == 1:
+        least_of_step = smallest_peak(batch, [fastest])
+        needs_least = fastest == stage[0]
+        if len(remaining) == 1 or (needs_least and least_of_step <= ALIKE * allowed):
             return times
-        allowed = smallest_peak(batch, [fastest])
+        # If the choice that needs the least memory seems to be the fastest, it is compared with the next one
+        # on more tokens: on few tokens, errors of measured seconds are large.
+        most_choices = 2 if needs_least else STAGE
+        allowed = least_of_step
 
 
 def _choices_of_stage(
-    batch: TrialBatch, remaining: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
+    batch: TrialBatch,
+    remaining: Sequence[Choice],
+    peaks: Mapping[Choice, float],
+    allowed: float,
+    most_choices: int = STAGE,
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage of trials tries: usually the first `STAGE` of ``remaining``.
+    """Returns the choices that the next stage of trials tries: usually the first ones of ``remaining``.
 
     A trial is a timed run of both passes. ``remaining`` begins with the choices that need the least memory.
 
     There are two exceptions:
 
-    - If all of ``remaining`` need at most 8 % more memory than the `STAGE`-th choice, the stage tries all of
-      them.
-    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the `STAGE`-th
-      choice, the stage tries only the first two choices, which need less memory.
+    - If all of ``remaining`` need at most 8 % more memory than the last choice of the stage, the stage tries
+      all of them.
+    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the last choice,
+      the stage tries only the first two choices, which need less memory.
 
     batch: the routed batch.
     remaining: the choices (numbers of chunks, and how backward gets the rows and the hidden activation) that
         may still be the fastest, sorted by memory.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that the trials of the next stage may take.
+    most_choices: usual number of choices of the stage.
     """
-    stage = remaining[:STAGE]
+    stage = remaining[:most_choices]
     if peaks[remaining[-1]] <= ALIKE * peaks[stage[-1]]:
         return remaining
     if share_of_tokens(batch, peaks[stage[-1]], allowed) * batch.counts.max_tokens >= MIN_TOKENS:

@@ -42,7 +42,7 @@ from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.priced_choices import Chooser, Measured, rounded_up, without_offload
-from pmoe.planner.timed_rounds import OUT_OF_MEMORY
+from pmoe.planner.timed_rounds import MOST_ROUNDS, OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
@@ -193,7 +193,7 @@ def _tried(
         return None
     batch = batch.counted_for(choices)
     try:
-        measured = measure_in_little_memory(batch, choices, one_is_taken=one_is_taken)
+        measured = measure_in_little_memory(batch, choices, MOST_ROUNDS, one_is_taken)
     except torch.OutOfMemoryError:  # raised on every rank, so all ranks return None
         return None
     if not measured:
@@ -276,7 +276,7 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     if part is None:
         return choice
     counts = part.counts
-    timed = measure_trials(part, [choice], most_rounds=1)[choice]
+    timed = measure_trials(part, [choice], 1)[choice]
     seconds = step_seconds(part.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.

@@ -44,7 +44,7 @@ def outcomes(kind: str, disturbance: Disturbance) -> list[Outcome]:
 
 @pytest.mark.parametrize(
     ("kind", "mean", "high", "steps"),
-    zip(KINDS, (0.005, 0.006, 0.014), (0.025, 0.075, 0.075), (13, 19.5, 19), strict=True),
+    list(zip(KINDS, (0.005, 0.006, 0.014), (0.025, 0.075, 0.075), (13, 19.5, 19), strict=True)),
     ids=KINDS,
 )
 def test_disturbed_searches_lose_little(kind: str, mean: float, high: float, steps: float) -> None:
@@ -59,7 +59,7 @@ def test_disturbed_searches_lose_little(kind: str, mean: float, high: float, ste
     assert statistics.median(outcome.steps for outcome in found) <= steps
 
 
-@pytest.mark.parametrize(("kind", "steps"), zip(KINDS, (12.5, 18, 14), strict=True), ids=KINDS)
+@pytest.mark.parametrize(("kind", "steps"), list(zip(KINDS, (12.5, 18, 14), strict=True)), ids=KINDS)
 def test_searches_that_nothing_disturbs_take_few_runs(kind: str, steps: float) -> None:
     found = outcomes(kind, Disturbance(noise=0.0, share=0.0, first=1.0))
     assert statistics.median(outcome.steps for outcome in found) <= steps

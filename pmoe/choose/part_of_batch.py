@@ -38,7 +38,14 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from pmoe.choose.slots import requested_slots
-from pmoe.choose.trials import Trial, TrialBatch, measure_trials, predicted_peaks, warn_of_dropped
+from pmoe.choose.trials import (
+    Trial,
+    TrialBatch,
+    measure_trials,
+    own_peak,
+    predicted_peaks,
+    warn_of_dropped,
+)
 from pmoe.comm.counts import CountsExchange, Fault
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
@@ -344,9 +351,10 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
 def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
     """Removes choices from the start of a list, until every rank has memory for the first one left.
 
-    Collective. The choices are tested in order: the memory of a step with a choice is allocated and freed
-    again. The test ends at the first choice for which every rank has enough memory. The result is this choice
-    and all choices after it, which are not tested. Rank 0 warns once about the removed choices.
+    Collective. The choices are tested in order: every rank allocates the memory of its own step with a
+    choice, and frees it again. The test ends at the first choice for which every rank has enough memory. The
+    result is this choice and all choices after it, which are not tested. Rank 0 warns once about the removed
+    choices.
 
     batch: the routed batch of all tokens.
     ordered: the choices (numbers of chunks, and how backward gets the rows and the hidden activation), in the
@@ -354,11 +362,11 @@ def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) 
 
     Raises OutOfMemoryError on every rank if no choice has enough memory.
     """
-    output = _output_bytes(batch)
+    own_output = batch.inputs.x_TM.nbytes
     without_room: list[Trial] = []
-    for choice, peak in zip(ordered, predicted_peaks(batch, ordered), strict=True):
+    for choice in ordered:
         trial = Trial(batch, choice)
-        if trial.has_memory(ROOM * (peak - output)):
+        if trial.has_memory(ROOM * (own_peak(batch, choice) - own_output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))

@@ -502,11 +502,18 @@ def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
 def test_each_step_that_searches_takes_no_more_memory_than_later_ones_on_ranks_with_unequal_work(
     busy: tuple[int, ...], reuse: Any, fastest: str, tmp_path: Path
 ) -> None:
+    """Before, every rank tested its memory for the step of the rank that needs the most: 3.4 times its own step.
+
+    Trials run on the same fraction of the tokens of each rank. A rank with few tokens also computes the rows of
+    others, so there a trial may need up to 1.25 times as much as a step with n = 16.
+    """
     sizes = [(4096, 1500), (2100, 2900), (1200, 8192)]
     options = {"memory_reuse": reuse}
-    for of_rank in ranks(2).run(searching_job, str(tmp_path), fastest, options, sizes, busy):
-        for first, *later in of_rank:
-            assert first <= 1.10 * max(later), of_rank
+    of_ranks = ranks(2).run(searching_job, str(tmp_path), fastest, options, sizes, busy)
+    for rank, of_rank in enumerate(of_ranks):
+        for (first, *later), tokens_of in zip(of_rank, sizes, strict=True):
+            has_few = 2 * tokens_of[rank] < max(tokens_of)
+            assert first <= (1.30 if has_few else 1.10) * max(later), of_rank
 
 
 def solving_job(

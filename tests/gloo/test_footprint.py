@@ -502,10 +502,10 @@ def test_the_step_that_searches_takes_no_more_memory_than_later_ones(
 def test_each_step_that_searches_takes_no_more_memory_than_later_ones_on_ranks_with_unequal_work(
     busy: tuple[int, ...], reuse: Any, fastest: str, tmp_path: Path
 ) -> None:
-    """Before, every rank tested its memory for the step of the rank that needs the most: 3.4 times its own step.
+    """Before, every rank tested its memory for the step of the rank that needs the most, 3.4 times its own.
 
-    Trials run on the same fraction of the tokens of each rank. A rank with few tokens also computes the rows of
-    others, so there a trial may need up to 1.25 times as much as a step with n = 16.
+    Trials run on the same fraction of the tokens of each rank. A rank with few tokens also computes the rows
+    of others, so there a trial may need up to 1.25 times as much as a step with n = 16.
     """
     sizes = [(4096, 1500), (2100, 2900), (1200, 8192)]
     options = {"memory_reuse": reuse}

@@ -6,7 +6,8 @@
 
 The second command has the sizes of a layer of `make train`.
 All layers have the same weights and give the same output. The plain layer is written in several ways
-(`bench.plain`). "/ plain" is the time / the time of the fastest of them.
+(`bench.plain`). "/ plain" is the time / the time of the fastest of them. "/ products" is the time / the time
+of the experts' products alone, with an equal number of rows for each expert.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 import pmoe
+from bench.passes import products_of_experts
 from bench.plain import SPELLINGS, PlainMoE, fastest, name_of
 from bench.timing import OUT, Timing, interleaved, table, write_json
+
+PRODUCTS = "products alone"
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,18 @@ def step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
     layer.zero_grad(set_to_none=True)
     x.grad = None
     layer(x).backward(dy)
+
+
+def products(setting: Setting) -> Callable[[], None]:
+    """Returns a function that computes the experts' products of a step, and nothing else."""
+    rows = setting.tokens * setting.top_k // setting.num_experts
+    forward, backward = products_of_experts(setting.num_experts, rows, setting.d_model, setting.d_hidden)
+
+    def run() -> None:
+        forward()
+        backward()
+
+    return run
 
 
 def main() -> None:
@@ -81,6 +97,7 @@ def main() -> None:
         chunked.pipeline = n
         runs[f"pmoe n={n}"] = functools.partial(step, chunked, x, dy)
     runs |= {name: functools.partial(step, module, x, dy) for name, module in plain.items()}
+    runs[PRODUCTS] = products(setting)
     times: dict[str, Timing] = interleaved(runs, args.rounds)
     baseline = fastest(times)
     rows = [
@@ -89,6 +106,7 @@ def main() -> None:
             "forward+backward ms": timing.median * 1e3,
             "spread": timing.spread,
             "/ plain": 1 / timing.speedup_over(times[baseline]),
+            "/ products": 1 / timing.speedup_over(times[PRODUCTS]),
         }
         for name, timing in times.items()
     ]

@@ -222,11 +222,13 @@ def live_summary(rows: Sequence[dict[str, Any]], seconds: float) -> dict[str, An
     """Returns those numbers of a live run that have limits, and whether they are within the limits."""
     searches = [row for row in rows if row["search runs"]]
     steps = statistics.median(row["search steps"] for row in searches)
+    all_steps = statistics.median(row["search steps"] + row["other steps"] for row in rows)
     met = len(searches) <= MOST_LIVE_SEARCHES and steps <= MOST_STEPS
     return {
         "searches": len(searches),
         "median runs": statistics.median(row["search runs"] for row in searches),
         "median steps": steps,
+        "median steps of all trials": all_steps,
         "all search runs": sum(row["search runs"] for row in rows),
         "all other runs": sum(row["other runs"] for row in rows),
         "seconds": seconds,

@@ -1,20 +1,26 @@
-"""Searches of a layer with memory_reuse=True, on a simulated machine that other work disturbs.
+"""First searches of layers with pipeline=True, on a simulated machine that other work disturbs.
 
-    python bench/disturbed_searches.py             # simulated, some seconds; no processes, no timing
-    python bench/disturbed_searches.py --noise 0.06
-
-It prints what the searches lost and what they cost, with a memory budget and without:
-
-    regret     (seconds of the taken choice) / (seconds of the fastest choice) - 1
-    steps      seconds of all runs of a search / seconds of a step with the fastest choice, median
+    python bench/disturbed_searches.py         # about a minute; no processes, no timing
 
 The search is pmoe's own code (`pmoe.choose`). Only the batch and the runs are simulated:
 
     seconds of a run = stored seconds * (1 + noise) * (1, or in some runs `Disturbance.factor`)
 
-The stored seconds are those of bench_choices. A search also has a profile: measured rates of the machine. For
-half of the searches the rates are wrong, as if other work had disturbed their measurement, and the profile
-says that it describes the machine badly.
+The stored seconds are those of bench_choices. A search for a restore pair also has a profile: measured rates
+of the machine. For half of these searches the rates are wrong, as if other work had disturbed their
+measurement, and the profile says that it describes the machine badly.
+
+It prints a row for each kind of layer:
+
+    pipeline=True  chooses n, without reuse, and has no profile, so that all n are tried
+    both True      pipeline=True and memory_reuse=True: chooses n and the restore pair
+    a budget       both True, with a memory budget
+
+The columns:
+
+    regret     seconds of a step with the choice / seconds of the fastest choice - 1, over all searches
+    steps      seconds of all runs of a search / seconds of a step with the fastest choice
+    pairs      those of these steps in which restore pairs were compared with one n
 """
 
 from __future__ import annotations
@@ -28,7 +34,7 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 from bench.choices import BUDGET_SHARE
 from bench.searches import BASE_TOKENS, SIZES, machine_profile
-from bench.timing import table
+from bench.timing import OUT, table, write_json
 from pmoe.choose import open_choice, part_of_batch, search
 from pmoe.comm.counts import num_bins
 from pmoe.planner import priced_choices
@@ -58,6 +64,8 @@ from pmoe.schedule.buffer_sizes import ChunkRows
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 
 STORED = Path(__file__).resolve().parent / "results" / "choices_modelled.json"
+COUNT = 304
+"""Number of searches: 38 with each case of bench_choices."""
 SLACK = 1.25
 FASTER = 0.55
 """Seconds of a product on the machine of the stored seconds, over those of `machine_profile`."""
@@ -87,26 +95,33 @@ class Outcome:
     took: what the search took, as a text.
     runs: number of runs of both passes.
     steps: seconds of all runs, over the seconds of a step with the fastest choice.
+    pair_steps: the part of ``steps`` in which restore pairs were compared with one number of chunks.
     """
 
     regret: float
     took: str
     runs: int
     steps: float
+    pair_steps: float
 
 
 class StoredMachine:
     """A machine on which runs take stored seconds, with noise and disturbances.
 
     screened: the seconds of every choice, by its name in the file of bench_choices.
+    reuses: whether chunks share buffers; otherwise no restore pair matters.
     """
 
-    def __init__(self, screened: Mapping[str, Any], disturbance: Disturbance, draw: random.Random) -> None:
+    def __init__(
+        self, screened: Mapping[str, Any], disturbance: Disturbance, draw: random.Random, reuses: bool = True
+    ) -> None:
         self.screened = screened
+        self.reuses = reuses
         self.disturbance = disturbance
         self.draw = draw
         self.runs = 0
         self.seconds = 0.0
+        self.pair_seconds = 0.0  # those of self.seconds in which all choices had the same number of chunks
 
     def passes(self, choice: Choice, tokens: int) -> tuple[float, float]:
         """Returns the undisturbed seconds of (forward, backward).
@@ -117,7 +132,8 @@ class StoredMachine:
         share = tokens / BASE_TOKENS
         seconds = []
         for direction, n in (("forward", choice.forward), ("backward", choice.backward)):
-            whole = {m: self.screened[f"n={m} {choice.restore}"][direction]["median_s"] for m in (8, 16, n)}
+            pair = f" {choice.restore}" if self.reuses else ""
+            whole = {m: self.screened[f"n={m}{pair}"][direction]["median_s"] for m in (8, 16, n)}
             of_chunks = min(n * max((whole[16] - whole[8]) / 8, 0.0), whole[n] / 2)
             seconds.append((whole[n] - of_chunks) * share + of_chunks)
         return seconds[0], seconds[1]
@@ -127,6 +143,7 @@ class StoredMachine:
     ) -> dict[Choice, PassTimes]:
         """Stands in for `pmoe.choose.trials.measure_trials`."""
         ran: set[Choice] = set()
+        compares_pairs = len(choices) > 1 and len({choice.degrees for choice in choices}) == 1
 
         def run(choice: Choice) -> tuple[float, float]:
             times = max(self.draw.gauss(1, self.disturbance.noise), 0.5)
@@ -136,6 +153,7 @@ class StoredMachine:
             forward, backward = self.passes(choice, batch.counts.max_tokens)
             self.runs += 1
             self.seconds += times * (forward + backward)
+            self.pair_seconds += compares_pairs * times * (forward + backward)
             return times * forward, times * backward
 
         return timed_rounds(choices, lambda tried: [run(choice) for choice in tried], most_rounds)
@@ -143,7 +161,7 @@ class StoredMachine:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedOptions:
-    """The options that a search reads, of a layer with pipeline=True and memory_reuse=True."""
+    """The options that a search reads, of a layer with pipeline=True."""
 
     budget: int | None
     pipeline_backward: None = None
@@ -153,29 +171,36 @@ class SimulatedOptions:
     degrees: tuple[int, ...] = DEGREES
 
 
+NO_REUSE = replace(SIZES, rotates=False)
+"""The sizes of a layer whose chunks have memory of their own."""
+
+
 class SimulatedBatch:
     """Stands in for a routed batch (`pmoe.choose.trials.TrialBatch`). Routing is even."""
 
     degrees = DEGREES
-    sizes = SIZES
     may_try = True
 
-    def __init__(self, profile: Profile, modules: Any, tokens: int) -> None:
+    def __init__(self, profile: Profile | None, modules: Any, tokens: int, sizes: LayerSizes = SIZES) -> None:
         self.known_profile = profile
         self.modules = modules
+        self.sizes = sizes
         self.counts = SimpleNamespace(max_tokens=tokens, needs_grad=True, host_shortage=False)
         self.inputs = SimpleNamespace(x_TM=torch.empty(tokens, SIZES.d_model, device="meta"))
 
     def profile(self) -> Profile:
+        assert self.known_profile is not None
         return self.known_profile
 
-    stored_profile = profile
+    def stored_profile(self) -> Profile | None:
+        return self.known_profile
 
     def counted_for(self, choices: Sequence[Choice]) -> SimulatedBatch:
         return self
 
     def first_tokens(self, share: float) -> SimulatedBatch:
-        return SimulatedBatch(self.known_profile, self.modules, int(share * self.counts.max_tokens))
+        count = int(share * self.counts.max_tokens)
+        return SimulatedBatch(self.known_profile, self.modules, count, self.sizes)
 
 
 # ---- predictions that replace the slower ones of the planner
@@ -306,16 +331,46 @@ def search_once(number: int, disturbance: Disturbance, *, has_budget: bool) -> O
         took=f"{case['name']}: n={taken.forward}/{taken.backward} {taken.restore}",
         runs=machine.runs,
         steps=machine.seconds / least,
+        pair_steps=machine.pair_seconds / least,
     )
 
 
 def _searched(batch: Any) -> Choice:
-    """Returns the choice of a layer without a budget: first the restore pair, then n."""
-    pair = open_choice._cheapest_pair(batch)
-    degrees = search.search(GranularityTable(), batch, pair, DEGREES, apart=True)
+    """Returns the choice of a layer without a budget: n with the pair of Eq. 10, then the pair."""
+    predicted = open_choice._chooser_of(batch).predicted_pair(
+        batch.sizes, batch.counts.max_tokens, batch.profile
+    )
+    degrees = search.search(GranularityTable(), batch, predicted, DEGREES, apart=True)
     assert degrees is not None
-    pair = open_choice._pair_for(batch, degrees, pair)
+    pair = open_choice._cheapest_pair(batch, degrees, one_is_taken=True)
     return Choice(forward=degrees.forward, backward=degrees.backward, restore=pair)
+
+
+def search_without_reuse(number: int, disturbance: Disturbance) -> Outcome:
+    """Searches once for n, with the stored seconds of a case of bench_choices, for a layer without reuse.
+
+    number: selects the case, the noise and the disturbances.
+    """
+    stored = _stored()
+    case = stored["cases"][number % len(stored["cases"])]
+    screened = stored["results"][case["name"]]["screened"]
+    machine = StoredMachine(screened, disturbance, random.Random(f"no reuse {number}"), reuses=False)
+    modules = SimpleNamespace(options=SimulatedOptions(None), pairs=(KEEP,))
+    batch: Any = SimulatedBatch(None, modules, BASE_TOKENS, NO_REUSE)
+    with simulated(machine):
+        degrees = search.search(GranularityTable(), batch, KEEP, DEGREES, apart=False)
+    assert degrees is not None
+    seconds = {
+        n: sum(machine.passes(Choice(forward=n, backward=n, restore=KEEP), BASE_TOKENS)) for n in DEGREES
+    }
+    least = min(seconds.values())
+    return Outcome(
+        regret=seconds[degrees.forward] / least - 1,
+        took=f"{case['name']}: n={degrees}",
+        runs=machine.runs,
+        steps=machine.seconds / least,
+        pair_steps=0.0,
+    )
 
 
 @functools.cache
@@ -326,21 +381,20 @@ def _stored() -> Any:
 # ---- the report
 
 
-def row_of(outcomes: Sequence[Outcome], name: str) -> dict[str, Any]:
-    """Returns a row of the printed table: what some searches lost and cost.
-
-    outcomes: the results of the searches.
-    name: what the searches have in common, the first cell of the row.
-    """
-    regrets = sorted(outcome.regret for outcome in outcomes)
+def row_of(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns the row of the printed table for the searches of one kind of layer."""
+    regrets = sorted(100 * outcome.regret for outcome in outcomes)
     return {
         "layer": name,
         "searches": len(outcomes),
-        "mean regret %": 100 * statistics.fmean(regrets),
-        "median %": 100 * statistics.median(regrets),
-        "worst %": 100 * regrets[-1],
-        "steps": statistics.median(outcome.steps for outcome in outcomes),
-        "runs": statistics.median(outcome.runs for outcome in outcomes),
+        "mean regret %": statistics.fmean(regrets),
+        "median %": statistics.median(regrets),
+        "99th percentile %": regrets[int(0.99 * len(regrets))],
+        "worst %": regrets[-1],
+        "steps, median": statistics.median(outcome.steps for outcome in outcomes),
+        "mean": statistics.fmean(outcome.steps for outcome in outcomes),
+        "pairs, mean": statistics.fmean(outcome.pair_steps for outcome in outcomes),
+        "runs, median": statistics.median(outcome.runs for outcome in outcomes),
     }
 
 
@@ -348,16 +402,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--count", type=int, default=304, help="number of searches with and without a budget")
-    parser.add_argument("--noise", type=float, default=0.03, help="relative standard deviation of a run")
+    parser.add_argument("--searches", type=int, default=COUNT, help="searches of each kind of layer")
+    parser.add_argument("--noise", type=float, default=Disturbance.noise, help="of a run, relative")
+    parser.add_argument("--share", type=float, default=Disturbance.share, help="of the runs that are slowed")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON")
     args = parser.parse_args()
-    logging.getLogger("pmoe").setLevel(logging.ERROR)  # every search would print what it tries and takes
-    disturbance = Disturbance(noise=args.noise)
+    disturbance = Disturbance(noise=args.noise, share=args.share)
+    kinds: dict[str, Callable[[int, Disturbance], Outcome]] = {
+        "pipeline=True": search_without_reuse,
+        "both True": functools.partial(search_once, has_budget=False),
+        "a budget": functools.partial(search_once, has_budget=True),
+    }
+    logging.getLogger("pmoe").setLevel(logging.WARNING)  # thousands of searches would log their results
     rows = []
-    for name, has_budget in (("both True", False), ("both True and a budget", True)):
-        outcomes = [search_once(number, disturbance, has_budget=has_budget) for number in range(args.count)]
-        rows.append(row_of(outcomes, name))
+    for name, search_of in kinds.items():
+        outcomes = [search_of(number, disturbance) for number in range(args.searches)]
+        rows.append(row_of(name, outcomes))
+    print(f"noise {disturbance.noise:.0%}, {disturbance.share:.0%} of the runs slowed")
     print(table(rows))
+    path = args.out / "disturbed_searches.json"
+    write_json(path, rows=rows)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

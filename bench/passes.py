@@ -84,31 +84,50 @@ def timed(forward: Callable[[], Tensor], dy: Tensor) -> dict[str, float]:
     return {"forward": middle - start, "backward": end - middle, "step": end - start}
 
 
-def products_alone(setting: Setting) -> Run:
-    """Returns a function that times only the experts' products for the routed rows.
+def products_of_experts(
+    num_experts: int, rows: int, d_model: int, d_hidden: int
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Returns two functions that compute only the experts' products, of the forward and the backward pass.
 
-    Each product has all rows of an expert, so that it is as fast as products can be.
+    Each product has all rows of an expert and writes to memory that exists, so that it is as fast as products
+    can be.
+
+    num_experts: number of experts of this rank.
+    rows: number of rows of each expert.
     """
-    local = setting.num_experts // setting.world
-    rows = setting.rows // local  # every expert gets the same number of rows
-    w1 = torch.randn(local, setting.d_hidden, setting.d_model)
-    w2 = torch.randn(local, setting.d_model, setting.d_hidden)
-    x, y = torch.randn(2, local, rows, setting.d_model)
-    h, dh = torch.randn(2, local, rows, setting.d_hidden)
+    w1 = torch.randn(num_experts, d_hidden, d_model)
+    w2 = torch.randn(num_experts, d_model, d_hidden)
+    x, y = torch.randn(2, num_experts, rows, d_model)
+    h, dh = torch.randn(2, num_experts, rows, d_hidden)
     dw1, dw2, dx = torch.empty_like(w1), torch.empty_like(w2), torch.empty_like(x)
 
-    def run() -> dict[str, float]:
-        dist.barrier()
-        start = time.perf_counter()
-        for e in range(local):
+    def forward() -> None:
+        for e in range(num_experts):
             torch.mm(x[e], w1[e].t(), out=h[e])
             torch.mm(h[e], w2[e].t(), out=y[e])
-        middle = time.perf_counter()
-        for e in range(local):
+
+    def backward() -> None:
+        for e in range(num_experts):
             torch.mm(y[e], w2[e], out=dh[e])
             torch.mm(dh[e], w1[e], out=dx[e])
             torch.mm(dh[e].t(), x[e], out=dw1[e])
             torch.mm(y[e].t(), h[e], out=dw2[e])
+
+    return forward, backward
+
+
+def products_alone(setting: Setting) -> Run:
+    """Returns a function that times only the experts' products for the routed rows."""
+    local = setting.num_experts // setting.world
+    rows = setting.rows // local  # every expert gets the same number of rows
+    forward, backward = products_of_experts(local, rows, setting.d_model, setting.d_hidden)
+
+    def run() -> dict[str, float]:
+        dist.barrier()
+        start = time.perf_counter()
+        forward()
+        middle = time.perf_counter()
+        backward()
         end = time.perf_counter()
         return {"forward": middle - start, "backward": end - middle, "step": end - start}
 

@@ -4,7 +4,8 @@ A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_D
 activation (T_M) are kept, offloaded or made again for backward.
 
 With a memory budget, n and the pair are chosen together. The result is the fastest choice whose memory stays
-within the budget for any routing. Without a budget, the pair is chosen first, then n:
+within the budget for any routing. Without a budget, the pair is chosen first, then n. If trials find n, the
+cost model alone chooses the first pair, and trials with this n then choose the pair that is taken:
 
     option               value     how the pair or n is chosen
     memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
@@ -37,7 +38,6 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.measure.products import measure_products
 from pmoe.measure.profile import PROFILES
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice, all_choices
-from pmoe.planner.degree_trials import LATER_ROUNDS
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
@@ -60,7 +60,7 @@ They allow for the work of the host, which is not predicted.
 """
 
 PAIR_DEGREE = 4
-"""Number of chunks with which restore pairs are compared if the number of chunks is not chosen yet.
+"""Number of chunks with which restore pairs are compared if the solver chooses the number of chunks later.
 
 Trials run on as many tokens as fit into the memory of the layer's smallest step, the step with the most
 chunks. With two chunks, only about an eighth of the tokens would fit, too few to compare restore pairs.
@@ -100,9 +100,9 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.
 
-    With a memory budget, the result is the fastest choice within the budget. Otherwise the pair is chosen
-    first, by a cost model, and then the numbers of chunks, by trials (timed runs) or by FSMoE's solver. If
-    trials found the numbers of chunks, the two fastest pairs are compared with these numbers once more.
+    With a memory budget, the result is the fastest choice within the budget. Otherwise a cost model chooses
+    the pair first, and then trials (timed runs) or FSMoE's solver find the numbers of chunks. If trials found
+    the numbers, further trials compare restore pairs with these numbers, and the fastest pair is taken.
 
     batch: the routed batch, on which trials run.
     restore: the pair, if the caller has chosen it; None if this function chooses it.
@@ -116,12 +116,19 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
             return _check_profile_with_a_step(batch, choice)
         restore = choice.restore  # the solver takes the numbers of chunks
     has_several_pairs = restore is None and len(modules.pairs) > 1 and counts.needs_grad
-    if restore is None:
-        cheapest = _cheapest_pair(batch) if has_several_pairs else modules.pairs[0]
-        pair = without_host_offload(cheapest, counts)
-    else:
-        pair = restore
     n = options.fixed_degree
+    if restore is not None:
+        pair = restore
+    elif not has_several_pairs:
+        pair = without_host_offload(modules.pairs[0], counts)
+    elif n is None and not options.solves:
+        sizes = batch.sizes
+        predicted = _chooser_of(batch).predicted_pair(sizes, counts.max_tokens, batch.profile)
+        pair = without_host_offload(predicted, counts)
+    else:
+        n_forward = n or PAIR_DEGREE  # the solver chooses n after the pair
+        degrees = PassDegrees(n_forward, options.pipeline_backward or n_forward)
+        pair = without_host_offload(_cheapest_pair(batch, degrees), counts)
     if n is not None:
         degrees_of_passes = PassDegrees(n, options.pipeline_backward or n)
     elif options.solves:
@@ -132,10 +139,12 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
         degrees_of_passes = degrees_by_solver(batch, pair, tried)
     else:
         degrees_of_passes = degrees_by_search(batch, pair)
-        confirmed = _pair_for(batch, degrees_of_passes, pair) if has_several_pairs else pair
-        if confirmed != pair:  # the memory of a step with this pair is not tested yet
-            pair = confirmed
-            degrees_of_passes = degrees_by_search(batch, pair)
+        if has_several_pairs:
+            cheapest = _cheapest_pair(batch, degrees_of_passes, one_is_taken=True)
+            fastest = without_host_offload(cheapest, counts)
+            if fastest != pair:  # the memory of a step with this pair is not tested yet
+                pair = fastest
+                degrees_of_passes = degrees_by_search(batch, pair)
     return _check_profile_with_a_step(batch, Choice(**vars(degrees_of_passes), restore=pair))
 
 
@@ -163,7 +172,6 @@ def _chooser_of(batch: TrialBatch) -> Chooser:
 def _tried(
     batch: TrialBatch,
     choices: Sequence[Choice],
-    most_rounds: int = MOST_ROUNDS,
     one_is_taken: bool = False,
 ) -> Measured:
     """Returns the measured seconds of each choice; None if nothing could be measured.
@@ -178,7 +186,6 @@ def _tried(
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to measure. A restore pair says how backward gets the
         rows and the hidden activation.
-    most_rounds: largest number of timed rounds.
     one_is_taken: whether the step of this batch will run with one of ``choices``. Trials may then take as
         much memory as this step needs.
     """
@@ -186,7 +193,7 @@ def _tried(
         return None
     batch = batch.counted_for(choices)
     try:
-        measured = measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
+        measured = measure_in_little_memory(batch, choices, MOST_ROUNDS, one_is_taken)
     except torch.OutOfMemoryError:  # raised on every rank, so all ranks return None
         return None
     if not measured:
@@ -269,7 +276,7 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     if part is None:
         return choice
     counts = part.counts
-    timed = measure_trials(part, [choice])[choice]
+    timed = measure_trials(part, [choice], 1)[choice]
     seconds = step_seconds(part.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.
@@ -283,52 +290,28 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     return choice
 
 
-def _cheapest_pair(batch: TrialBatch) -> Restore:
-    """Returns the restore pair with which a step takes the fewest predicted seconds (MPipeMoE, Eq. 10).
+def _cheapest_pair(batch: TrialBatch, degrees: PassDegrees, one_is_taken: bool = False) -> Restore:
+    """Returns the restore pair with which a step takes the fewest seconds (MPipeMoE, Eq. 10, and trials).
 
     Eq. 10 predicts that a pass takes as long as the slowest of three things: computation, communication, and
     copies to or from the host. The rates of all three are measured on this machine. If the predictions of
     several pairs are close to the fastest, trials (timed runs of both passes) decide among these pairs
-    (`Chooser.pair`).
+    (`Chooser.pair`). Nothing is tried twice for about the same number of tokens.
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.
 
     batch: the routed batch, on which trials run.
-    """
-    options = batch.modules.options
-    n = options.fixed_degree or PAIR_DEGREE  # if n is open, it is chosen after the pair
-    n_backward = options.pipeline_backward or n
-    # If n is open, the two fastest pairs are compared once more, with the n that is found (`_pair_for`).
-    most_rounds = MOST_ROUNDS if options.fixed_degree is not None or options.solves else LATER_ROUNDS
-
-    def tried(pairs: Sequence[Restore]) -> Measured:
-        return _tried(batch, all_choices([(n, n_backward)], pairs), most_rounds)
-
-    return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
-
-
-def _pair_for(batch: TrialBatch, degrees: PassDegrees, pair: Restore) -> Restore:
-    """Returns the restore pair for the numbers of chunks that were found after the pair was chosen.
-
-    The pair was chosen with `PAIR_DEGREE` chunks, on the few tokens that fit into the memory of the layer's
-    smallest step. If another pair was nearly as fast there, both are compared with the numbers of chunks that
-    the step will use, on as many tokens as fit into the memory of this step. Nothing is compared twice for
-    about the same number of tokens.
-
-    The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
-    again for backward.
-
-    batch: the routed batch, on which trials (timed runs of both passes) run.
-    degrees: the numbers of chunks of both passes.
-    pair: the pair that was chosen.
+    degrees: the numbers of chunks of both passes with which trials compare pairs.
+    one_is_taken: whether the step of this batch will run with these numbers of chunks. Trials may then take
+        as much memory as this step needs.
     """
 
     def tried(pairs: Sequence[Restore]) -> Measured:
         choices = all_choices([(degrees.forward, degrees.backward)], pairs)
-        return _tried(batch, choices, one_is_taken=True)
+        return _tried(batch, choices, one_is_taken)
 
-    return _chooser_of(batch).confirmed_pair(batch.sizes, batch.counts.max_tokens, pair, tried)
+    return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
 
 
 def _within_budget(batch: TrialBatch) -> Choice:

@@ -9,14 +9,13 @@ the n that is chosen in the end, which is not known yet. A trial on fewer tokens
 run in stages. A stage has a limit of memory. Its trials run on the first tokens of the batch, as many as stay
 within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
 
-If a stage finds that n = 4 is faster than all larger n, the layer's later steps will have at most 4 chunks.
-So they will need at least the memory of a step with n = 4. The next stage may take this much memory, so more
+If a stage finds that n = 2 is faster than larger n, the layer's later steps will have at most 2 chunks. So
+they will need at least the memory of a step with n = 2. The next stage may take this much memory, so more
 tokens fit. The stages end when the fastest n of a stage also needs the least memory of all n in this stage:
 
     stage   allowed memory      n that are tried     fastest
-      1     a step with n = 16  16, 8, 4             4
-      2     a step with n = 4   4, 2, 1              2
-      3     a step with n = 2   2, 1                 2, which needs the least: the search ends
+      1     a step with n = 16  8, 4, 2              2
+      2     a step with n = 2   2, 1                 2, which needs the least: the search ends
 
 The seconds of the whole batch are computed by a formula that is fitted to the trials:
 
@@ -39,7 +38,14 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from pmoe.choose.slots import requested_slots
-from pmoe.choose.trials import Trial, TrialBatch, measure_trials, predicted_peaks, warn_of_dropped
+from pmoe.choose.trials import (
+    Trial,
+    TrialBatch,
+    measure_trials,
+    own_peak,
+    predicted_peaks,
+    warn_of_dropped,
+)
 from pmoe.comm.counts import CountsExchange, Fault
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
@@ -71,7 +77,10 @@ ROOM = 0.85
 
 
 def measure_in_stages(
-    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+    batch: TrialBatch,
+    choices: Sequence[Choice],
+    most_rounds: int = MOST_ROUNDS,
+    one_is_taken: bool = False,
 ) -> dict[Choice, PassTimes]:
     """Measures choices by trials on the first tokens. Returns the seconds of the whole batch. Collective.
 
@@ -86,16 +95,15 @@ def measure_in_stages(
     first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
-       least memory, on as many tokens as fit into this memory. More chunks need less memory. To find out
-       whether still more chunks are faster, the stage also tries a number of chunks that is not in
-       ``choices``: the next one above the largest, if the layer allows a larger number.
+       least memory, on as many tokens as fit into this memory. More chunks need less memory.
     2. The layer will not take the choices that need less memory than the fastest choice of a stage, because
        they are slower. So the layer's later steps will need at least the memory of the fastest choice. The
        next stage may take this much memory. It tries the fastest choice again, and choices that need more
        memory.
     3. The stages end in one of three cases:
 
-       - The fastest choice of a stage needs the least memory of all choices in this stage.
+       - The fastest choice of a stage needs the least memory of all choices in this stage, and the stage
+         could take as much memory as a step with this choice.
        - All choices that need more memory than the fastest choice were tried, and each of them took more than
          `NEAR` times as long as the fastest choice.
        - A later stage lacks memory. The result then has the choices of the stages before.
@@ -103,22 +111,24 @@ def measure_in_stages(
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.
     most_rounds: largest number of timed rounds of a stage.
+    one_is_taken: whether the step of this batch will run with one of ``choices``, and with no other choice.
+        The smallest step is then the smallest of these.
 
     The result has no entry for a choice that was not tried, or that ran out of memory in a trial on any rank.
     The result is empty if fewer than `MIN_TOKENS` tokens fit into the memory of the first stage.
 
     Raises OutOfMemoryError on every rank if all choices of the first stage run out of memory.
     """
-    allowed = smallest_peak(batch, choices)
-    all_need_as_much = max(predicted_peaks(batch, choices)) <= ALIKE * allowed
+    peaks = dict(zip(choices, predicted_peaks(batch, choices), strict=True))
+    allowed = smallest_peak(batch, choices if one_is_taken else None)
+    all_need_as_much = max(peaks.values()) <= ALIKE * allowed
     if batch.modules.options.budget is not None or all_need_as_much:
-        return measure_in_little_memory(batch, choices, most_rounds)
-    candidates = _with_more_chunks(batch, choices)
-    peaks = dict(zip(candidates, predicted_peaks(batch, candidates), strict=True))
-    remaining = sorted(candidates, key=lambda choice: peaks[choice])
+        return measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
+    remaining = sorted(choices, key=lambda choice: peaks[choice])
+    most_choices = STAGE
     parts: list[TrialsOfPart] = []
     while True:
-        stage = _choices_of_stage(batch, remaining, peaks, allowed)
+        stage = _choices_of_stage(batch, remaining, peaks, allowed, most_choices)
         share = share_of_tokens(batch, peaks[stage[-1]], allowed)
         try:
             part = _measure_part(batch, stage, share, allowed, most_rounds)
@@ -137,47 +147,42 @@ def measure_in_stages(
             for choice in remaining
             if choice not in times or times[choice].step <= NEAR * times[fastest].step
         ]
-        if fastest == stage[0] or len(remaining) == 1:
+        least_of_step = smallest_peak(batch, [fastest])
+        needs_least = fastest == stage[0]
+        if len(remaining) == 1 or (needs_least and least_of_step <= ALIKE * allowed):
             return times
-        allowed = peaks[fastest]
-
-
-def _with_more_chunks(batch: TrialBatch, choices: Sequence[Choice]) -> list[Choice]:
-    """Adds a choice with the next larger number of chunks, if the layer allows a larger number.
-
-    Returns the choices and the added choice. A trial is a timed run of both passes. Trials with the added
-    choice show whether still more chunks would be faster (`measure_in_stages`).
-
-    batch: the routed batch.
-    choices: numbers of chunks with one restore pair, which says how backward gets the rows and the hidden
-        activation.
-    """
-    most = max(max(choice.degrees) for choice in choices)
-    larger = [n for n in batch.degrees if n > most]
-    return [*choices, *all_choices([(n, n) for n in larger[:1]], [choices[0].restore])]
+        # If the choice that needs the least memory seems to be the fastest, it is compared with the next one
+        # on more tokens: on few tokens, errors of measured seconds are large.
+        most_choices = 2 if needs_least else STAGE
+        allowed = least_of_step
 
 
 def _choices_of_stage(
-    batch: TrialBatch, remaining: Sequence[Choice], peaks: Mapping[Choice, float], allowed: float
+    batch: TrialBatch,
+    remaining: Sequence[Choice],
+    peaks: Mapping[Choice, float],
+    allowed: float,
+    most_choices: int = STAGE,
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage of trials tries: usually the first `STAGE` of ``remaining``.
+    """Returns the choices that the next stage of trials tries: usually the first ones of ``remaining``.
 
     A trial is a timed run of both passes. ``remaining`` begins with the choices that need the least memory.
 
     There are two exceptions:
 
-    - If all of ``remaining`` need at most 8 % more memory than the `STAGE`-th choice, the stage tries all of
-      them.
-    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the `STAGE`-th
-      choice, the stage tries only the first two choices, which need less memory.
+    - If all of ``remaining`` need at most 8 % more memory than the last choice of the stage, the stage tries
+      all of them.
+    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the last choice,
+      the stage tries only the first two choices, which need less memory.
 
     batch: the routed batch.
     remaining: the choices (numbers of chunks, and how backward gets the rows and the hidden activation) that
         may still be the fastest, sorted by memory.
     peaks: predicted peak in bytes of each choice with the whole batch.
     allowed: bytes that the trials of the next stage may take.
+    most_choices: usual number of choices of the stage.
     """
-    stage = remaining[:STAGE]
+    stage = remaining[:most_choices]
     if peaks[remaining[-1]] <= ALIKE * peaks[stage[-1]]:
         return remaining
     if share_of_tokens(batch, peaks[stage[-1]], allowed) * batch.counts.max_tokens >= MIN_TOKENS:
@@ -226,7 +231,7 @@ def measure_in_little_memory(
     elif one_is_taken:
         allowed = min(predicted_peaks(batch, choices))
     else:
-        allowed = smallest_peak(batch, choices)
+        allowed = smallest_peak(batch)
     share = share_of_tokens(batch, largest_peak, allowed)
     part = _measure_part(batch, choices, share, allowed, most_rounds)
     return {} if part is None else times_of_whole([part])
@@ -346,9 +351,10 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
 def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) -> Sequence[Choice]:
     """Removes choices from the start of a list, until every rank has memory for the first one left.
 
-    Collective. The choices are tested in order: the memory of a step with a choice is allocated and freed
-    again. The test ends at the first choice for which every rank has enough memory. The result is this choice
-    and all choices after it, which are not tested. Rank 0 warns once about the removed choices.
+    Collective. The choices are tested in order: every rank allocates the memory of its own step with a
+    choice, and frees it again. The test ends at the first choice for which every rank has enough memory. The
+    result is this choice and all choices after it, which are not tested. Rank 0 warns once about the removed
+    choices.
 
     batch: the routed batch of all tokens.
     ordered: the choices (numbers of chunks, and how backward gets the rows and the hidden activation), in the
@@ -356,11 +362,11 @@ def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) 
 
     Raises OutOfMemoryError on every rank if no choice has enough memory.
     """
-    output = _output_bytes(batch)
+    own_output = batch.inputs.x_TM.nbytes
     without_room: list[Trial] = []
-    for choice, peak in zip(ordered, predicted_peaks(batch, ordered), strict=True):
+    for choice in ordered:
         trial = Trial(batch, choice)
-        if trial.has_memory(ROOM * (peak - output)):
+        if trial.has_memory(ROOM * (own_peak(batch, choice) - own_output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))
@@ -492,17 +498,22 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
     return float(factors[0])
 
 
-def smallest_peak(batch: TrialBatch, choices: Sequence[Choice]) -> float:
+def smallest_peak(batch: TrialBatch, choices: Sequence[Choice] | None = None) -> float:
     """Returns the lowest predicted peak, in bytes, of the steps that the layer may choose. Collective.
 
-    Every number of chunks that the layer may choose is combined with every restore pair in ``choices``. A
-    restore pair says how backward gets the rows and the hidden activation.
+    The numbers of chunks are combined with every restore pair of the layer, because the pair that is taken in
+    the end may need less memory than the pair of the trials. A restore pair says how backward gets the rows
+    and the hidden activation.
 
     batch: the routed batch.
-    choices: gives the restore pairs. The numbers of chunks in it are not used.
+    choices: gives the numbers of chunks that may still be chosen. The restore pairs in it are not used. None
+        stands for every number of chunks that the layer may choose.
     """
-    pairs = tuple(dict.fromkeys(choice.restore for choice in choices))
-    return min(predicted_peaks(batch, all_choices([(n, n) for n in batch.degrees], pairs)))
+    if choices is None:
+        degrees = [(n, n) for n in batch.degrees]
+    else:
+        degrees = [(choice.forward, choice.backward) for choice in choices]
+    return min(predicted_peaks(batch, all_choices(degrees, batch.modules.pairs)))
 
 
 def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
@@ -564,7 +575,7 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     if batch.modules.options.budget is not None:
         return batch
     [peak] = predicted_peaks(batch, [choice])
-    allowed = smallest_peak(batch, [choice])
+    allowed = smallest_peak(batch)
     share = share_of_tokens(batch, peak, allowed)
     part = _part_with_memory(batch, [choice], share, allowed)
     return None if part is None else part[1]

@@ -165,6 +165,7 @@ def search(
     predicted = predicted_seconds(batch, restore, numbers)
 
     too_large: list[PassDegrees] = []
+    measured: set[PassDegrees] = set()
 
     def by_degrees(times: Mapping[Choice, PassTimes]) -> dict[PassDegrees, PassTimes]:
         return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in times.items()}
@@ -172,16 +173,21 @@ def search(
     def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
+        # `times_by_trials` asks for further numbers together with the fastest number so far, so the step will
+        # run with one of them.
+        one_is_taken = not measured.isdisjoint(tried)
         try:
-            return by_degrees(measure_in_stages(batch, choices, most_rounds))
+            times = by_degrees(measure_in_stages(batch, choices, most_rounds, one_is_taken))
+            measured.update(times)
+            return times
         except torch.OutOfMemoryError:
             too_large.extend(tried)
             return {}
 
     def where_there_is_room(times: Mapping[PassDegrees, PassTimes]) -> dict[PassDegrees, PassTimes]:
-        measured = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
+        of_choices = {Choice(**vars(degrees), restore=restore): timed for degrees, timed in times.items()}
         try:
-            return by_degrees(with_enough_memory(batch, measured))
+            return by_degrees(with_enough_memory(batch, of_choices))
         except torch.OutOfMemoryError:
             too_large.extend(times)
             return {}

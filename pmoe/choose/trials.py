@@ -153,13 +153,18 @@ class TrialBatch:
         """The bytes that a measurement of the speed of products and messages may allocate.
 
         The number is the same on every rank. It is `MEASURING_SHARE` times the lowest predicted peak of a
-        step, so that a measurement never needs more memory than a step. The step with the most chunks has the
-        lowest peak. The prediction needs row counts for this number of chunks. With ``pipeline="solve"``
-        these counts are not known yet, so the rows are counted first. The first access is collective.
+        step, on the rank that needs the least, so that a measurement needs less memory than a step on every
+        rank. The step with the most chunks has the lowest peak. The prediction needs row counts for this
+        number of chunks. With ``pipeline="solve"`` these counts are not known yet, so the rows are counted
+        first. The first access is collective.
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
-        return MEASURING_SHARE * min(predicted_peaks(batch, choices))
+        own = min(own_peak(batch, choice) for choice in choices)
+        device = self.inputs.x_TM.device
+        stage = "comparing the predicted memory of ranks"
+        [negated] = largest(self.modules.ranks, device, [-own], stage=stage)
+        return MEASURING_SHARE * -negated
 
     @functools.cached_property
     def peaks(self) -> dict[tuple[int, int, Restore], float]:
@@ -278,7 +283,7 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     keys = [(choice.forward, choice.backward, choice.restore) for choice in choices]
     missing = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in batch.peaks}
     if missing:
-        own_peaks = [_own_peak(batch, choice) for choice in missing.values()]
+        own_peaks = [own_peak(batch, choice) for choice in missing.values()]
         device = batch.inputs.x_TM.device
         stage = "comparing the predicted memory of choices"
         agreed = largest(batch.modules.ranks, device, own_peaks, stage=stage)
@@ -286,7 +291,7 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     return [batch.peaks[key] for key in keys]
 
 
-def _own_peak(batch: TrialBatch, choice: Choice) -> float:
+def own_peak(batch: TrialBatch, choice: Choice) -> float:
     """Returns the predicted peak, in bytes on this rank, of a step with a choice.
 
     The peak includes the gradients of the experts' parameters, but not the gate's memory.
@@ -417,7 +422,7 @@ class Trial:
         are allocated as in a step. The remaining bytes are allocated in blocks as large as the layer's input
         (at least `MIN_ROWS` rows).
 
-        num_bytes: the predicted bytes of the step.
+        num_bytes: the predicted bytes of the step on this rank.
         """
         inputs = self.batch.inputs
         rows_TM = inputs.x_TM
@@ -525,7 +530,7 @@ def smallest_with_enough_memory(batch: TrialBatch, choices: Sequence[Choice]) ->
     peaks = predicted_peaks(batch, choices)
     least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])
     trial = Trial(batch, least)
-    if not trial.has_memory(num_bytes):
+    if not trial.has_memory(own_peak(batch, least)):
         raise torch.OutOfMemoryError(
             "some rank has too little memory for these tokens, with every number of chunks. The least is of "
             f"n={least.forward} with {least.restore}: about {num_bytes / 2**20:.1f} MiB beside the model "

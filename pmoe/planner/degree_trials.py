@@ -6,7 +6,7 @@ range, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
-    no range yet             every n
+    no range yet             every n but the largest
 
 If the rates of the machine were measured (a profile), the seconds of each n are predicted. An n is left out
 if it is predicted to take more than NEAR times the seconds of the n that is predicted to be the fastest.
@@ -88,16 +88,21 @@ def degrees_to_try(
     numbers: the numbers of chunks that may be chosen, in rising order.
     predicted: predicted seconds of a step by n; None if nothing is predicted.
 
-    The n with the fewest predicted seconds, and the degrees of the ranges next to B, are always tried.
+    The n with the fewest predicted seconds, and the degrees of the ranges next to B, are always tried. The
+    largest n is left out if nothing is known: `further_degrees` asks for it if the second largest is the
+    fastest.
 
     Examples, for numbers (1, 2, 4, 8, 16), without a prediction:
 
-        no range in the table                   all
+        no range in the table                   1, 2, 4, 8
         one range, with n = 2, and B above it   1, 2, 4
         n = 2 below B, n = 8 above B            2, 4, 8
     """
     neighbours = [neighbour.degrees for neighbour in table.neighbours(rounded(B)) if neighbour is not None]
     lowest, highest = 0, len(numbers) - 1
+    if not neighbours and predicted is None:
+        # The largest number is rarely the fastest. It is tried next if the second largest is the fastest.
+        highest = max(highest - 1, 0)
     if neighbours:
         known = [numbers.index(n) for degrees in neighbours for n in (degrees.forward, degrees.backward)]
         steps_beyond = 1 if len(neighbours) == 1 else 0

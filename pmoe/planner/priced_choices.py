@@ -347,9 +347,6 @@ MPipeMoE's Eq. 10 predicts the seconds. A pair that is slower by this equation m
 the equation counts only the slowest of computation, communication and copies.
 """
 
-RIVAL = 1.1
-"""A restore pair is compared again if it took at most RIVAL times as long as the fastest in small trials."""
-
 MOST_PAIRS = 3
 """Largest number of restore pairs that trials compare with one number of chunks within a budget."""
 
@@ -391,7 +388,6 @@ class Chooser:
         self.bins = bins
         self._known: dict[tuple[object, ...], Choice | None] = {}
         self._pairs: dict[tuple[object, ...], Restore] = {}
-        self._rivals: dict[tuple[object, ...], Restore] = {}
 
     def pair(
         self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile], tried: TriedBy[Restore]
@@ -424,9 +420,6 @@ class Chooser:
             times = tried(near) if len(near) > 1 else None
             if times is not None:
                 cheapest = _fastest(near, times, trusts_order=not rates.doubt)
-                rival = _rival_of(cheapest, near, times)
-                if rival is not None:
-                    self._rivals[key] = rival
             if cheapest not in self._pairs.values():
                 listed = ", ".join(f"{pair}: {time * 1e3:.3g} ms" for pair, time in seconds.items())
                 log.info(
@@ -438,29 +431,24 @@ class Chooser:
             self._pairs[key] = cheapest
         return self._pairs[key]
 
-    def confirmed_pair(
-        self, sizes: LayerSizes, max_tokens: int, pair: Restore, tried: TriedBy[Restore]
-    ) -> Restore:
-        """Returns the faster of a pair that `pair` returned and the pair that was nearly as fast in trials.
+    def predicted_pair(self, sizes: LayerSizes, max_tokens: int, profile: Callable[[], Profile]) -> Restore:
+        """Returns the restore pair that is the fastest by MPipeMoE's Eq. 10, without trials.
 
-        Both are measured once for about the same number of tokens, and the result is remembered in place of
-        the pair. If no other pair was nearly as fast, nothing is measured.
+        If `pair` has chosen a pair for about the same number of tokens, that pair is returned.
 
         Args:
             sizes: sizes of the layer.
             max_tokens: tokens of the rank with most tokens.
-            pair: the restore pair that `pair` returned for these tokens.
-            tried: measures the seconds of given pairs by trials, with the numbers of chunks of the step; its
-                result is None if trials are not allowed.
+            profile: returns the machine's rates. It is called only if there are several pairs and no earlier
+                choice is remembered, because measuring the rates takes seconds.
         """
-        key = (sizes, rounded_up(max_tokens), self.pairs)
-        rival = self._rivals.pop(key, None)
-        if rival is None:
-            return pair
-        times = tried([pair, rival])
-        if times is not None:
-            self._pairs[key] = pair = _fastest([pair, rival], times, trusts_order=False)
-        return pair
+        if len(self.pairs) == 1 or max_tokens == 0:
+            return self.pairs[0]
+        tokens = rounded_up(max_tokens)
+        key = (sizes, tokens, self.pairs)
+        if key in self._pairs:
+            return self._pairs[key]
+        return cheapest_pair(sizes, profile(), tokens, self.pairs)[0]
 
     def fitting(
         self,
@@ -582,22 +570,6 @@ def _fastest(few: Sequence[T], times: Sequence[PassTimes], *, trusts_order: bool
     if not trusts_order:
         return few[times.index(fastest)]
     return next(choice for choice, timed in zip(few, times, strict=True) if not timed.is_slower_than(fastest))
-
-
-def _rival_of(pair: Restore, pairs: Sequence[Restore], times: Sequence[PassTimes]) -> Restore | None:
-    """Returns the fastest other restore pair that was nearly as fast in trials; None without one.
-
-    pair: the pair that was chosen.
-    pairs: the pairs that were compared, ``pair`` included.
-    times: the measured times of these pairs.
-    """
-    chosen = times[pairs.index(pair)]
-    others = [
-        (timed.step, other)
-        for other, timed in zip(pairs, times, strict=True)
-        if other != pair and timed.step <= RIVAL * chosen.step
-    ]
-    return min(others, key=lambda other: other[0])[1] if others else None
 
 
 def _worth_trying(candidates: Iterable[PricedChoice], limit: float) -> list[PricedChoice]:

@@ -76,7 +76,10 @@ def test_the_benchmark_of_one_rank_prints_every_spelling_over_the_fastest(
     [path] = tmp_path.iterdir()
     found = json.loads(path.read_text("utf-8"))
     ratios = {row["layer"]: row["/ plain"] for row in found["rows"]}
-    assert ratios.keys() == {*map(name_of, SPELLINGS), "pmoe n=1", "pmoe n=2", "pmoe n=4", "pmoe n=8"}
+    chunked = {"pmoe n=1", "pmoe n=2", "pmoe n=4", "pmoe n=8"}
+    assert ratios.keys() == {*map(name_of, SPELLINGS), *chunked, bench_plain.PRODUCTS}
+    of_products = {row["layer"]: row["/ products"] for row in found["rows"]}
+    assert of_products[bench_plain.PRODUCTS] == 1 < of_products["pmoe n=1"]
     medians = {name: found["times"][name]["median_s"] for name in map(name_of, SPELLINGS)}
     assert found["baseline"] == min(medians, key=medians.__getitem__)
     assert ratios[found["baseline"]] == 1

@@ -140,7 +140,7 @@ def predicting_job(rank: int, world: int) -> list[tuple[int, tuple[int, int]]]:
     """Returns (number of the batch, chunks) of each prediction of a peak in a step that searches."""
     predicted = []
     batches: list[Any] = []
-    own_peak = trials._own_peak
+    own_peak = trials.own_peak
 
     def noted(batch: Any, choice: Any) -> float:
         if not any(batch is each for each in batches):
@@ -149,7 +149,7 @@ def predicting_job(rank: int, world: int) -> list[tuple[int, tuple[int, int]]]:
         predicted.append((number, (choice.forward, choice.backward)))
         return own_peak(batch, choice)
 
-    with mock.patch.object(trials, "_own_peak", noted):
+    with mock.patch.object(trials, "own_peak", noted):
         job(rank, world, "torch", None, float("inf"), {"memory_reuse": "S4"})
     return predicted
 

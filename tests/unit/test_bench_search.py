@@ -98,12 +98,19 @@ def test_what_a_pair_loses_with_the_n_of_another_is_measured_among_pairs_that_ar
 
 def test_a_live_run_is_summed_up_by_its_searches() -> None:
     def row(search_runs: int, steps: float, other: int) -> dict[str, float]:
-        return {"search runs": search_runs, "search steps": steps, "other runs": other}
+        other_steps = float(other)
+        return {
+            "search runs": search_runs,
+            "search steps": steps,
+            "other runs": other,
+            "other steps": other_steps,
+        }
 
     rows = [row(9, 8.0, 0), row(0, 0.0, 5), row(7, 30.0, 0), row(5, 12.0, 3)]
     summary = live_summary(rows, 1.0)
     assert summary["searches"] == 3 and summary["median runs"] == 7 and summary["median steps"] == 12.0
     assert summary["all search runs"] == 21 and summary["all other runs"] == 8
+    assert summary["median steps of all trials"] == (8.0 + 15.0) / 2  # of 8, 5, 30 and 12 + 3
     assert summary["10 searches, 12 steps"] == "met"
     assert live_summary([*rows, *[row(9, 13.0, 0)] * 2], 1.0)["10 searches, 12 steps"] == "MISSED"
 

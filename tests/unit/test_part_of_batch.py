@@ -112,9 +112,9 @@ class Machine:
             raise torch.OutOfMemoryError
         return {choice: passes(self.seconds(share, choice.forward)) for choice in runnable}
 
-    def search(self, numbers: Sequence[int]) -> dict[Choice, PassTimes]:
+    def search(self, numbers: Sequence[int], one_is_taken: bool = False) -> dict[Choice, PassTimes]:
         batch: Any = SimpleNamespace(
-            modules=SimpleNamespace(options=SimpleNamespace(budget=None)),
+            modules=SimpleNamespace(options=SimpleNamespace(budget=None), pairs=[choice_of(1).restore]),
             counts=SimpleNamespace(max_tokens=4096),
             degrees=DEGREES,
             sizes=SimpleNamespace(d_model=1, element_size=OUTPUT / 4096, expert_parameters=0),
@@ -129,7 +129,8 @@ class Machine:
             mock.patch.object(part_of_batch, "first_tokens", lambda _, share: share),
             mock.patch.object(part_of_batch, "measure_trials", self.measure_trials),
         ):
-            return measure_in_stages(batch, [choice_of(n) for n in numbers])
+            choices = [choice_of(n) for n in numbers]
+            return measure_in_stages(batch, choices, one_is_taken=one_is_taken)
 
 
 GRID = list(itertools.product((0.0, 20.0, 60.0, 200.0), (0.0, 0.5, 2.0, 8.0)))
@@ -143,12 +144,20 @@ def test_stages_find_the_fastest_number_and_take_no_more_memory_than_its_step(
     simulated = Machine(lambda share, n: machine(80, filling, chunk, share, n))
     times = simulated.search(numbers)
     fastest = min(times, key=lambda choice: times[choice].step)
-    allowed = {*numbers, *[n for n in DEGREES if n > max(numbers)][:1]}
-    best = min(machine(80, filling, chunk, 1.0, n) for n in allowed)
+    best = min(machine(80, filling, chunk, 1.0, n) for n in numbers)
     # Trials of two numbers alone cannot tell all three terms of the formula apart: 1.1 % is lost once.
     assert machine(80, filling, chunk, 1.0, fastest.forward) == pytest.approx(best, rel=0.012)
     assert max(simulated.taken) <= PEAKS[fastest.forward]
-    assert all(set(tried) <= allowed for tried in simulated.tried)
+    assert all(set(tried) <= set(numbers) for tried in simulated.tried)
+
+
+@pytest.mark.parametrize("numbers", [(2, 4), (8, 16), (1, 2)])
+def test_trials_take_the_memory_of_the_smaller_step_if_one_of_two_is_taken(numbers: Sequence[int]) -> None:
+    """Before, they took only the memory of a step with n = 16, which the step will not run with."""
+    simulated = Machine(lambda share, n: machine(80, 20, 1, share, n))
+    simulated.search(numbers, one_is_taken=True)
+    assert simulated.tried == [sorted(numbers, reverse=True)]
+    assert 0.8 * min(PEAKS[n] for n in numbers) < max(simulated.taken) <= min(PEAKS[n] for n in numbers)
 
 
 def test_stages_end_when_all_others_are_clearly_slower() -> None:

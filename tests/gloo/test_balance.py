@@ -784,7 +784,7 @@ def unlike_hooks_job(rank: int, world: int) -> list[str]:
 
 
 def test_copies_stay_only_if_they_may_on_every_rank() -> None:
-    """With S4 the rank without hooks kept its copies, and waited for no weights in backward."""
+    """With S4 the rank without hooks kept its copies, the other sent them again: gloo ended both processes."""
     assert ranks(2).run(unlike_hooks_job) == [[], []]
 
 

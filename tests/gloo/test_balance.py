@@ -674,7 +674,7 @@ def test_a_copy_is_priced_by_what_is_sent() -> None:
 
 
 def accumulated_prices_job(rank: int, world: int) -> list[int]:
-    """Prices of a copy in three micro-batches of a step and the first of the next step, behind a slow link."""
+    """Prices of a copy behind a slow link: in three micro-batches of a step, and the first of the next one."""
     prices = []
 
     def recorded(*args: Any) -> CopyPlan:
@@ -784,7 +784,7 @@ def unlike_hooks_job(rank: int, world: int) -> list[str]:
 
 
 def test_copies_stay_only_if_they_may_on_every_rank() -> None:
-    """With S4 the rank without hooks kept its copies, the other sent them again: gloo ended both processes."""
+    """With S4 only the rank with hooks sent its copies again, and gloo ended both processes."""
     assert ranks(2).run(unlike_hooks_job) == [[], []]
 
 

@@ -265,7 +265,8 @@ def test_plan_counts_copies_of_busy_experts_and_says_when_they_pay(
     lines = capsys.readouterr().out
     assert f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows;" in lines
     # S4 sends rows and weights again, but not those of copies that later calls use: 2 messages instead of 3.
-    small = [*common, "--balance", "2", "--budget", str(min(c["promised_bytes"] for c in found["candidates"]))]
+    least = min(candidate["promised_bytes"] for candidate in found["candidates"])
+    small = [*common, "--balance", "2", "--budget", str(least)]
     found = printed(capsys, *small)
     (once, _), (kept, _) = found["copy_price_rows"], found["kept_copy_price_rows"]
     assert found["decision"]["strategy"] == "S4" and kept == pytest.approx(once * 2 / 3, abs=1)

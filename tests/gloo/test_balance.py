@@ -674,7 +674,7 @@ def test_a_copy_is_priced_by_what_is_sent() -> None:
 
 
 def accumulated_prices_job(rank: int, world: int) -> list[int]:
-    """Prices of a copy behind a slow link: in three micro-batches of a step, and the first of the next one."""
+    """Prices of a copy behind a slow link: in three micro-batches of a step, and in the next step."""
     prices = []
 
     def recorded(*args: Any) -> CopyPlan:

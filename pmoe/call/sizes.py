@@ -202,8 +202,11 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor, *, sorts_results: bool 
 def copies_at_most(modules: LayerModules) -> CopyNumbers:
     """Returns upper bounds of the copies of busy experts in a call; zeros without ``balance``."""
     num_ranks = modules.grid.ep.size
-    per_rank = modules.options.most_copies(num_ranks) if modules.options.balance else 0
-    return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks)
+    if not modules.options.balance:
+        return CopyNumbers()
+    per_rank = modules.options.most_copies(num_ranks)
+    may_stay = modules.options.budget is None or modules.experts.are_modules
+    return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks, stay=may_stay)
 
 
 def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:

@@ -106,7 +106,9 @@ class TrialBatch:
         """
         sizes = agreed_sizes(self.modules, self.inputs.x_TM, sorts_results=self.counts.sorts_results)
         num_local = self.modules.experts.num_local_experts
-        copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.grid.ep.size)
+        hosted = self.orders.modules.copies
+        stay = hosted is not None and hosted.stay
+        copies = CopyNumbers.at_most(self.hosted_copies, num_local, self.modules.grid.ep.size, stay=stay)
         copies = replace(copies, limits_rows=self.modules.has_copies)
         return replace(sizes, copies=copies, copy_work=self.copy_work)
 
@@ -120,7 +122,7 @@ class TrialBatch:
             copies.plan,
             copies.rank_nodes.of_rank,
             is_sent=copies.fate != "present",
-            stays=copies.kept is not None or self.modules.experts.are_modules,
+            stays=copies.stay,
             learned=trained_share(
                 self.modules.experts.copied_parameters(self.inputs.parameters), copies.trained
             ),

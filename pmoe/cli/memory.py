@@ -96,7 +96,7 @@ def run_command(args: argparse.Namespace) -> Output:
     device = parse_device(args.device, must_exist=args.measure)
     shape = layer_shape(args, device.type)
     num_local = args.num_experts // args.ranks
-    copies = CopyNumbers.at_most(args.balance, num_local, args.ranks)
+    copies = CopyNumbers.at_most(args.balance, num_local, args.ranks, stay=True)
     shape = replace(shape, copies=copies, shared_over=args.shard_experts)
     backward = args.n_backward or args.n
     rows = {}

@@ -80,7 +80,8 @@ def run_command(args: argparse.Namespace) -> Output:
         "budget_bytes": args.budget,
         "allow": args.allow,
         "balance": args.balance,
-        "copy_price_rows": _copy_prices(advice, rates) if args.balance else None,
+        "copy_price_rows": _copy_prices(advice, rates, stay=False) if args.balance else None,
+        "kept_copy_price_rows": _copy_prices(advice, rates, stay=True) if args.balance else None,
         "profile": {"path": str(path), **asdict(advice.profile.identity), "when": advice.profile.when},
         "ways": [*map(_advice_fields, plans)],
         "sensitivity": list(sensitivity(rates, plans, **options)) if isinstance(rates, Cluster) else [],
@@ -94,7 +95,7 @@ def run_command(args: argparse.Namespace) -> Output:
     return Output(fields, _lines(args, advice, fields))
 
 
-def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
+def _copy_prices(advice: Advice, rates: Profile | Cluster, *, stay: bool) -> tuple[int, int]:
     """Returns the prices of a copy of a busy expert on its owner's node and on another node, in rows.
 
     The price of a copy is the number of rows that a rank could compute while the copy is sent. A copy pays
@@ -102,6 +103,7 @@ def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
 
     advice: the sizes of the layer, and the profile.
     rates: the measured profile, or the described cluster.
+    stay: whether later calls use the copy again, so that backward does not send it again.
     """
     sizes = advice.sizes
     expert_elements = sizes.d_model * (sizes.columns.hidden + sizes.columns.scratch)
@@ -113,7 +115,8 @@ def _copy_prices(advice: Advice, rates: Profile | Cluster) -> tuple[int, int]:
         expert_bytes=expert_elements * sizes.element_size,
         num_ranks=sizes.num_ranks,
         trains=True,
-        sent_again=advice.decision.restore.dispatched == "communicate",
+        restore=advice.decision.restore,
+        stay=stay,
     )
 
 
@@ -225,18 +228,30 @@ def _conclusions(advice: Advice) -> list[str]:
 
 
 def _about_copies(fields: Mapping[str, Any]) -> list[str]:
-    """Returns a line of text that says when a copy of a busy expert pays for itself; [] without --balance.
+    """Returns lines of text that say when a copy of a busy expert pays for itself; [] without --balance.
 
     fields: the JSON output.
     """
     if not fields["balance"]:
         return []
-    near, far = fields["copy_price_rows"]
-    elsewhere = f" ({far} on another node)" if far != near else ""
-    return [
-        f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows{elsewhere}; the "
-        f"bytes count {fields['balance']} on each rank"
+    once = fields["copy_price_rows"]
+    kept = fields["kept_copy_price_rows"]
+    lines = [
+        f"a copy of a busy expert pays where it saves the busiest rank more than {_prices(once)}; the bytes "
+        f"count {fields['balance']} on each rank"
     ]
+    if kept != once:
+        lines.append(
+            f"if later calls use the copy again (gradient accumulation), it pays from {_prices(kept)} on; it "
+            "costs these calls nothing"
+        )
+    return lines
+
+
+def _prices(rows: tuple[int, int]) -> str:
+    """Returns the prices of a copy on its owner's node and on another node as text. Example: "5 rows"."""
+    near, far = rows
+    return f"{near} rows" + (f" ({far} on another node)" if far != near else "")
 
 
 def _write_page(args: argparse.Namespace, advice: Advice, fields: Mapping[str, Any]) -> None:

@@ -147,6 +147,8 @@ class RankCounts:
                          kernels of all ranks store results in the order in which the rows arrived
         relays_copies    whether any expert has several copies in one group. The ranks with these copies then
                          pass the expert's weights on to each other
+        copies_stay      whether the weights of copies stay until backward with every restore pair
+                         (`pmoe.schedule.restore.fate_of_copies`)
         max_rows         largest number of rows that any rank receives, with its rows from itself. None if it
                          was not requested, or if a rank does not have exactly one row for each choice of its
                          tokens
@@ -174,6 +176,7 @@ class RankCounts:
     hosted_copies: int = 0
     expert_messages: int = 0
     relays_copies: bool = False
+    copies_stay: bool = False
     loads: tuple[int, ...] = ()
     deviations: tuple[int, ...] = ()
     marks: tuple[int, ...] = ()

@@ -62,7 +62,7 @@ from pmoe.planner.copies import CopyLimits, CopyPlan, plan_copies
 from pmoe.planner.copy_price import copy_prices
 from pmoe.planner.copy_rows import GOLDEN, RankNodes, near_first_parts
 from pmoe.planner.degree import Choice
-from pmoe.schedule.restore import Restore
+from pmoe.schedule.restore import KEEP
 from pmoe.warn import warn_once
 
 LEAST_GAIN = 0.03
@@ -90,7 +90,8 @@ class BalancedCounts(ExactCounts):
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
                 copies
     is_planned  whether the copies of this call are decided already
-    may_stay    whether this call may use copies of an earlier call, and later calls may use its copies
+    may_stay    whether this rank's call may use copies of an earlier call, and later calls its copies. Ranks
+                use and keep copies only if all of them may
     state       a record of this rank's experts. If the next call has a different record, the experts have
                 changed. None means that there is no record; the experts then count as changed
     """
@@ -126,11 +127,12 @@ class BalancedCounts(ExactCounts):
         The load of an expert is its number of rows from all ranks. A copy of an expert is its weights, copied
         to another rank. A later call may use the copy again if the weights have not changed.
 
-        In the first exchange each rank also answers four questions with numbers (marks). Every rank gets the
+        In the first exchange each rank also answers five questions with numbers (marks). Every rank gets the
         maximum of each mark over all ranks, so one "yes" (1) of any rank counts:
 
         - Have this rank's experts changed since the last call?
         - Must this rank discard the copies of earlier calls, for example because they have another dtype?
+        - Must this rank discard the copies of this call (not `may_stay`)?
         - Does this rank need a gradient of tensor i of its experts? There is one mark for each i
           (`trained_marks`).
         - Can this rank's experts not be copied, or do they differ from those of other ranks? The marks are
@@ -158,6 +160,7 @@ class BalancedCounts(ExactCounts):
             marks = (
                 int(has_changed),
                 int(is_useless),
+                int(not self.may_stay),
                 *architecture_marks(modules),
                 *trained_marks(modules),
             )
@@ -196,7 +199,7 @@ class BalancedCounts(ExactCounts):
         self.is_planned = True
         own_modules.cache.experts_state = self.state
         tensors = inputs.parameters
-        copies = planned_copies(own_modules, self.routed, counts, tensors, may_stay=self.may_stay)
+        copies = planned_copies(own_modules, self.routed, counts, tensors)
         own_modules.cache.had_copies = copies is not None
         if copies is not None:
             with publishing_failures(own_modules.ranks, "the exchange of row counts with copies"):
@@ -217,6 +220,7 @@ class BalancedCounts(ExactCounts):
                 hosted_copies=len(copies.hosted),
                 expert_messages=copies.num_sent,
                 relays_copies=copies.relays,
+                copies_stay=copies.stay,
             )
             agreed = replace(agreed, counts=counts, copies=copies)
         return agreed
@@ -454,8 +458,6 @@ def planned_copies(
     routed: RoutedBatch,
     counts: RankCounts,
     tensors: Sequence[Tensor],
-    *,
-    may_stay: bool,
 ) -> HostedCopies | None:
     """Decides which experts get copies in a call, and on which ranks; returns None if no expert gets any.
 
@@ -471,22 +473,25 @@ def planned_copies(
     routed: the routed tokens. Only their dtype and device are used.
     counts: the row counts of the exchange, with the loads of experts.
     tensors: the tensors with which experts compute.
-    may_stay: whether the copies of this call may be kept for later calls.
     """
     loads = counts.loads
-    has_changed, are_useless, *marks = counts.marks
+    has_changed, are_useless, must_go, *marks = counts.marks
     may_copy = may_be_copied(modules, marks[:3])
     copied = modules.experts.copied_parameters(tensors)
     trained = tuple(bool(marks[3 + min(at, TRAINED_MARKS - 1)]) for at in range(len(copied)))
-    limits = CopyLimits(per_rank=0)
-    if may_copy:
-        limits = limits_of(modules, routed, counts, trained_share(copied, trained))
     cache = modules.cache
     # Calls since the last change of the experts are counted. In training, reentrant activation checkpointing
     # runs each call a first time without gradients. That pass is not counted as a call of its own.
     is_counted = counts.needs_grad or not modules.ranks.any_trains
     since, before = cache.calls_alike
     cache.calls_alike = (is_counted, since) if has_changed else (since + is_counted, before)
+    evaluates = not (counts.needs_grad or modules.ranks.any_trains)
+    are_used_again = evaluates or max(cache.calls_alike) > 1
+    for_later_calls = are_used_again and not must_go and modules.options.budget is None
+    stay = for_later_calls or modules.experts.are_modules
+    limits = CopyLimits(per_rank=0)
+    if may_copy:
+        limits = limits_of(modules, routed, counts, trained_share(copied, trained), stay=stay)
     kept = cache.kept_copies
     if kept is not None and (are_useless or kept.per_rank > limits.per_rank or modules.options.budget):
         kept = cache.kept_copies = None
@@ -503,6 +508,7 @@ def planned_copies(
             num_ranks=num_ranks,
             num_local=modules.experts.num_local_experts,
             trained=trained,
+            stay=stay,
             nodes=nodes,
             near_first=near_first_parts(plan, counts.deviations, RankNodes(nodes), sum(loads)),
         )
@@ -517,14 +523,13 @@ def planned_copies(
             if not pays(plan):
                 return None
             hosted = hosted_copies(with_pairs(plan, loads, owners, kept.pairs))
-            return replace(hosted, fate="present", kept=kept)
+            return replace(hosted, fate="present", stay=True, kept=kept)
     plan = plan_copies(loads, owners, nodes, limits)
     if not pays(plan):
         return None
     hosted = hosted_copies(plan)
     cache.kept_copies = None
-    evaluates = not (counts.needs_grad or modules.ranks.any_trains)
-    if may_stay and modules.options.budget is None and (evaluates or max(cache.calls_alike) > 1):
+    if for_later_calls:
         cache.kept_copies = KeptCopies(
             pairs=plan.pairs,
             sent_experts=hosted.sent_experts,
@@ -592,8 +597,7 @@ class SlotsOfHosts(SortedSlots):
         copies = self.modules.copies
         assert copies is not None
         orders = copy.copy(self)
-        if not self.modules.experts.are_modules:
-            orders.modules = replace(self.modules, copies=with_fate(copies, choice.restore))
+        orders.modules = replace(self.modules, copies=copies.with_fate(choice.restore))
         return super(SlotsOfHosts, orders).plan(counts, choice)
 
 
@@ -603,21 +607,6 @@ class DeduplicatedSlotsOfHosts(SlotsOfHosts, DeduplicatedSlots):
     The class is for layers with ``send_once``: a rank that has several of a token's experts gets the token
     once.
     """
-
-
-def with_fate(copies: HostedCopies, restore: Restore) -> HostedCopies:
-    """Returns the copies of busy experts, with the field ``fate``: how backward gets the copies' weights.
-
-    The owners of the experts send the weights a second time if the restore pair sends the experts' input rows
-    a second time. In all other cases the weights are kept from forward. They are always kept if later calls
-    use the copies.
-
-    copies: the copies of busy experts on other ranks, in one call.
-    restore: the restore pair: how backward gets the experts' input and hidden activation.
-    """
-    if copies.kept is not None or restore.dispatched != "communicate":
-        return copies
-    return replace(copies, fate="communicate")
 
 
 def indices_of_rows(
@@ -669,7 +658,9 @@ def node_of_ranks(modules: LayerModules) -> tuple[int, ...]:
     return cache.node_of_ranks
 
 
-def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, learned: float) -> CopyLimits:
+def limits_of(
+    modules: LayerModules, routed: RoutedBatch, counts: RankCounts, learned: float, *, stay: bool
+) -> CopyLimits:
     """Returns how many copies of experts a rank may host, and the price of a copy in rows.
 
     Sending a copy's weights takes time. The price is the number of rows that a rank could compute in this
@@ -686,6 +677,7 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     counts: the row counts of the exchange, with the loads of experts.
     learned: the fraction of the experts' weights that are trained, counted in elements and not in tensors. A
         weight is trained if at least one rank needs its gradient.
+    stay: whether new copies stay on their ranks until backward with every restore pair.
     """
     options = modules.options
     if routed.x_TM.is_cuda:
@@ -711,10 +703,10 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
     expert_elements = options.row_columns * (columns.hidden + columns.scratch)
     if modules.experts.are_modules:
         expert_elements = sum(value.numel() for value in modules.experts.copied_parameters(()))
-    # If pmoe chooses the restore pair, it does so after the plan of copies: the weights then count once.
-    # Copies of modules are kept until backward.
-    pairs_send_again = all(pair.dispatched == "communicate" for pair in modules.pairs)
-    sent_again = pairs_send_again and not modules.experts.are_modules
+    # If pmoe chooses the restore pair, it does so after the plan of copies: weights and rows then count once,
+    # unless all pairs send them again.
+    sends_again = [pair for pair in modules.pairs if pair.dispatched == "communicate"]
+    restore = sends_again[0] if sends_again == list(modules.pairs) else KEEP
     near, far = copy_prices(
         profile,
         links_of(profile),
@@ -724,6 +716,7 @@ def limits_of(modules: LayerModules, routed: RoutedBatch, counts: RankCounts, le
         num_ranks=modules.grid.ep.size,
         trains=counts.needs_grad,
         learned=learned,
-        sent_again=sent_again,
+        restore=restore,
+        stay=stay,
     )
     return CopyLimits(per_rank=per_rank, near=near, far=far)

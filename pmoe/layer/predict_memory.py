@@ -199,7 +199,10 @@ def _of_choice(
     if counts is None:
         return bound(sizes, call, choice, modules.options.slack, modules.bins_for(counted))
     copies = CopyNumbers(
-        hosted=counts.hosted_copies, sent=counts.expert_messages, relays=counts.relays_copies
+        hosted=counts.hosted_copies,
+        sent=counts.expert_messages,
+        relays=counts.relays_copies,
+        stay=counts.copies_stay,
     )
     sizes = replace(sizes, copies=copies)
     bins = counts.send.shape[0]

@@ -104,7 +104,9 @@ def plan_combinations(
     for dispatch, esp in combinations:
         sizes = sizes_from_options(**layer, **place, esp_size=esp)
         num_local = sizes.num_experts // sizes.ep_size
-        sizes = replace(sizes, copies=CopyNumbers.at_most(copies, num_local, sizes.num_ranks))
+        # With a budget, a layer keeps no copies for later calls.
+        numbers = CopyNumbers.at_most(copies, num_local, sizes.num_ranks, stay=budget is None)
+        sizes = replace(sizes, copies=numbers)
         if isinstance(rates, Profile):
             profile = rates
         else:

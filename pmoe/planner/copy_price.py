@@ -5,8 +5,12 @@ messages of a copy and of a row in a step, by the schedules of both passes (`pmo
 
     pass       copy                                       row
     forward    V: the weights of the expert               S, R: to the rank of the expert, and back
-    backward   V, if SI is sent: the weights again        S, R: the gradient of the result, and back
+    backward   V, with the fate "communicate": again      S, R: the gradient of the result, and back
                VG: the gradients of the trained weights   SI, if the restore pair sends T_DI again
+
+`pmoe.schedule.restore.fate_of_copies` says which fate the weights have. Copies that later calls use again are
+kept, so they are sent once with every restore pair. Later calls have them for nothing
+(`pmoe.planner.copies.plan_copies`).
 
 A copy on the node of its owner takes the link inside the node, any other copy the link between nodes. With
 several hosts VR and VGR carry a part of the copy's bytes in place of V and VG, so a host still receives and
@@ -25,6 +29,8 @@ from collections.abc import Mapping
 
 from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import Profile
+from pmoe.schedule.restore import KEEP, Restore, fate_of_copies
+from pmoe.schedule.tasks import Stages
 
 
 def copy_prices(
@@ -37,7 +43,8 @@ def copy_prices(
     num_ranks: int,
     trains: bool,
     learned: float = 1.0,
-    sent_again: bool = False,
+    restore: Restore = KEEP,
+    stay: bool = False,
 ) -> tuple[int, int]:
     """Returns the price of a copy on the node of its owner, and of a copy on another node, in rows.
 
@@ -52,13 +59,15 @@ def copy_prices(
     num_ranks: number of ranks. One of ``num_ranks`` rows is assumed to stay on its rank, without a message.
     trains: whether a backward pass follows.
     learned: the fraction of an expert's weights that are trained; 0 if experts are frozen.
-    sent_again: whether backward sends the experts' inputs (T_DI), and so the weights of copies, again.
+    restore: the restore pair, which says whether backward sends the experts' inputs (T_DI) again.
+    stay: whether the copies stay until backward with every restore pair, as for later calls.
 
     Example: a link of 1 s for a byte, products that take no time, 2 ranks -> half of the rows are sent. A row
     of 1 byte takes 4 / 2 s in training, and a copy of 30 bytes 60 s: both prices are 30 rows.
     """
     num_products = 2 + learned if trains else 1  # of forward; of the gradients of rows and of weights
-    num_messages = 4 + sent_again if trains else 2
+    num_messages = 4 + (restore.dispatched == "communicate") if trains else 2
+    weights = Stages(local=True, remote=True, copies=fate_of_copies(restore, stay=stay))
     crossing = (num_ranks - 1) / num_ranks
     row_seconds = max(
         num_products * multiply_adds * profile.compute.beta_seconds,
@@ -69,7 +78,7 @@ def copy_prices(
 
     def price(link: LineCost) -> int:
         copy_seconds = link(expert_bytes)
-        if trains and sent_again:
+        if trains and weights.sends_copies("backward"):
             copy_seconds += link(expert_bytes)
         if trains and learned:
             copy_seconds += link(learned * expert_bytes)

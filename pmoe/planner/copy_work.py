@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from pmoe.planner.copies import CopyPlan
 from pmoe.planner.copy_groups import host_groups
-from pmoe.schedule.restore import CopiesFate, Restore
+from pmoe.schedule.restore import KEEP, Restore, fate_of_copies
 from pmoe.schedule.tasks import Kind, PassDirection, Stages
 
 
@@ -95,14 +95,9 @@ class CopyWork:
         """
         if not self.scattered:
             return stages
-        fate: CopiesFate = "keep"
-        if not self.is_sent:
-            fate = "present"
-        elif restore is not None and restore.dispatched == "communicate" and not self.stays:
-            fate = "communicate"
         return replace(
             stages,
-            copies=fate,
+            copies=fate_of_copies(restore or KEEP, stay=self.stays, are_present=not self.is_sent),
             relays_copies=self.relayed > 0,
             frozen_copies=not self.learned,
             local_copies=stages.local and restore is None,

@@ -50,20 +50,24 @@ class CopyNumbers:
         weights on to each other.
     limits_rows: whether the layer may have copies. If it has ring slots, its chunks are then cut by a limit
         of their own (`pmoe.comm.counts.Slots.total_slack`), also in calls in which no expert has copies.
+    stay: whether the weights of copies may stay until backward also with a restore pair that sends rows again
+        (`pmoe.schedule.restore.fate_of_copies`).
     """
 
     hosted: int = 0
     sent: int = 0
     relays: bool = False
     limits_rows: bool = False
+    stay: bool = False
 
     @staticmethod
-    def at_most(per_rank: int, num_local: int, num_ranks: int) -> CopyNumbers:
+    def at_most(per_rank: int, num_local: int, num_ranks: int, *, stay: bool = False) -> CopyNumbers:
         """Returns the largest numbers of copies of busy experts that are possible.
 
         per_rank: the most copies that a rank hosts; 0 without copies.
         num_local: number of experts of a rank.
         num_ranks: number of ranks.
+        stay: as in the class.
         """
         per_rank = min(per_rank, num_local * (num_ranks - 1))
         return CopyNumbers(
@@ -71,6 +75,7 @@ class CopyNumbers:
             sent=min(num_local + (num_ranks > 2), per_rank * (num_ranks - 1)),
             relays=num_ranks > 2 and per_rank > 0,
             limits_rows=per_rank > 0,
+            stay=stay and per_rank > 0,
         )
 
 

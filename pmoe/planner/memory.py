@@ -28,7 +28,7 @@ from pmoe.planner.layer_sizes import CallRows, LayerSizes
 from pmoe.planner.rounded_products import bytes_of_rounded
 from pmoe.planner.rows_per_pass import PassRows
 from pmoe.schedule.buffer_sizes import BufferSizes, HiddenColumns, arena_elements, slot_elements
-from pmoe.schedule.restore import GATHERED_AGAIN, KEEP, Restore
+from pmoe.schedule.restore import GATHERED_AGAIN, KEEP, Restore, fate_of_copies
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.separate_buffers import backward_schedule, forward_schedule
 from pmoe.schedule.tasks import Kind, local_pieces
@@ -322,7 +322,7 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
     sizes: sizes of the layer, with the numbers of copies.
     backward: numbers of rows of the backward pass.
     restore: the restore pair. If backward sends the experts' input (T_DI) again, it also sends the weights of
-        copies again. Otherwise the weights are kept.
+        copies again, unless they stay. Otherwise the weights are kept.
     """
     copies = sizes.copies
     if not copies.hosted and not copies.sent:
@@ -331,7 +331,7 @@ def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyB
     hosted = copies.hosted * expert
     # Messages of weights are freed before messages of gradients are allocated.
     messages = copies.sent * expert + 2 * hosted * copies.relays
-    is_kept = restore.dispatched != "communicate"
+    is_kept = fate_of_copies(restore, stay=copies.stay) == "keep"
     weights = hosted * (not is_kept)
     is_narrow = sizes.element_size < WIDE
     gradients = hosted + expert * (is_narrow or copies.relays)

@@ -134,6 +134,25 @@ STRATEGIES: dict[StrategyName, Restore] = {
 KEEP = Restore("keep", "keep")
 """The pair that keeps both T_DI and T_M until backward: it saves no memory and adds no work."""
 
+
+def fate_of_copies(restore: Restore, *, stay: bool, are_present: bool = False) -> CopiesFate:
+    """Returns how ranks that host copies of busy experts have the copies' weights in both passes.
+
+    The weights are sent again in backward if the rows for them (T_DI) are, unless they stay. The layer, the
+    price of a copy, the simulation of a step and the memory model all ask this function.
+
+    restore: the restore pair: how backward gets the rows and the hidden activation.
+    stay: whether the weights stay on their ranks until backward with every restore pair. They do if later
+        calls use them (evaluation, gradient accumulation), and if experts are a user's modules.
+    are_present: whether the ranks have the weights from an earlier call.
+
+    Example: S4 -> "communicate", which sends the weights twice. S4 with ``stay`` -> "keep".
+    """
+    if are_present:
+        return "present"
+    return "communicate" if restore.dispatched == "communicate" and not stay else "keep"
+
+
 _PAIRS = [
     Restore(dispatched, hidden) for dispatched in get_args(DispatchedFate) for hidden in get_args(HiddenFate)
 ]

@@ -5,6 +5,7 @@ Output and every gradient are those of the same layer without copies, to the ord
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -672,6 +673,37 @@ def test_a_copy_is_priced_by_what_is_sent() -> None:
         assert frozen == pytest.approx(H, abs=1)
 
 
+def accumulated_prices_job(rank: int, world: int) -> list[int]:
+    """Prices of a copy behind a slow link: in three micro-batches of a step, and in the next step."""
+    prices = []
+
+    def recorded(*args: Any) -> CopyPlan:
+        prices.append(args[3].near)
+        return plan_copies(*args)
+
+    profile = replace(MADE, compute=LineCost(0.0, 1e-15), message=LineCost(0.0, 1e-9))
+    layer = build(4, 1, 0.8, (0,), balance=True, memory_reuse="S4")
+    key = (layer.ranks.name, torch.device("cpu"), torch.float64)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    planned = mock.patch("pmoe.decide.balanced_counts.plan_copies", recorded)
+    with mock.patch.dict(PROFILES, {key: profile}), planned:
+        for call in range(4):
+            layer(tokens(4000, 10 * rank + call)).square().sum().backward()
+            if call == 2:
+                optimizer.step()
+    return prices
+
+
+def test_a_copy_for_the_next_micro_batches_is_priced_as_sent_once() -> None:
+    """S4 sends weights twice, but not those of copies that later calls use. They were priced as if it did."""
+    for prices in ranks(2).run(accumulated_prices_job):
+        first, second, third, next_step = prices
+        assert first == pytest.approx(2.4 * H, abs=1)  # 6 H M numbers of a copy against 5 M / 2 of a row
+        assert second == next_step == pytest.approx(1.6 * H, abs=1)  # 4 H M
+        # The copies of the second call are there. Other copies must be 3 % of the mean better.
+        assert third == second + 0.03 * 4000
+
+
 # ---- copies that stay
 
 
@@ -732,6 +764,28 @@ def test_copies_on_two_nodes_stay_from_one_micro_batch_to_the_next(options: dict
         0
     ]  # rank 0 owns the busy expert, and sends it to the other rank of its node and to two more
     assert sent == [[2, 2, 0], [2, 0, 0]]
+
+
+def unlike_hooks_job(rank: int, world: int) -> list[str]:
+    """Micro-batches of which one rank offloads what autograd saves, as only its memory is short."""
+    found = []
+    for balance in (0, 1):
+        layer = build(4, 1, 0.8, (0,), balance=balance, memory_reuse="S4")
+        for micro_batch in range(4):
+            hooks = torch.autograd.graph.save_on_cpu() if rank == 0 else contextlib.nullcontext()
+            with hooks:
+                loss = layer(tokens(TOKENS[world][rank], 10 * rank + micro_batch)).square().sum()
+            loss.backward()
+        found.append({name: parameter.grad for name, parameter in layer.named_parameters()})
+        if balance:
+            assert layer.ran is not None and layer.ran.balance is not None and layer.ran.balance.copies
+            assert layer.cache.kept_copies is None
+    return differences(found[1], found[0], 1e-12)
+
+
+def test_copies_stay_only_if_they_may_on_every_rank() -> None:
+    """With S4 only the rank with hooks sent its copies again, and gloo ended both processes."""
+    assert ranks(2).run(unlike_hooks_job) == [[], []]
 
 
 def single_steps_job(rank: int, world: int) -> tuple[list[int], bool]:

@@ -262,9 +262,16 @@ def test_plan_counts_copies_of_busy_experts_and_says_when_they_pay(
     assert near == far > 0
     assert "balance=2" in found["python"] and "balance" not in plain["python"]
     run(*common, "--balance", "2")
-    assert f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows;" in (
-        capsys.readouterr().out
-    )
+    lines = capsys.readouterr().out
+    assert f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows;" in lines
+    # S4 sends rows and weights again, but not those of copies that later calls use: 2 messages instead of 3.
+    least = min(candidate["promised_bytes"] for candidate in found["candidates"])
+    small = [*common, "--balance", "2", "--budget", str(least)]
+    found = printed(capsys, *small)
+    (once, _), (kept, _) = found["copy_price_rows"], found["kept_copy_price_rows"]
+    assert found["decision"]["strategy"] == "S4" and kept == pytest.approx(once * 2 / 3, abs=1)
+    run(*small)
+    assert f"it pays from {kept} rows on; it costs these calls nothing" in capsys.readouterr().out
     message = refused(capsys, *common, "--balance", "7")
     assert "--balance (7) must be at most 6, the number of experts of the other ranks" in message
     assert "--balance (-1) must be" in refused(capsys, *common, "--balance", "-1")

@@ -8,6 +8,7 @@ from pmoe.planner.cluster import Cluster, links_of
 from pmoe.planner.copy_price import copy_prices
 from pmoe.planner.costs import LineCost
 from pmoe.planner.uneven_ranks import UnevenLayer
+from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, fate_of_copies
 from tests.unit.test_profile import MADE
 
 M, H = 64, 256
@@ -17,11 +18,21 @@ LAYER = {"multiply_adds": ELEMENTS, "row_bytes": 4 * M, "expert_bytes": 4 * ELEM
 
 
 def price(
-    *, compute: float, message: float, alpha: float = 0.0, trains: bool = True, sent_again: bool = False
+    *,
+    compute: float,
+    message: float,
+    alpha: float = 0.0,
+    trains: bool = True,
+    sent_again: bool = False,
+    stay: bool = False,
 ) -> int:
-    """The price on every node. Rates are seconds of a multiply-add and of a byte."""
+    """The price on every node. Rates are seconds of a multiply-add and of a byte.
+
+    With ``sent_again`` the restore pair is S4, which sends rows again.
+    """
     profile = replace(MADE, compute=LineCost(0.0, compute), message=LineCost(alpha, message))
-    near, far = copy_prices(profile, {}, **LAYER, trains=trains, sent_again=sent_again)
+    restore = STRATEGIES["S4"] if sent_again else KEEP
+    near, far = copy_prices(profile, {}, **LAYER, trains=trains, restore=restore, stay=stay)
     assert near == far
     return near
 
@@ -44,6 +55,22 @@ def test_where_backward_sends_rows_and_weights_again_both_count() -> None:
     assert price(compute=1e-15, message=1e-9, sent_again=True) == pytest.approx(2.4 * H, abs=1)
     assert price(compute=1e-11, message=3e-10, sent_again=True) == 120
     assert price(compute=1e-11, message=3e-10, sent_again=True, trains=False) == 120
+
+
+def test_copies_for_later_calls_are_sent_once_also_if_rows_are_sent_again() -> None:
+    """They were priced as if backward sent them again: 1.5 times the price."""
+    # 2 * 2 H M numbers of a copy against 5 M of a row
+    assert price(compute=1e-15, message=1e-9, sent_again=True, stay=True) == pytest.approx(1.6 * H, abs=1)
+    assert price(compute=1e-11, message=3e-10, sent_again=True, stay=True) == 80
+    assert price(compute=1e-11, message=3e-10, stay=True) == 80  # without ring slots nothing changes
+
+
+def test_copies_are_sent_again_where_rows_are_unless_they_stay() -> None:
+    for pair in ALL_PAIRS:
+        again = "communicate" if pair.dispatched == "communicate" else "keep"
+        assert fate_of_copies(pair, stay=False) == again
+        assert fate_of_copies(pair, stay=True) == "keep"
+        assert fate_of_copies(pair, stay=False, are_present=True) == "present"
 
 
 def test_a_copy_on_another_node_is_priced_by_the_link_between_nodes() -> None:

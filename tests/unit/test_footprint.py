@@ -403,6 +403,26 @@ def even_rows(sizes: LayerSizes, call: CallRows, n: int) -> PassRows:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
+def test_copies_that_may_stay_count_among_what_is_saved(name: str) -> None:
+    """With S2 and S4 the prediction said that copies are sent again, also where later calls use them."""
+    pair = STRATEGIES[name]
+    plain = sizes_from_options(64, 256, 8, num_ranks=4)
+    sent, staying = (
+        bound(
+            replace(plain, copies=CopyNumbers.at_most(1, 2, 4, stay=stay)),
+            plain.call(512),
+            Choice(forward=2, backward=2, restore=pair),
+            slack=1.25,
+        )
+        for stay in (False, True)
+    )
+    sends_again = pair.dispatched == "communicate"
+    assert staying.saved - sent.saved == plain.expert_bytes * sends_again
+    assert (staying.peak, staying.promised) == (sent.peak, sent.promised)
+    assert staying.tensors["copies"] == sent.tensors["copies"]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
 def test_with_copies_the_bound_is_at_most_35_percent_above_the_even_peak(num_ranks: int, name: str) -> None:
     pair = STRATEGIES[name]

@@ -36,7 +36,7 @@ from torch import Tensor
 from pmoe.planner.copies import CopyPlan
 from pmoe.planner.copy_groups import host_groups
 from pmoe.planner.copy_rows import RankNodes, row_cuts, shares_of_source
-from pmoe.schedule.restore import CopiesFate
+from pmoe.schedule.restore import CopiesFate, Restore, fate_of_copies
 from pmoe.schedule.tasks import Stages
 
 
@@ -114,6 +114,8 @@ class HostedCopies:
         gradient.
     fate: how backward gets the copies' weights: "keep" keeps them on their ranks after forward, "communicate"
         sends them again, "present" uses the weights that an earlier call has kept.
+    stay: whether the weights stay on their ranks until backward with every restore pair, because later calls
+        use them, or because the experts are a user's modules.
     nodes: (W,) the node of each rank; () if all ranks are on one node.
     kept: the record in which the copies' weights are kept for later calls; None if they are not kept. With
         fate="present" the record has the weights already.
@@ -127,9 +129,18 @@ class HostedCopies:
     num_local: int
     trained: tuple[bool, ...] = ()
     fate: CopiesFate = "keep"
+    stay: bool = False
     nodes: tuple[int, ...] = ()
     kept: KeptCopies | None = field(default=None, compare=False)
     near_first: Mapping[int, int] = field(default_factory=dict)
+
+    def with_fate(self, restore: Restore) -> HostedCopies:
+        """Returns the copies with the field ``fate`` of a call with a restore pair.
+
+        restore: the restore pair: how backward gets the experts' input and hidden activation.
+        """
+        fate = fate_of_copies(restore, stay=self.stay, are_present=self.fate == "present")
+        return self if fate == self.fate else replace(self, fate=fate)
 
     @property
     def are_frozen(self) -> bool:

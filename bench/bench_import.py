@@ -3,15 +3,15 @@
     python bench/bench_import.py                # this clone, in a minute
     python bench/bench_import.py --base DIR     # and another clone, in the same rounds
 
-Each sample is a new Python process, which first imports torch. Three moments are timed, each from the beginning
-of `import pmoe`:
+Each sample is a new Python process, which first imports torch. Three moments are timed, each from the
+beginning of `import pmoe`:
 
     import    pmoe is imported
     layer     pmoe.MoELayer is read, which imports what a layer needs
     step      a small layer is built, and has computed its first forward and backward pass on the CPU
 
-Python may find compiled files (bytecode) or only sources, so both are measured. In the rounds without bytecode,
-Python compiles pmoe's files in every process. torch has bytecode in both.
+Python may find compiled files (bytecode) or only sources, so both are measured. In the rounds without
+bytecode, Python compiles pmoe's files in every process. torch has bytecode in both.
 
 The last columns are the medians, over the rounds, of (seconds of this clone / seconds of the other clone).
 """
@@ -30,10 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run from a clone without installing
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
-from bench.timing import OUT, Timing, counted, table, write_json
+from bench.timing import OUT, ROOT, Timing, counted, table, write_json
 
 MOMENTS = ("import", "layer", "step")
 
@@ -152,7 +151,7 @@ def measure(variants: Sequence[Variant], rounds: int) -> list[list[Sample]]:
 
 
 def rows_of(variants: Sequence[Variant], samples: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
-    """Returns a row for each moment, with bytecode and without: milliseconds, modules and ratio to the base."""
+    """Returns a row for each moment, with bytecode and without: milliseconds, modules, ratio to the base."""
     rows = []
     for has_bytecode in (True, False):
         taken = {
@@ -178,7 +177,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--base", type=Path, help="another clone of pmoe, to compare with")
-    parser.add_argument("--rounds", type=int, default=9, help="processes of each clone, with bytecode and without")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="processes of each clone, with bytecode and without"
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON")
     args = parser.parse_args()
     if args.rounds < 1:

@@ -6,12 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_import import ROOT, Sample, Variant, copy_sources, measure, rows_of, variants_in
+from bench.bench_import import Sample, Variant, copy_sources, measure, rows_of, variants_in
+from bench.timing import ROOT
 
 
 def test_a_copy_has_sources_alone(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
-    for name in ("__init__.py", "__pycache__/__init__.cpython-311.pyc", "_cuda.so", "gates/topk.py", "py.typed"):
+    for name in (
+        "__init__.py",
+        "__pycache__/__init__.cpython-311.pyc",
+        "_cuda.so",
+        "gates/topk.py",
+        "py.typed",
+    ):
         file = clone / "pmoe" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()

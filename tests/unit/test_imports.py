@@ -212,7 +212,9 @@ def test_all_names_are_listed_before_any_is_loaded() -> None:
     fresh.run(program)
 
 
-@pytest.mark.parametrize("package", ["pmoe", "pmoe.kernels.grouped_gemm", "pmoe.kernels.permute", "pmoe.kernels.route"])
+@pytest.mark.parametrize(
+    "package", ["pmoe", "pmoe.kernels.grouped_gemm", "pmoe.kernels.permute", "pmoe.kernels.route"]
+)
 def test_a_mistyped_name_raises_as_in_any_module(package: str) -> None:
     program = (
         f"import pmoe, importlib\n"
@@ -267,7 +269,8 @@ def test_a_pickle_finds_its_classes() -> None:
         "import pmoe\n"
         "assert pair == pmoe.Restore('keep', 'recompute')\n"
         "assert feature is pmoe.runners.features.Feature.WIRE\n"
-        "assert isinstance(layer, pmoe.MoELayer) and str(layer.restore) == 'communicate/recompute', layer.restore\n"
+        "assert isinstance(layer, pmoe.MoELayer)\n"
+        "assert str(layer.restore) == 'communicate/recompute', layer.restore\n"
         "layer(torch.ones(3, 4)).sum().backward()"
     )
     fresh.run(program)
@@ -305,7 +308,9 @@ def test_torch_loads_checkpoints_with_and_without_classes_of_pmoe(tmp_path: Path
     ],
 )
 def test_operators_are_registered_with_their_functions(used: str, operators: list[str]) -> None:
-    """`torch.ops.pmoe` has an operator once its function or its file was read; `import pmoe` registers none."""
+    """`torch.ops.pmoe` gets an operator with its function or its file. `import pmoe` registers none."""
     package = used.partition(".")[0]
     for first in (f"import pmoe\npmoe.kernels.{used}", f"import pmoe.kernels.{package}.operators"):
-        fresh.run(f"import torch\n{first}\n" + "\n".join(f"torch.ops.pmoe.{name}.default" for name in operators))
+        fresh.run(
+            f"import torch\n{first}\n" + "\n".join(f"torch.ops.pmoe.{name}.default" for name in operators)
+        )

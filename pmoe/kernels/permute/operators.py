@@ -1,7 +1,7 @@
 """Permute and unpermute as ``torch.library`` operators; each is used for the other's gradient.
 
-Layers do not call the operators. So files that layers need import `pmoe.kernels.permute.launches` instead of this
-file: registering the operators takes longer than importing the kernels' Python code.
+Most layers do not call the operators, and registering them takes time. So files that every layer needs import
+`pmoe.kernels.permute.launches` instead of this file.
 """
 
 from __future__ import annotations

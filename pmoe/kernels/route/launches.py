@@ -15,7 +15,7 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.counts import HEADER, Heading, Messages
 from pmoe.kernels.extension import path
-from pmoe.kernels.operands import MAX_ROWS, VECTOR_BYTES, address, cuda_index
+from pmoe.kernels.operands import MAX_ROWS, VECTOR_BYTES, cuda_index
 
 if TYPE_CHECKING:
     from pmoe.kernels.route.reference import Routes

@@ -1,8 +1,8 @@
 """Routing as ``torch.library`` operators, with fake functions for tracing, and with gradients.
 
 The operators use the kernels of cuda/route if these can run, and otherwise PyTorch expressions (`reference`).
-Calls on the CPU do not route by the operators. So files that each layer needs import `pmoe.kernels.route.launches`
-instead of this file.
+Calls on the CPU do not route by the operators, and registering them takes time. So files that every layer
+needs import `pmoe.kernels.route.launches` instead of this file.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ beginning of `import pmoe`:
 Python may find compiled files (bytecode) or only sources, so both are measured. In the rounds without
 bytecode, Python compiles pmoe's files in every process. torch has bytecode in both.
 
-The last columns are the medians, over the rounds, of (seconds of this clone / seconds of the other clone).
+"ms" is the time on the clock, "CPU ms" the time of a processor, which other work on the machine disturbs less.
+The last two columns are the medians, over the rounds, of (time of this clone / time of the other clone).
 """
 
 from __future__ import annotations
@@ -47,14 +48,17 @@ torch.set_num_threads(1)
 before = set(sys.modules)
 modules = []
 seconds = []
+cpu_seconds = []
 
 
 def note():
+    cpu_seconds.append(time.process_time() - cpu_begin)
     seconds.append(time.perf_counter() - begin)
     modules.append(sum(name.partition(".")[0] == "pmoe" for name in set(sys.modules) - before))
 
 
 begin = time.perf_counter()
+cpu_begin = time.process_time()
 import pmoe
 
 note()
@@ -63,9 +67,9 @@ note()
 layer = pmoe.MoELayer(16, 32, num_experts=4, top_k=2)
 layer(torch.randn(8, 16, requires_grad=True)).sum().backward()
 note()
-print(json.dumps({"seconds": seconds, "modules": modules, "file": pmoe.__file__}))
+print(json.dumps({"seconds": seconds, "cpu": cpu_seconds, "modules": modules, "file": pmoe.__file__}))
 """
-"""What a process runs: it prints the seconds and the number of pmoe's modules at each of `MOMENTS`."""
+"""What a process runs: it prints its seconds and the number of pmoe's modules at each of `MOMENTS`."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,15 @@ class Variant:
         printed = json.loads(done.stdout.splitlines()[-1])
         if Path(printed["file"]) != self.folder / "pmoe" / "__init__.py":
             raise RuntimeError(f"the process imported {printed['file']}, not the copy in {self.folder}")
-        return Sample(tuple(printed["seconds"]), tuple(printed["modules"]))
+        return Sample(tuple(printed["seconds"]), tuple(printed["cpu"]), tuple(printed["modules"]))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The result of one process: seconds and number of pmoe's modules at each of `MOMENTS`."""
+    """The result of one process at each of `MOMENTS`: seconds, seconds of a processor, pmoe's modules."""
 
     seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...]
     modules: tuple[int, ...]
 
 
@@ -161,13 +166,17 @@ def rows_of(variants: Sequence[Variant], samples: Sequence[Sequence[Sample]]) ->
         }
         for at, moment in enumerate(MOMENTS):
             times = {name: Timing(tuple(one.seconds[at] for one in each)) for name, each in taken.items()}
+            cpu_times = {
+                name: Timing(tuple(one.cpu_seconds[at] for one in each)) for name, each in taken.items()
+            }
             row: dict[str, Any] = {"bytecode": "yes" if has_bytecode else "no", "moment": moment}
             for name, each in taken.items():
                 row[f"{name} ms"] = times[name].median * 1e3
-                row[f"{name} spread"] = times[name].spread
+                row[f"{name} CPU ms"] = cpu_times[name].median * 1e3
                 row[f"{name} modules"] = each[0].modules[at]
             if "base" in times:
                 row["this / base"] = times["base"].speedup_over(times["this"])
+                row["CPU this / base"] = cpu_times["base"].speedup_over(cpu_times["this"])
             rows.append(row)
     return rows
 

@@ -39,7 +39,7 @@ def test_the_clones_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def sample(self: Variant) -> Sample:
         order.append(self.name)
-        return Sample((float(len(order)),) * 3, (1, 2, 3))
+        return Sample((float(len(order)),) * 3, (0.1,) * 3, (1, 2, 3))
 
     monkeypatch.setattr(Variant, "sample", sample)
     samples = measure(variants, rounds=3)
@@ -52,7 +52,10 @@ def test_the_table_has_medians_modules_and_the_ratio_of_each_round(tmp_path: Pat
         Variant(name, tmp_path, has_bytecode) for has_bytecode in (True, False) for name in ("this", "base")
     ]
     seconds = ((0.1, 0.2, 0.3), (0.2, 0.4, 0.3), (1.0, 1.0, 3.0), (2.0, 2.0, 2.0))
-    samples = [[Sample((first, 2 * first, 4 * first), (2, 80, 90)) for first in each] for each in seconds]
+    samples = [
+        [Sample((first, 2 * first, 4 * first), (first, first, 3), (2, 80, 90)) for first in each]
+        for each in seconds
+    ]
     rows = rows_of(variants, samples)
     assert [(row["bytecode"], row["moment"]) for row in rows] == [
         (bytecode, moment) for bytecode in ("yes", "no") for moment in ("import", "layer", "step")
@@ -63,6 +66,8 @@ def test_the_table_has_medians_modules_and_the_ratio_of_each_round(tmp_path: Pat
     assert (first["this modules"], first["base modules"]) == (2, 2)
     # The rounds' ratios are 0.5, 0.5 and 1. The ratio of the medians would be 2 / 3.
     assert first["this / base"] == pytest.approx(0.5)
+    assert first["CPU this / base"] == pytest.approx(0.5)
+    assert rows[2]["CPU this / base"] == 1
     assert rows[5]["this ms"] == pytest.approx(4000)
     assert "this / base" not in rows_of(variants[::2], samples[::2])[0]
 
@@ -71,5 +76,6 @@ def test_a_process_imports_the_copy_and_times_every_moment(tmp_path: Path) -> No
     variant, _ = variants_in(tmp_path, {"this": ROOT})
     sample = variant.sample()
     assert 0 < sample.seconds[0] < sample.seconds[1] < sample.seconds[2]
+    assert 0 < sample.cpu_seconds[0] < sample.cpu_seconds[1] < sample.cpu_seconds[2]
     assert sample.modules[0] < 10 < sample.modules[1] < sample.modules[2]
     assert list((variant.folder / "pmoe").rglob("*.pyc"))

@@ -13,7 +13,7 @@ beginning of `import pmoe`:
 Python may find compiled files (bytecode) or only sources, so both are measured. In the rounds without
 bytecode, Python compiles pmoe's files in every process. torch has bytecode in both.
 
-"ms" is the time on the clock, "CPU ms" the time of a processor, which other work on the machine disturbs less.
+"ms" is the time on the clock, "CPU ms" the time of a processor, which other work disturbs less.
 The last two columns are the medians, over the rounds, of (time of this clone / time of the other clone).
 """
 

@@ -8,7 +8,7 @@ import torch
 from pmoe.warn import warn_of_untested_release
 
 if TYPE_CHECKING:
-    # `_FOLDERS` has these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
+    # `_PARTS` has these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
     from pmoe import comm as comm
     from pmoe import experts as experts
     from pmoe import gates as gates
@@ -120,7 +120,7 @@ So `import pmoe` takes a few milliseconds: programs that import pmoe need not us
 needs all of these modules.
 """
 
-_FOLDERS = (
+_PARTS = (
     "arguments",
     "call",
     "checkpointing",
@@ -138,7 +138,7 @@ _FOLDERS = (
     "settings",
     "text",
 )
-"""Modules that `import pmoe` gives without an import of their own, such as pmoe.gates in pmoe.gates.TopKGate.
+"""Parts of pmoe that `import pmoe` gives without an import of their own, as in pmoe.gates.TopKGate.
 
 The first use of one imports `pmoe.layer`, which imports all of them.
 """
@@ -202,11 +202,11 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Returns the value of a name in `_LATER` or `_FOLDERS`, after importing its module.
+        """Returns the value of a name in `_LATER` or `_PARTS`, after importing its module.
 
         The value then becomes an attribute of pmoe, so this function is called once for each name.
         """
-        if name in _FOLDERS:
+        if name in _PARTS:
             importlib.import_module("pmoe.layer")
             return importlib.import_module(f"pmoe.{name}")
         if name not in _LATER:
@@ -217,5 +217,5 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """Returns the module's names, including those in `_LATER` and `_FOLDERS` that were not imported yet."""
-    return sorted({*globals(), *_LATER, *_FOLDERS})
+    """Returns the module's names, including those in `_LATER` and `_PARTS` that were not imported yet."""
+    return sorted({*globals(), *_LATER, *_PARTS})

@@ -185,17 +185,17 @@ def test_importing_pmoe_starts_no_process_group_and_no_cuda() -> None:
         "pool",
     ],
 )
-def test_a_name_of_a_folder_needs_no_import_of_its_own(name: str) -> None:
+def test_a_part_of_pmoe_needs_no_import_of_its_own(name: str) -> None:
     """Programs write pmoe.gates.TopKGate after `import pmoe`, when all these modules were loaded."""
     fresh.run(f"import pmoe\nassert pmoe.{name} is not None")
 
 
-def test_the_folders_are_those_that_a_layer_loads() -> None:
+def test_the_parts_are_those_that_a_layer_loads() -> None:
     program = (
         "import sys, pmoe\n"
         "pmoe.MoELayer\n"
         "loaded = {name.split('.')[1] for name in sys.modules if name.startswith('pmoe.')}\n"
-        "assert loaded == {*pmoe._FOLDERS, 'warn'}, loaded ^ {*pmoe._FOLDERS, 'warn'}"
+        "assert loaded == {*pmoe._PARTS, 'warn'}, loaded ^ {*pmoe._PARTS, 'warn'}"
     )
     fresh.run(program)
 
@@ -203,7 +203,7 @@ def test_the_folders_are_those_that_a_layer_loads() -> None:
 def test_all_names_are_listed_before_any_is_loaded() -> None:
     program = (
         "import sys, pmoe\n"
-        "missing = {*pmoe.__all__, *pmoe._FOLDERS} - set(dir(pmoe))\n"
+        "missing = {*pmoe.__all__, *pmoe._PARTS} - set(dir(pmoe))\n"
         "assert not missing, missing\n"
         "assert 'pmoe.layer' not in sys.modules\n"
         "from pmoe import *\n"

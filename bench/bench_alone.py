@@ -60,7 +60,7 @@ from bench.device import (
 )
 from bench.plain import GROUPED, PlainMoE
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import extension
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.measure.timing import in_rounds
 from pmoe.runners import one_rank
@@ -415,7 +415,7 @@ def main() -> None:
     need_gpu("bench_alone")
     scenario = QUICK if arguments.quick else WHOLE
     rounds = 5 if arguments.quick else arguments.rounds
-    path, reason = grouped_gemm.launch.path(DEVICE)
+    path, reason = extension.path(DEVICE)
     if path is None:
         sys.exit(f"bench_alone: not run, {reason}")
     machine = show_gpu()

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench.device import file_name, flush_buffer, need_gpu, show_gpu, time_in_turn
 from bench.grouped_gemm_cases import DEVICE, MODELS, ROWS, Routed, plain_cases, tile_of
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import extension
 from pmoe.kernels.gemm import SPARE
 from pmoe.kernels.grouped_gemm.launch import beside_communication
 from pmoe.measure.timing import in_rounds
@@ -124,7 +124,7 @@ class Beside:
 def measure(rounds: int) -> dict[str, Any]:
     """Returns the measured times of each of the three ways, and those of the short kernel alone."""
     multiprocessors = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    path, _ = grouped_gemm.launch.path(DEVICE)
+    path, _ = extension.path(DEVICE)
     assert path is not None
     model = MODELS[0]
     torch.manual_seed(0)
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="samples of each time")
     arguments = parser.parse_args()
     need_gpu("bench_beside")
-    path, reason = grouped_gemm.launch.path(DEVICE)
+    path, reason = extension.path(DEVICE)
     if path is None:
         sys.exit(f"bench_beside: not run, {reason}")
     machine = show_gpu()

@@ -58,8 +58,10 @@ from pmoe.kernels import extension, permute
 from pmoe.kernels import wire as wire_kernels
 from pmoe.kernels.gemm import ELEMENTS
 from pmoe.kernels.grouped_gemm import products
+from pmoe.kernels.permute import launches as permute_launches
 from pmoe.kernels.permute import operators as permute_operators
 from pmoe.kernels.registry import PMOE, PRODUCTS
+from pmoe.kernels.route import launches as route_launches
 from pmoe.kernels.route import operators as route_operators
 from pmoe.kernels.route import reference as route_reference
 from pmoe.ordering import sorted as sorted_order
@@ -340,7 +342,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (counts_kernels, "path", lambda device: ("sm_90a", None)),
             (wire_kernels, "path", lambda device: ("sm_90a", None)),
             (route_operators, "launch_route", route),
-            (route_operators, "path", lambda device: ("sm_90a", None)),
+            (route_launches, "path", lambda device: ("sm_90a", None)),
             (lanes_run, "lanes_for", lanes),
             (CudaLanes, "_streams", {}),
             (sorted_order, "MAX_INT16", -1),
@@ -350,7 +352,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
         stack.enter_context(mock.patch.object(launched, "path_for", lambda *args, **columns: "sm_90a"))
         if computes:  # with float32 and float64 and rows of any width, too
             stack.enter_context(mock.patch.dict(ELEMENTS, {torch.float32: kernels_on_cpu.FLOAT32}))
-            for codes in (ELEMENTS, permute_operators.TYPES):
+            for codes in (ELEMENTS, permute_launches.TYPES):
                 stack.enter_context(mock.patch.dict(codes, {torch.float64: kernels_on_cpu.FLOAT64}))
             stack.enter_context(mock.patch.object(launched, "layout_problem", lambda *args, **columns: None))
         else:

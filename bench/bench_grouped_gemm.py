@@ -78,7 +78,7 @@ from bench.grouped_gemm_cases import (
     tile_of,
 )
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import extension
 
 DENSE = 8192
 LEAD_CYCLES = 600_000
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a quarter of the rows, 5 rounds, no file")
     arguments = parser.parse_args()
     need_gpu("bench_grouped_gemm")
-    path, reason = grouped_gemm.launch.path(DEVICE)
+    path, reason = extension.path(DEVICE)
     if path is None:
         sys.exit(f"bench_grouped_gemm: not run, {reason}")
     rounds = 5 if arguments.quick else arguments.rounds

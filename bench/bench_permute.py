@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 from bench import permutes
 from bench.device import COPY_BYTES, file_name, need_gpu, relative_error, show_gpu, time_in_turn
 from bench.timing import OUT, Timing, table, write_json
-from pmoe.kernels.permute import operators
+from pmoe.kernels.permute import launches
 
 GOAL = 0.85
 EXPERTS = 64
@@ -213,7 +213,7 @@ def exact(problem: Problem, kernel: Kernel) -> list[Tensor]:
 
 
 def run(problem: Problem, kernel: Kernel, parts: int) -> None:
-    operators.PARTS = parts
+    launches.PARTS = parts
     kernel.run(problem)
 
 
@@ -312,7 +312,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     need_gpu("bench_permute")
-    reason = operators.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
+    reason = launches.refusal(torch.device("cuda", 0), torch.bfloat16, 2)
     if reason is not None:
         sys.exit(f"bench_permute: not run, {reason}")
     machine = show_gpu()

@@ -1,10 +1,10 @@
-"""Launches the permute kernels into given memory, as `pmoe.kernels.permute.operators.move` does."""
+"""Launches the permute kernels into given memory, as `pmoe.kernels.permute.launches.move` does."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from pmoe.kernels.permute.operators import move
+from pmoe.kernels.permute.launches import move
 
 
 def launch_permute(x: Tensor, position: Tensor, weight: Tensor | None, rows: Tensor) -> None:

@@ -5,23 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pmoe.comm.base import Combine, Dispatch
-from pmoe.engine.buffers.arena import pool
-from pmoe.experts.base import Experts
-from pmoe.gates import Gate, Routing
-from pmoe.layer import MoELayer
-from pmoe.ordering import Order
-from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_of_untested_release
 
 if TYPE_CHECKING:
-    # `import pmoe` loads these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
+    # `_PARTS` has these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
     from pmoe import comm as comm
     from pmoe import experts as experts
     from pmoe import gates as gates
     from pmoe import layer as layer
     from pmoe import ordering as ordering
     from pmoe.checkpointing.contexts import checkpoint_contexts
+    from pmoe.comm.base import Combine, Dispatch
     from pmoe.convert.fewer_experts import (
         busiest_experts,
         group_experts,
@@ -30,13 +24,19 @@ if TYPE_CHECKING:
         restore_experts,
     )
     from pmoe.convert.upcycling import copy_into_experts
+    from pmoe.engine.buffers.arena import pool
     from pmoe.engine.lanes.recorder import recording
     from pmoe.engine.plan.callbacks import Callback
+    from pmoe.experts.base import Experts
+    from pmoe.gates import Gate, Routing
     from pmoe.integrations.expert_usage import ExpertUsage
     from pmoe.integrations.routing_replay import engine_routing, replay_routing
     from pmoe.integrations.routing_trace import read_routing, record_routing
     from pmoe.integrations.statistics import stats
+    from pmoe.layer import MoELayer
     from pmoe.layer.run_experts import run_experts
+    from pmoe.ordering import Order
+    from pmoe.schedule.restore import Restore
     from pmoe.training.balance import BalanceLoss, StepTotals
     from pmoe.training.batch_invariant import make_batch_invariant
     from pmoe.training.bounded_steps import BoundedSteps
@@ -66,10 +66,18 @@ _LATER = {
     "BalanceLoss": "pmoe.training.balance",
     "BoundedSteps": "pmoe.training.bounded_steps",
     "Callback": "pmoe.engine.plan.callbacks",
+    "Combine": "pmoe.comm.base",
+    "Dispatch": "pmoe.comm.base",
     "ExpertMuon": "pmoe.training.muon",
     "ExpertUsage": "pmoe.integrations.expert_usage",
+    "Experts": "pmoe.experts.base",
+    "Gate": "pmoe.gates",
     "GradScaler": "pmoe.training.clipping",
     "GradientReducer": "pmoe.training.reducer",
+    "MoELayer": "pmoe.layer",
+    "Order": "pmoe.ordering",
+    "Restore": "pmoe.schedule.restore",
+    "Routing": "pmoe.gates",
     "StepTotals": "pmoe.training.balance",
     "add_lora": "pmoe.training.lora",
     "busiest_experts": "pmoe.convert.fewer_experts",
@@ -90,6 +98,7 @@ _LATER = {
     "merge_lora": "pmoe.training.lora",
     "parallelize": "pmoe.training.expert_parallel",
     "parameter_groups": "pmoe.training.expert_parallel",
+    "pool": "pmoe.engine.buffers.arena",
     "prune_experts": "pmoe.convert.fewer_experts",
     "read_routing": "pmoe.integrations.routing_trace",
     "record_routing": "pmoe.integrations.routing_trace",
@@ -107,7 +116,31 @@ _LATER = {
 }
 """Public names and their modules. A module is imported when one of its names is first used.
 
-Not every model needs these modules, and some are slow to import.
+So `import pmoe` takes a few milliseconds: programs that import pmoe need not use a layer, and not every model
+needs all of these modules.
+"""
+
+_PARTS = (
+    "arguments",
+    "call",
+    "checkpointing",
+    "comm",
+    "decide",
+    "engine",
+    "experts",
+    "gates",
+    "kernels",
+    "layer",
+    "ordering",
+    "planner",
+    "runners",
+    "schedule",
+    "settings",
+    "text",
+)
+"""Parts of pmoe that `import pmoe` gives without an import of their own, as in pmoe.gates.TopKGate.
+
+The first use of one imports `pmoe.layer`, which imports all of them.
 """
 
 # The list is written out, not derived from _LATER, because type checkers read it without running the file.
@@ -169,12 +202,20 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Returns the value of a public name in `_LATER`, after importing its module."""
+        """Returns the value of a name in `_LATER` or `_PARTS`, after importing its module.
+
+        The value then becomes an attribute of pmoe, so this function is called once for each name.
+        """
+        if name in _PARTS:
+            importlib.import_module("pmoe.layer")
+            return importlib.import_module(f"pmoe.{name}")
         if name not in _LATER:
             raise AttributeError(f"module 'pmoe' has no attribute {name!r}")
-        return getattr(importlib.import_module(_LATER[name]), name)
+        value = getattr(importlib.import_module(_LATER[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    """Returns the module's names, including those in `_LATER` that were not imported yet."""
-    return sorted({*globals(), *_LATER})
+    """Returns the module's names, including those in `_LATER` and `_PARTS` that were not imported yet."""
+    return sorted({*globals(), *_LATER, *_PARTS})

@@ -20,7 +20,6 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
-from pmoe.call.row_bound import BoundedRows
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
 from pmoe.engine.passes.base import Inputs
@@ -29,6 +28,7 @@ from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.call.row_bound import BoundedRows
     from pmoe.engine.plan.copies import HostedCopies
     from pmoe.kernels.comet.backend import Steps
     from pmoe.program.backend import Programs

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pmoe.comm.wire import E4M3_DTYPES
 from pmoe.experts.stacked import StackedExperts
 from pmoe.schedule.restore import Restore, without_messages
 
@@ -64,5 +63,7 @@ def _rounding_problem(modules: LayerModules) -> str | None:
     experts = modules.experts
     if not isinstance(experts, StackedExperts):
         return f"where experts ({type(experts).__name__}) are no pmoe.experts.StackedExperts"
+    from pmoe.comm.wire import E4M3_DTYPES
+
     dtype = next((each.dtype for each in experts.parameters() if each.is_floating_point()), None)
     return None if dtype is None or dtype in E4M3_DTYPES else f"for rows of {dtype}"

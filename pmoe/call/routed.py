@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pmoe.comm.counts import EarlyMessages, Fault
 from pmoe.gates.base import Routing
-from pmoe.kernels.route import Routes
+
+if TYPE_CHECKING:
+    from pmoe.kernels.route.reference import Routes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.logits import logits_and_rows
 from pmoe.gates.switch import SwitchGate
 from pmoe.gates.topk import TopKGate
-from pmoe.kernels.route import refusal, route
+from pmoe.kernels.route.launches import refusal
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
@@ -220,6 +220,8 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     like = x_TM.new_empty(0, options.num_experts, dtype=dtype)
     if refusal(like, gate.top_k) is not None:
         return None
+    from pmoe.kernels.route.operators import route
+
     num_bins = 1 if options.solves or options.pad_to_capacity else modules.num_bins
     n = modules.options.fixed_degree
     writes_messages = not (options.solves or options.pad_to_capacity or modules.grid.is_sharded)

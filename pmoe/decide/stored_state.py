@@ -31,7 +31,6 @@ from pmoe.comm.failures import publish_outside_pass
 from pmoe.comm.grid import Grid
 from pmoe.decide.dense_values import fingerprint
 from pmoe.experts.base import WHOLE, Experts
-from pmoe.experts.dtensor_layout import is_of_other_place
 from pmoe.experts.operands import local_part
 
 KEY = "pmoe.experts"
@@ -293,9 +292,13 @@ def _check_whose(
         return  # The metadata does not matter: torch may have cut these values out of a whole model's state.
     metadata = dict(local_metadata.get(KEY) or {})
     were_equal = bool(metadata.pop("are_equal", False))
-    is_other_part = place.num_copy_parts > 1 and any(
-        is_of_other_place(loaded[name], parameter) for name, parameter in parameters.items()
-    )
+    is_other_part = False
+    if place.num_copy_parts > 1:
+        from pmoe.experts.dtensor_layout import is_of_other_place
+
+        is_other_part = any(
+            is_of_other_place(loaded[name], parameter) for name, parameter in parameters.items()
+        )
     if metadata and (is_other_part or place.differs_from(ExpertPlace(**metadata))):
         if place.num_ranks == 1 and any(
             loaded[name].shape != parameter.shape for name, parameter in parameters.items()

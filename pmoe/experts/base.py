@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from pmoe.arguments import check_count, check_int
 from pmoe.experts.operands import freeze_rows, read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
-from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.settings import ModuleWithSettings
 
 if TYPE_CHECKING:
     from pmoe.experts.dtensor_layout import Reduce
+    from pmoe.kernels.grouped_gemm import RowSlots
 
 Allocate = Callable[[str, int, int], Tensor]
 """A function (name, rows, columns) that returns uninitialised memory of shape (rows, columns).

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pmoe.arguments import check_tensors
-from pmoe.kernels.route import gate_operands
+from pmoe.kernels.route.launches import gate_operands
 
 BLOCK_ROWS = 4096
 """Number of tokens that are cast to float32 at a time, to save memory."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.operands import VECTOR_BYTES, address
-from pmoe.kernels.permute.operators import TYPES
+from pmoe.kernels.permute.launches import TYPES
 from pmoe.schedule.wire import WireName, message_bytes
 
 FORMATS: dict[WireName, int] = {"e4m3": 0, "bfloat16": 1}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import extension, grouped_gemm
 from pmoe.kernels.grouped_gemm import RowSlots, launch
 from tests.gpu.support import DEVICE
 
@@ -71,7 +71,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
     A fall to PyTorch operations fails.
     """
-    own, why = grouped_gemm.launch.path(DEVICE)
+    own, why = extension.path(DEVICE)
     if own is None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 
 import pmoe
-from pmoe.kernels import grouped_gemm, permute
+from pmoe.kernels import extension, permute
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 from pmoe.runners import one_rank
 from tests.gpu.support import (
@@ -47,7 +47,7 @@ MAX_KERNELS = 6
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """One entry for each call by the kernels' path. Every layer that can take it does, and every product that
     pmoe's kernels can compute they do: nothing is measured, and no file of measurements is written."""
-    why = grouped_gemm.launch.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
+    why = extension.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
     if why is not None:
         if os.environ.get("PMOE_CUDA") == "0":
             pytest.skip(f"PMOE_CUDA=0: {why}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
-from pmoe.kernels import grouped_gemm, permute
+from pmoe.kernels import extension, permute
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from tests.gpu.support import (
     AUX,
@@ -142,7 +142,7 @@ def check_training(layer: pmoe.MoELayer, dtype: torch.dtype) -> None:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """One entry for each call by the kernels' path, which is taken without being measured."""
-    why = grouped_gemm.launch.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
+    why = extension.path(DEVICE)[1] or permute.refusal(DEVICE, torch.bfloat16, 2)
     if why is not None:
         pytest.fail(why)
     calls = count_alone(monkeypatch)

@@ -21,6 +21,9 @@ from torch import Tensor
 
 from bench import permutes
 from pmoe.kernels import extension, permute, route, status
+from pmoe.kernels.route import reference as plain_route
+from pmoe.kernels.route.launches import launch_route
+from pmoe.kernels.route.operators import route_backward
 from tests.gpu.support import DEVICE, NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -158,16 +161,16 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
     options = {"normalize": True, "z_loss_weight": 0.1}
     on_device = logits.to(DEVICE)
     assert route.refusal(on_device, top_k, chunks) is None
-    found = route.reference.empty_routes(on_device, top_k, chunks)
-    route.operators.launch_route(on_device, found, **options)
-    expected = route.reference.route(logits, top_k, num_chunks=chunks, **options)
+    found = plain_route.empty_routes(on_device, top_k, chunks)
+    launch_route(on_device, found, **options)
+    expected = plain_route.route(logits, top_k, num_chunks=chunks, **options)
     for name in ("expert_TK", "position_TK", "slot_N", "counts_nE", "ends_nE"):
         assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
     torch.testing.assert_close(found.weight_TK.cpu(), expected.weight_TK, rtol=2e-6, atol=1e-37)
     torch.testing.assert_close(found.l_aux.cpu(), expected.l_aux, rtol=2e-5, atol=0)
 
     grad_weight, grad_aux = torch.randn(tokens, top_k), torch.tensor(math.pi)
-    out = route.operators.route_backward(
+    out = route_backward(
         on_device,
         found.expert_TK,
         found.weight_TK,
@@ -176,7 +179,7 @@ def test_routing_from_ptx(tokens: int, experts: int, top_k: int, chunks: int) ->
         grad_l_aux=grad_aux.to(DEVICE),
         **options,
     )
-    wanted = route.reference.route_backward(
+    wanted = plain_route.route_backward(
         logits.double(),
         expected.expert_TK,
         expected.weight_TK.double(),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pmoe
-from pmoe.kernels import grouped_gemm
+from pmoe.kernels import extension
 from pmoe.kernels.registry import PMOE, PRODUCTS
 from pmoe.runners import one_rank
 from tests.gpu.support import (
@@ -43,7 +43,7 @@ def taking(path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         calls = count_alone(patch)
         measure_nothing(patch)
         if path == "alone":
-            assert grouped_gemm.launch.path(DEVICE)[1] is None
+            assert extension.path(DEVICE)[1] is None
             stack.enter_context(PRODUCTS.forcing(PMOE))
         else:
             patch.setattr(one_rank, "kernel_refusal", lambda *_, **__: "the test wants chunks")

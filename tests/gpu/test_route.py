@@ -19,7 +19,8 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from pmoe.kernels.route import Routes, refusal, route
 from pmoe.kernels.route import reference as plain
-from pmoe.kernels.route.operators import launch_route, route_backward
+from pmoe.kernels.route.launches import launch_route
+from pmoe.kernels.route.operators import route_backward
 from pmoe.kernels.route.reference import empty_routes
 from pmoe.warn import GIVEN
 from tests.gpu.support import DEVICE, NEEDS_GPU, poison_memory, relative_norm, synchronisations

@@ -12,9 +12,13 @@ import torch
 from torch import Tensor
 
 from bench import permutes
-from pmoe.kernels import counts, extension, grouped_gemm, permute, route
+from pmoe.kernels import counts, extension, grouped_gemm, permute
 from pmoe.kernels.grouped_gemm import RowSlots, launch, products
 from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, beside_communication
+from pmoe.kernels.permute import launches as permute_launches
+from pmoe.kernels.route import operators as route_operators
+from pmoe.kernels.route.launches import launch_route
+from pmoe.kernels.route.reference import empty_routes
 
 BF16, FLOAT, INT = torch.bfloat16, torch.float32, torch.int32
 
@@ -275,7 +279,7 @@ def test_permutes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, d_weight = (recorder.tensor(name, 3, 2, dtype=FLOAT) for name in ("weight", "d_weight"))
     permutes.launch_permute(x, position, None, rows)
     permutes.launch_unpermute(rows, position, weight, x)
-    monkeypatch.setattr(permute.operators, "PARTS", 2)
+    monkeypatch.setattr(permute_launches, "PARTS", 2)
     permutes.launch_permute_backward(d_rows, x, position, weight, d_x, d_weight)
     permutes.launch_unpermute_backward(x, rows, position, weight, d_rows, d_weight)
     moving = [None, 7, 0, 3, 2, 5, 64, "position"]
@@ -328,18 +332,16 @@ def test_where_nothing_moves_sums_are_zero_without_a_launch(recorder: Recorder) 
 
 
 def test_routes(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route.operators, "_runs_kernel", lambda *sizes: True)
+    monkeypatch.setattr(route_operators, "_runs_kernel", lambda *sizes: True)
     logits = recorder.tensor("logits", 5, 4, dtype=FLOAT)
     head = counts.Heading(num_ranks=2, num_degrees=1, header=(5, 0, 8, 9))
-    routes = route.reference.empty_routes(logits, 2, 3, head)
+    routes = empty_routes(logits, 2, 3, head)
     sent_WL, _ = counts.Messages.new(routes.counts_nE, 2, 1, routes.messages).both
     for name, each in routes._replace(messages=sent_WL)._asdict().items():
         recorder.named(name, each)
-    route.operators.launch_route(
-        logits, routes, normalize=True, z_loss_weight=0.5, not_finite=4, heading=head
-    )
+    launch_route(logits, routes, normalize=True, z_loss_weight=0.5, not_finite=4, heading=head)
     saved = (logits, routes.expert_TK, routes.weight_TK, routes.counts_nE)
-    route_backward = route.operators.route_backward
+    route_backward = route_operators.route_backward
     of_aux = route_backward(*saved, normalize=False, grad_l_aux=routes.l_aux)
     of_weights = route_backward(
         *saved, normalize=False, grad_weight_TK=recorder.tensor("d w", 5, 2, dtype=FLOAT)

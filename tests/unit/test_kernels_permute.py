@@ -12,7 +12,7 @@ from torch import Tensor
 from bench import permutes
 from pmoe.kernels import extension
 from pmoe.kernels.permute import operators, permute, refusal, unpermute
-from pmoe.kernels.permute.operators import check_rows_memory
+from pmoe.kernels.permute.launches import check_rows_memory
 from pmoe.warn import GIVEN
 from tests.cuda import disassembly
 from tests.cuda.compiled import compile_and_run

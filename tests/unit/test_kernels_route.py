@@ -23,7 +23,16 @@ from bench import kernels_on_cpu
 from pmoe.gates.logits import router_loss
 from pmoe.kernels.counts import Heading, Messages
 from pmoe.kernels.extension import load
-from pmoe.kernels.route import Routes, deferred_routing, gate_operands, operators, reference, refusal, route
+from pmoe.kernels.route import (
+    Routes,
+    deferred_routing,
+    gate_operands,
+    launches,
+    operators,
+    reference,
+    refusal,
+    route,
+)
 from pmoe.kernels.route.operators import route_backward
 from pmoe.kernels.route.reference import ROUNDS, check_logits_memory
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
@@ -427,8 +436,8 @@ def test_the_operands_of_the_gate_are_the_same_by_a_launch_and_by_operators(
     assert halves.shape == (num_tokens, 10) and torch.equal(twice, torch.cat([weight, weight]))
     rebuilt = halves[:, :5].double() + halves[:, 5:].double()
     assert ((rebuilt - grad.double()).abs() <= 2**-17 * grad.double().abs()).all()
-    monkeypatch.setattr(operators, "path", lambda device: ("sm_90a", None))
-    monkeypatch.setattr(operators, "cuda_index", lambda device: 0)
+    monkeypatch.setattr(launches, "path", lambda device: ("sm_90a", None))
+    monkeypatch.setattr(launches, "cuda_index", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     monkeypatch.setattr(operators.extension, "module", lambda: kernels_on_cpu)
     for launched, computed in zip(gate_operands(grad, weight), (halves, twice), strict=True):

@@ -27,7 +27,7 @@ SAME_ROLE: dict[str, tuple[set[str], set[str]]] = {
         {"refusal"},
         {
             f"pmoe/kernels/{name}.py"
-            for name in ("counts", "gemm", "permute/operators", "route/operators", "wire")
+            for name in ("counts", "gemm", "permute/launches", "route/launches", "wire")
         }
         | {"pmoe/runners/fused_steps.py"},
     ),

@@ -58,6 +58,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.comm.hierarchical_1d": "Only layers with this exchange need it.",
     "pmoe.comm.hierarchical_2d": "Only layers with this exchange need it.",
     "pmoe.comm.topology": "Only layers on a device mesh or with hierarchical exchanges need it.",
+    "pmoe.comm.wire": "Only layers that may keep T_M in e4m3 need it.",
     "pmoe.decide.balanced_counts": "Only a layer with balance on several ranks needs it.",
     "pmoe.decide.bounded_counts": "It loads the fused kernels, and only pmoe.BoundedSteps needs it.",
     "pmoe.decide.cuda_graph": (
@@ -123,6 +124,13 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.integrations.transformers.in_graph": (
         "An installed transformers of a new enough release is checked first."
     ),
+    "pmoe.kernels.grouped_gemm.operators": "It registers torch operators, which few calls need.",
+    "pmoe.kernels.grouped_gemm.products": "Only calls on a GPU launch kernels.",
+    "pmoe.kernels.permute.operators": "It registers torch operators, which few calls need.",
+    "pmoe.kernels.permute.row_moves": "Only calls on a GPU launch kernels.",
+    "pmoe.kernels.route.launches": "A name of the package loads it, and each name loads only its own file.",
+    "pmoe.kernels.route.operators": "It registers torch operators, which only calls on a GPU need.",
+    "pmoe.kernels.route.reference": "A name of the package loads it, and each name loads only its own file.",
     "pmoe.layer.calls_with_any": "Only inputs that are not plain tensors with values need it.",
     "pmoe.call.latent": "Only layers with d_latent need it.",
     "pmoe.decide.latent_call": "Only layers with d_latent need it.",

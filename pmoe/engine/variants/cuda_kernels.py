@@ -23,7 +23,7 @@ from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
-from pmoe.kernels.permute import RowCopy, RowMoves
+from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.restore import GATHERED_AGAIN

@@ -17,7 +17,7 @@ from torch import Tensor
 from pmoe.engine.variants.cuda_kernels import is_readable
 from pmoe.engine.variants.wire import WiredBackward, WiredForward, WiredPass
 from pmoe.kernels import wire as wire_kernels
-from pmoe.kernels.permute import RowMoves
+from pmoe.kernels.permute.row_moves import RowMoves
 from pmoe.kernels.wire import MessageKernels
 from pmoe.schedule.wire import WireName
 from pmoe.warn import warn_once

@@ -24,16 +24,20 @@ Letters: T tokens, K choices of a token, N rows, E experts, I in-features, O out
 d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from pmoe.kernels.gemm import layout_problem, refusal
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
-from pmoe.kernels.grouped_gemm.products import (
-    hidden,
-    hidden_gradient,
-    input_gradient,
-    product,
-    weight_gradient,
-)
+
+if TYPE_CHECKING:
+    from pmoe.kernels.grouped_gemm.operators import grouped_hidden, grouped_product, sum_by_expert
+    from pmoe.kernels.grouped_gemm.products import (
+        hidden,
+        hidden_gradient,
+        input_gradient,
+        product,
+        weight_gradient,
+    )
 
 __all__ = [
     "RowSlots",
@@ -48,3 +52,22 @@ __all__ = [
     "sum_by_expert",
     "weight_gradient",
 ]
+
+# Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Returns a function of `operators` or `products`, after importing that file.
+
+        It is then an attribute of the package, so that later uses do not come here.
+        """
+        if name not in __all__:
+            raise AttributeError(f"module 'pmoe.kernels.grouped_gemm' has no attribute {name!r}")
+        if name in ("grouped_hidden", "grouped_product", "sum_by_expert"):
+            from pmoe.kernels.grouped_gemm import operators as file
+        else:
+            from pmoe.kernels.grouped_gemm import products as file
+
+        value = getattr(file, name)
+        globals()[name] = value
+        return value

@@ -11,7 +11,7 @@ from pmoe.kernels.gemm import activation_code
 from pmoe.kernels.grouped_gemm.checks import RowSlots, check_operands, hidden_width, weight_gradient_shape
 from pmoe.kernels.grouped_gemm.products import input_gradient, product, weight_gradient
 from pmoe.kernels.grouped_gemm.reference import activate, by_row
-from pmoe.kernels.permute import permute
+from pmoe.kernels.permute.operators import permute
 
 
 @torch.library.custom_op("pmoe::grouped_product", mutates_args=())

@@ -12,7 +12,7 @@ from pmoe.kernels.gemm import FORWARD, HIDDEN, HIDDEN_GRADIENT, INPUT, WEIGHT, a
 from pmoe.kernels.grouped_gemm import checks, reference
 from pmoe.kernels.grouped_gemm.launch import gathers_in_load, launch, num_row_dots, path_for
 from pmoe.kernels.operands import address, at, check_memory, check_tensor
-from pmoe.kernels.permute import permute
+from pmoe.kernels.permute.operators import permute
 
 
 def product(

@@ -18,7 +18,31 @@ the bit, in any batch.
 Letters: T tokens, K choices of a token, N rows (num_rows), M columns.
 """
 
-from pmoe.kernels.permute.operators import permute, refusal, unpermute
-from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
+from typing import TYPE_CHECKING, Any
+
+from pmoe.kernels.permute.launches import refusal
+
+if TYPE_CHECKING:
+    from pmoe.kernels.permute.operators import permute, unpermute
+    from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
 
 __all__ = ["RowCopy", "RowMoves", "permute", "refusal", "unpermute"]
+
+# Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Returns a name of `operators` or `row_moves`, after importing that file.
+
+        It is then an attribute of the package, so that later uses do not come here.
+        """
+        if name not in __all__:
+            raise AttributeError(f"module 'pmoe.kernels.permute' has no attribute {name!r}")
+        if name in ("permute", "unpermute"):
+            from pmoe.kernels.permute import operators as file
+        else:
+            from pmoe.kernels.permute import row_moves as file
+
+        value = getattr(file, name)
+        globals()[name] = value
+        return value

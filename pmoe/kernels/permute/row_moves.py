@@ -1,6 +1,6 @@
 """`RowMoves`: launches of permutes and unpermutes that share a device, a stream and a width of rows.
 
-`RowMoves` leaves out the checks of `pmoe.kernels.permute.operators.move`, which take host time. The engine
+`RowMoves` leaves out the checks of `pmoe.kernels.permute.launches.move`, which take host time. The engine
 allocates the rows and positions itself, so they meet the conditions.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels import extension
-from pmoe.kernels.permute import operators
+from pmoe.kernels.permute import launches
 
 
 class RowCopy(NamedTuple):
@@ -45,7 +45,7 @@ class RowMoves:
         self._where = (
             like.device.index,
             torch.cuda.current_stream(like.device).cuda_stream,
-            operators.TYPES[like.dtype],
+            launches.TYPES[like.dtype],
         )
         self._row_bytes = like.shape[-1] * like.element_size()
 
@@ -118,7 +118,7 @@ class RowMoves:
         tokens, top_k = position_TK.shape
         return self._module.Moving(
             *self._where, tokens, top_k, num_rows, self._row_bytes, position_TK.data_ptr(), 0,
-            operators.PARTS, first_row,
+            launches.PARTS, first_row,
         )  # fmt: skip
 
     def _before(self, rows_NM: Tensor, first_row: int) -> int:

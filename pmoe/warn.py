@@ -44,6 +44,20 @@ def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_r
         warnings.warn(f"pmoe: {message}", category, stacklevel=2)
 
 
+def warn_of_fallback(work: str, reason: str) -> None:
+    """Warns that PyTorch operators do work on a GPU for which pmoe has kernels; once for each reason.
+
+    If a reason keeps several kernels from running, the warning names only the work that came first.
+
+    work: the work, as the beginning of a sentence, such as "tokens are routed".
+    reason: why no kernel does this work.
+    """
+    key = f"fallback: {reason}"
+    if key not in GIVEN:
+        GIVEN.add(key)
+        warnings.warn(f"pmoe: {work} without pmoe's kernels: {reason}", stacklevel=2)
+
+
 TESTED = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 23), (5, 24))}
 """For each package, the oldest and the newest release (major, minor) with which pmoe's tests ran.
 

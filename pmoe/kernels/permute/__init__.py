@@ -18,7 +18,21 @@ the bit, in any batch.
 Letters: T tokens, K choices of a token, N rows (num_rows), M columns.
 """
 
-from pmoe.kernels.permute.operators import permute, refusal, unpermute
+from pmoe.kernels.permute.operators import (
+    permute,
+    permute_directly,
+    refusal,
+    unpermute,
+    unpermute_directly,
+)
 from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
 
-__all__ = ["RowCopy", "RowMoves", "permute", "refusal", "unpermute"]
+__all__ = [
+    "RowCopy",
+    "RowMoves",
+    "permute",
+    "permute_directly",
+    "refusal",
+    "unpermute",
+    "unpermute_directly",
+]

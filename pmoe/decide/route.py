@@ -201,7 +201,9 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting | None:
     """Returns the routing from the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
-    If they cannot because of sizes, dtype or device, a warning says why, once for each reason. The kernels replace the gate's forward. They do three more things:
+    If they cannot because of sizes, dtype or device, a warning says why, once for each reason.
+
+    The kernels replace the gate's forward. They do three more things:
 
     - They count the rows for each expert in each bin. Bins are equal ranges of tokens.
     - They sort the (token, choice) slots for the expected number of chunks (`_expected_degree`).

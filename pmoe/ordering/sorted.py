@@ -202,7 +202,7 @@ class SortedOrder(Order):
         row_bytes = columns * rows.element_size()
         why = permute.refusal(rows.device, rows.dtype, top_k)
         if why is None and (row_bytes == 0 or row_bytes % VECTOR_BYTES):
-            why = f"rows of {columns} columns have {row_bytes} bytes, and must have a multiple of {VECTOR_BYTES}"
+            why = f"rows of {columns} columns have {row_bytes} bytes, no multiple of {VECTOR_BYTES}"
         if why is not None:
             warn_of_fallback("rows are copied and summed", why)
         return why is None

@@ -14,7 +14,8 @@ rows until it runs: the experts' input, the gradients of their output and of the
 activated hidden columns. With ring slots, a pass holds two chunks of the first two and one of the others.
 
     added ms      time of the bytes that one product saves, at the stored rate of a copy
-    measured ms   what a stored product that adds takes longer than one that overwrites, times n - 1
+    measured ms   what n - 1 stored products that add took longer than products that overwrite: the time of 6
+                  of the 8 bytes of each further chunk
     of products   added ms, as a share of the stored time of the weight gradients of all rows
     held MB       what one product holds in addition
 

@@ -29,7 +29,10 @@ if log.level == logging.NOTSET:
     log.setLevel(logging.INFO)
 
 GIVEN: set[str] = set()
-"""Beginnings of the warnings that this process has issued. Clear it to have them issued again."""
+"""Beginnings of the warnings that this process has issued, and reasons of fallbacks that it has told.
+
+Clear it to have them issued again.
+"""
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_reason: bool = False) -> None:

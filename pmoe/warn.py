@@ -29,7 +29,10 @@ if log.level == logging.NOTSET:
     log.setLevel(logging.INFO)
 
 GIVEN: set[str] = set()
-"""Beginnings of the warnings that this process has issued. Clear it to have them issued again."""
+"""Beginnings of the warnings that this process has issued, and reasons of fallbacks that it has told.
+
+Clear it to have them issued again.
+"""
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_reason: bool = False) -> None:
@@ -42,6 +45,20 @@ def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_r
     if start not in GIVEN:
         GIVEN.add(start)
         warnings.warn(f"pmoe: {message}", category, stacklevel=2)
+
+
+def warn_of_fallback(work: str, reason: str) -> None:
+    """Warns that PyTorch operators do work on a GPU for which pmoe has kernels; once for each reason.
+
+    If a reason keeps several kernels from running, the warning names only the work that came first.
+
+    work: the work, as the beginning of a sentence, such as "tokens are routed".
+    reason: why no kernel does this work.
+    """
+    key = f"fallback: {reason}"
+    if key not in GIVEN:
+        GIVEN.add(key)
+        warnings.warn(f"pmoe: {work} without pmoe's kernels: {reason}", stacklevel=2)
 
 
 TESTED = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 23), (5, 24))}

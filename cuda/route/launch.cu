@@ -165,7 +165,9 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
 }
 
 // Returns the sizes of a forward launch. It has at most as many blocks as the device has multiprocessors:
-// blocks with tokens, and one more, without tokens, that adds up the counts and the loss.
+// blocks with tokens, and one more, without tokens, that adds up the counts and the loss. If there are more
+// chunks than multiprocessors, it has a block for each chunk. No block waits for another one, so they may run
+// one after the other.
 Sizes sizes_of(const Problem& p) {
   const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
   const int block_tokens = pick_first(experts, p.top_k).tokens;

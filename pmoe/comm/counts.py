@@ -53,7 +53,7 @@ from pmoe.comm.group_record import MOST_LIVES
 from pmoe.comm.meeting import CURE, other_passes
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.counts import FAULT, HEADER, Heading, Messages, refusal
-from pmoe.warn import warn_once
+from pmoe.warn import warn_of_fallback, warn_once
 
 
 class Fault(enum.IntEnum):
@@ -958,6 +958,8 @@ class CountsExchange:
         - ranks that pass on rows of other ranks;
         - a request for the loads of experts, or copies of experts.
 
+        If it cannot because of sizes, dtype or device, a warning says why, once for each reason.
+
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
         """
@@ -967,7 +969,11 @@ class CountsExchange:
             return None
         counts_FE = self._own_FPX.flatten(1)
         size = head.num_ranks
-        if refusal(counts_FE, size, head.num_degrees) is not None:
+        why = refusal(counts_FE, size, head.num_degrees)
+        if why is not None:
+            # Counts are int64 if PyTorch operators have counted: the gate has no kernels, or was warned of.
+            if counts_FE.dtype == torch.int32:
+                warn_of_fallback("row counts are exchanged", why)
             return None
         is_early = early is not None and early.fault is fault and early.heading == head
         if early is not None and is_early and early.counts_FE.data_ptr() == counts_FE.data_ptr():

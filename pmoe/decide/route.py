@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from pmoe.gates.logits import logits_and_rows
 from pmoe.gates.switch import SwitchGate
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route.launches import refusal
+from pmoe.warn import warn_of_fallback
+
+if TYPE_CHECKING:
+    from pmoe.call.decision import LastCall
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
@@ -196,10 +201,12 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
 def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting | None:
     """Returns the routing from the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
+    If they cannot because of sizes, dtype or device, a warning says why, once for each reason.
+
     The kernels replace the gate's forward. They do three more things:
 
     - They count the rows for each expert in each bin. Bins are equal ranges of tokens.
-    - They sort the (token, choice) slots, if the options fix the number of chunks.
+    - They sort the (token, choice) slots for the expected number of chunks (`_expected_degree`).
     - They write this rank's messages of row counts, if row counts are exchanged.
 
     If there are too many bins for the kernels, they count all tokens as one bin. Then they write no messages,
@@ -218,14 +225,18 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     check_num_experts(modules, gate.weight.shape[0])
     dtype = torch.promote_types(x_TM.dtype, torch.float32)
     like = x_TM.new_empty(0, options.num_experts, dtype=dtype)
-    if refusal(like, gate.top_k) is not None:
+    why = refusal(like, gate.top_k)
+    if why is not None:
+        warn_of_fallback("tokens are routed", why)
         return None
     from pmoe.kernels.route.operators import route
 
     num_bins = 1 if options.solves or options.pad_to_capacity else modules.num_bins
-    n = modules.options.fixed_degree
+    n = _expected_degree(call)
     writes_messages = not (options.solves or options.pad_to_capacity or modules.grid.is_sharded)
-    if refusal(like, gate.top_k, num_bins) is not None:
+    why = refusal(like, gate.top_k, num_bins)
+    if why is not None:
+        warn_of_fallback("the rows of each chunk are counted", why)
         num_bins = 1
         n = None
         writes_messages = False
@@ -265,6 +276,24 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     return CheckedRouting(
         routing=routing, fault=fault, kernel_routes=routes, sorted_for=n, early=early, rows_TM=rows_TM
     )
+
+
+def _expected_degree(call: Call) -> int | None:
+    """Returns the number of chunks for which the routing kernels sort the slots; None if none is expected.
+
+    It is the number that the options fix, or else that of the layer's last call. If the call takes another
+    number, the order of the kernels is not used, and PyTorch operators sort the slots.
+
+    Both passes of an activation checkpoint must save the same tensors, and other calls may lie between them.
+    So such a call expects only the number that the options fix.
+
+    call: the call.
+    """
+    fixed = call.modules.options.fixed_degree
+    if fixed is not None or call.may_run_again:
+        return fixed
+    last: LastCall = cast(Any, call.layer).last
+    return None if last.ran is None else last.ran.forward
 
 
 def sorts_results(modules: LayerModules, x_TM: Tensor) -> bool:

@@ -340,7 +340,7 @@ class Architecture:
 
 def loaded_architecture(device: torch.device) -> Architecture:
     """Loads one kernel (`PROBE`) on a CUDA device and returns the versions of its code."""
-    probed = ask_device(device.index or 0, PROBE)
+    probed = ask_device(cuda_index(device), PROBE)
     binary, ptx = next(((kernel.binary_version, kernel.ptx_version) for kernel in probed.kernels), (0, 0))
     major, minor = probed.capability
     return Architecture(binary_version=binary, ptx_version=ptx, capability=10 * major + minor)

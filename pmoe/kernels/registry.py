@@ -31,7 +31,7 @@ from torch import Tensor
 from pmoe.kernels import grouped_gemm
 from pmoe.kernels.extension import device_name
 from pmoe.kernels.operands import memory_misfit
-from pmoe.warn import log, warn_once
+from pmoe.warn import log, warn_of_fallback, warn_once
 
 Form = Literal["forward", "input", "weight"]
 """One of three products: rows times each expert's weights, gradient of the rows, gradient of the weights."""
@@ -363,8 +363,7 @@ class Registry:
         """
         if candidate is self.candidates[0] and request.device.type == "cuda":
             for reason in reasons:
-                message = f"products are computed without {candidate.name}'s kernels: {reason}"
-                warn_once(message, for_each_reason=True)
+                warn_of_fallback("products are computed", reason)
 
     def _warn_of_slower(self, request: ProductRequest, first: str) -> None:
         """Warns, once in a process, if another candidate was measured to be faster than pmoe's kernels.

@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from pmoe.kernels import permute
 from pmoe.kernels.operands import VECTOR_BYTES
 from pmoe.ordering.base import Order
+from pmoe.warn import warn_of_fallback
 
 MAX_INT16 = 2**15 - 1
 
@@ -190,12 +191,21 @@ class SortedOrder(Order):
     def runs_kernels(self, rows: Tensor, top_k: int) -> bool:
         """Returns whether the kernels of `pmoe.kernels.permute` can copy and sum rows like ``rows``.
 
+        If rows on a GPU do not suit the kernels, a warning says why, once for each reason.
+
         rows: a tensor (..., M), M = d_model. Only its width, dtype and device matter.
         top_k: K, the number of choices of a token.
         """
-        row_bytes = rows.shape[-1] * rows.element_size()
-        fits = rows.is_cuda and row_bytes > 0 and row_bytes % VECTOR_BYTES == 0
-        return fits and permute.refusal(rows.device, rows.dtype, top_k) is None
+        if not rows.is_cuda:
+            return False
+        columns = rows.shape[-1]
+        row_bytes = columns * rows.element_size()
+        why = permute.refusal(rows.device, rows.dtype, top_k)
+        if why is None and (row_bytes == 0 or row_bytes % VECTOR_BYTES):
+            why = f"rows of {columns} columns have {row_bytes} bytes, no multiple of {VECTOR_BYTES}"
+        if why is not None:
+            warn_of_fallback("rows are copied and summed", why)
+        return why is None
 
     def order(self, tokens_TM: Tensor, token_N: Tensor, out: Tensor) -> None:
         torch.index_select(tokens_TM, 0, token_N, out=out)

@@ -158,7 +158,7 @@ class OneRankRunner:
         scale = weight_TK.view(-1)
         out_NM = grouped_gemm.product(active_NH, w2, ends_E, bias_EO=b2, scale=scale, slots=slots)
         del active_NH
-        y_TM = permute.unpermute(out_NM, position_TK)
+        y_TM = permute.unpermute_directly(out_NM, position_TK)
         if not keep:
             return y_TM, None
         expert_TK = routes.expert_TK if b2 is not None else None
@@ -184,7 +184,7 @@ def _backward(
     # The rows are gathered before the products. A gather is one launch at the speed of memory, and costs less
     # than products that gather. The peak memory of backward is reached when of_rows_NM is made, unless there
     # are far more rows than elements of weights.
-    grad_NM = permute.permute(aligned_rows(grad_TM), position_TK, num_rows)
+    grad_NM = permute.permute_directly(aligned_rows(grad_TM), position_TK, num_rows)
     scale_N = weight_TK.new_empty(num_rows).index_copy_(0, position_TK.view(-1).long(), weight_TK.view(-1))
     # Each product for a parameter's gradient runs as early as possible, so that its operands can be freed.
     # There is no communication that it could hide.
@@ -208,13 +208,13 @@ def _backward(
     if needs_b1:
         of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
     if needs_w1:
-        rows_NM = permute.permute(x_TM, position_TK, num_rows)
+        rows_NM = permute.permute_directly(x_TM, position_TK, num_rows)
         of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
         del rows_NM
     if needs_x:
         of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, ends_E)
         del grad_hidden_NG
-        of_x = permute.unpermute(of_rows_NM, position_TK)
+        of_x = permute.unpermute_directly(of_rows_NM, position_TK)
     return [of_x, of_weight, None, of_w1, of_w2, of_b1, of_b2][: len(wanted)]
 
 

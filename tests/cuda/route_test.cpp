@@ -611,6 +611,8 @@ void check_crowded() {
     check_case<Shape<1, 4, 2>>({300, experts, 1, 2, 1, false, false, 0.5f, Values::kTied});
   check_case<Shape<2, 8, 1>>({200, 16, 16, 1, 2, true, true, 0.0f, Values::kTied});
   check_case<Shape<4, 8, 2>>({3, 20, 2, 64, 1, true, true, 0.0f, Values::kDistinct});
+  // As many chunks as there may be, sorted by groups of 64.
+  check_case<Shape<4, 8, 1>>({600, 20, 2, kMostChunks, 1, true, true, 0.0f, Values::kDistinct, 64, 5, 5});
 }
 
 void check_sizes() {

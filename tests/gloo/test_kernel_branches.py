@@ -21,8 +21,12 @@ from bench.bench_device_calls import as_cuda
 from pmoe.call.sizes import memory_shape
 from pmoe.choose import open_choice
 from pmoe.choose.trials import TrialBatch
+from pmoe.comm import counts as comm_counts
+from pmoe.decide import route as decide_route
 from pmoe.engine.buffers import arena
 from pmoe.experts.stacked import StackedExperts
+from pmoe.kernels import permute
+from pmoe.ordering.sorted import SortedOrder
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.rows_per_pass import counted_rows
@@ -36,8 +40,8 @@ from pmoe.schedule.buffer_sizes import (
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Schedule
-from pmoe.warn import GIVEN
-from tests.gloo.kit import TOKENS, backward, build, error_of, inputs, one_step
+from pmoe.warn import GIVEN, warn_of_fallback
+from tests.gloo.kit import TOKENS, backward, build, counted_collectives, error_of, inputs, one_step
 from tests.kit import tokens
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -298,3 +302,130 @@ def refused(rank: int, world: int, dtype: torch.dtype) -> str:
 def test_logits_that_are_not_finite_are_refused_on_all_ranks(world: int, dtype: torch.dtype) -> None:
     for error in ranks(world).run(refused, dtype):
         assert "rank 0: its gate logits are not finite" in error
+
+
+# ---- what the kernels refuse
+
+WORKS = {
+    "route": ("tokens are routed", decide_route),
+    "permute": ("rows are copied and summed", permute),
+    "counts": ("row counts are exchanged", comm_counts),
+}
+"""The beginning of each warning, and the module whose function `refusal` decides."""
+
+
+def with_refusals(
+    rank: int, world: int, refused_on: list[list[str]]
+) -> tuple[dict[str, float], list[str], list[str]]:
+    """Makes two steps in which kernels refuse the sizes on some ranks.
+
+    refused_on: for each rank the keys of `WORKS` that are refused there.
+
+    Returns the relative differences from the branches for the CPU, the warnings, and the collectives of the
+    second step.
+    """
+
+    def step() -> dict[str, Any]:
+        return one_step(build(memory_reuse="S4"), rank, world)
+
+    on_cpu = step()
+    GIVEN.clear()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(as_cuda(computes=True))
+        warned = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        for name in refused_on[rank]:
+            reason = f"the sizes of {name}"
+            stack.enter_context(mock.patch.object(WORKS[name][1], "refusal", lambda *_, why=reason: why))
+        layer = build(memory_reuse="S4")
+        one_step(layer, rank, world)
+        with counted_collectives() as collectives:
+            on_cuda = one_step(layer, rank, world)
+    found = {name: float(relative_error(on_cuda[name], value)) for name, value in on_cpu.items()}
+    messages = [str(each.message) for each in warned if "without pmoe's kernels" in str(each.message)]
+    return found, messages, collectives
+
+
+@pytest.mark.parametrize(
+    "refused_on",
+    [
+        [["route"], ["route"]],
+        [["permute"], ["permute"]],
+        [["counts"], ["counts"]],
+        [["route", "permute", "counts"], []],
+        [[], ["permute", "counts"]],
+    ],
+    ids=str,
+)
+def test_what_kernels_refuse_is_computed_by_pytorch_and_told_once(refused_on: list[list[str]]) -> None:
+    """Products told their reasons. Routing, copies of rows and the exchange of row counts told nothing."""
+    results = ranks(2).run(with_refusals, refused_on)
+    for (found, messages, _), refused_here in zip(results, refused_on, strict=True):
+        assert max(found.values()) <= LIMIT, found
+        told = [name for name in refused_here if name != "counts" or "route" not in refused_here]
+        assert sorted(messages) == sorted(
+            f"pmoe: {WORKS[name][0]} without pmoe's kernels: the sizes of {name}" for name in told
+        )
+    assert results[0][2] == results[1][2], "ranks with and without the kernels call the same collectives"
+
+
+def test_one_reason_for_several_kernels_is_told_once() -> None:
+    GIVEN.clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for work in ("tokens are routed", "rows are copied and summed", "products are computed"):
+            warn_of_fallback(work, "pmoe._cuda is not built")
+        warn_of_fallback("products are computed", "dtype torch.float64")
+    assert [str(each.message) for each in warned] == [
+        "pmoe: tokens are routed without pmoe's kernels: pmoe._cuda is not built",
+        "pmoe: products are computed without pmoe's kernels: dtype torch.float64",
+    ]
+
+
+def test_rows_of_a_width_that_kernels_do_not_take_are_told() -> None:
+    GIVEN.clear()
+    order = SortedOrder()
+    with as_cuda(), pytest.warns(UserWarning, match=r"rows of 3 columns have 12 bytes, no multiple of 16"):
+        assert not order.runs_kernels(torch.zeros(2, 3), 2)
+    with as_cuda():
+        assert order.runs_kernels(torch.zeros(2, 4), 2)
+    assert not order.runs_kernels(torch.zeros(2, 4), 2), "nothing is told of the CPU"
+
+
+# ---- layers that choose the number of chunks
+
+
+def chosen_chunks(rank: int, world: int, degrees: list[int]) -> tuple[list[dict[str, float]], list[int]]:
+    """Makes a step for each number of chunks, which the layer chooses.
+
+    Returns for each step the relative differences from a layer with that number on the CPU, and how many
+    operators of the branches for CUDA sort numbers.
+    """
+    taken = iter(degrees)
+
+    def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
+        n = next(taken)
+        return Choice(forward=n, backward=n, restore=STRATEGIES["S4"])
+
+    x, dy = (torch.cat([each] * 4) for each in inputs(rank, world))
+    expected = [
+        backward(build(pipeline=n, memory_reuse="S4"), x.clone().requires_grad_(), dy) for n in degrees
+    ]
+    found = []
+    sorts = []
+    with mock.patch.object(open_choice, "choose_among", choose_among):
+        layer = build(pipeline=True, memory_reuse="S4", slack=8.0)
+        for values in expected:
+            with as_cuda(computes=True) as device, device:
+                step = backward(layer, x.clone().requires_grad_(), dy)
+            found.append({name: float(relative_error(step[name], value)) for name, value in values.items()})
+            operators = [place.split()[-1] for place in device.calls.where]
+            sorts.append(sum(name in ("sort", "argsort") for name in operators))
+    return found, sorts
+
+
+def test_routing_kernels_sort_the_rows_for_the_number_of_chunks_of_the_last_call() -> None:
+    """In layers that choose the number of chunks, PyTorch operators sorted the rows of every call."""
+    for found, sorts in ranks(2).run(chosen_chunks, [4, 4, 2, 2]):
+        assert max(max(step.values()) for step in found) <= LIMIT, found
+        assert [number > 0 for number in sorts] == [True, False, True, False], sorts

@@ -247,6 +247,28 @@ def test_the_gates_product_adds_its_gradient_of_the_tokens(kernels: list[str], m
     assert added[None] == ["addmm_"] and "add" in added["not this time"]
 
 
+class Operators(TorchDispatchMode):
+    """Notes the names of pmoe's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "pmoe":
+            self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_rows_are_moved_without_the_dispatch_of_operators(kernels: list[str]) -> None:
+    """Each of the four permutes of a step passed torch's wrappers for operators, which launch nothing."""
+    layer, x = make(bias=False), tokens(7, M).requires_grad_()
+    with Operators() as operators:
+        (layer(x).sum() + layer.l_aux).backward()
+    assert kernels == ["alone"]
+    assert operators.names == {"route", "route_backward"}  # which the mode itself asks for
+
+
 class SeesRows(Callback):
     """Takes the rows that dispatch will send, which the path of one rank never makes."""
 

@@ -47,6 +47,23 @@ def test_the_page_shows_the_calls_of_each_pass(num_ranks: int) -> None:
         assert table[row["ranks"], row["n"], row["pass"]] == tuple(row[name] for name in COLUMNS), row
 
 
+def test_the_predicted_times_follow_from_the_counts() -> None:
+    """44 us for an operator or a launch, 60 for a collective, 4 for an event's record or a wait."""
+    counts = shown()
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("| records and waits before |")
+    seen = []
+    for line in rest.partition("\n\n")[0].splitlines()[2:]:
+        ranks, n, name, _, now, _, events, _, predicted = (
+            cell.strip() for cell in line.strip("|").split("|")
+        )
+        seen.append((int(ranks), int(n), name))
+        calls, operators, launches, collectives, records, waits, _ = counts[seen[-1]]
+        assert (int(now), int(events)) == (calls, records + waits), line
+        seconds = 44e-6 * (operators + launches) + 60e-6 * collectives + 4e-6 * (records + waits)
+        assert predicted == f"{seconds * 1e3:.1f} ms", line
+    assert seen == list(counts), "each number of ranks, of chunks and each pass has its line"
+
+
 @pytest.mark.slow
 def test_a_wire_adds_launches_that_pack_and_unpack_and_no_operator() -> None:
     """On two ranks rows arrive sorted by expert: without a wire nothing unpacks or sorts them.

@@ -429,6 +429,22 @@ def test_the_architecture_is_that_of_the_code_that_was_loaded(
     assert (found.binary_version, found.ptx_version, found.capability) == expected
 
 
+def test_the_device_that_is_asked_is_the_current_one_if_none_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Device 0 was asked. Rank 1 of a job then compared the wrong GPU, if its GPUs were of two kinds."""
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(
+        extension,
+        "ask_device",
+        lambda index, only: asked.append(index) or SimpleNamespace(kernels=(), capability=(9, 0)),
+    )
+    for device in (torch.device("cuda"), torch.device("cuda", 0), torch.device("cuda", 2)):
+        extension.loaded_architecture(device)
+    assert asked == [1, 0, 2]
+
+
 # ---- kernels that are slower
 
 

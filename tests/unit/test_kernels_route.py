@@ -7,19 +7,24 @@ Letters: T tokens, K choices, E experts, N slots, n chunks.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pmoe
 from bench import kernels_on_cpu
+from pmoe.comm.counts import MAX_BINS, num_bins
 from pmoe.gates.logits import router_loss
 from pmoe.kernels.counts import Heading, Messages
 from pmoe.kernels.extension import load
@@ -36,6 +41,7 @@ from pmoe.kernels.route import (
 from pmoe.kernels.route.operators import route_backward
 from pmoe.kernels.route.reference import ROUNDS, check_logits_memory
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
+from pmoe.planner.degree import DEGREES
 from pmoe.warn import GIVEN
 from tests.cuda.compiled import compile_and_run
 from tests.cuda.disassembly import archs, count, declared, sass
@@ -231,6 +237,51 @@ def test_backward_saves_logits_and_eight_bytes_a_slot() -> None:
 # ---- the operations
 
 
+class Sees(TorchDispatchMode):
+    """A dispatch mode that notes the operators of pmoe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "pmoe":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_chunks": 4, "sorted_chunks": 2, "last": range(2, 4)}], ids=str)
+def test_layers_route_without_the_dispatch_of_an_operator(options: dict[str, Any]) -> None:
+    """The operator's wrappers in Python took longer than both launches. A dispatch mode still sees it."""
+    found = []
+    for mode in (contextlib.nullcontext(), Sees()):
+        logits = draw_logits(33, 6, dtype=torch.float32).requires_grad_()
+        with mode:
+            routes = route(logits, 2, normalize=True, z_loss_weight=0.25, **options)
+            ((routes.weight_TK * torch.arange(66.0).view(33, 2)).sum() + 3 * routes.l_aux).backward()
+        assert routes.weight_TK.grad_fn is not None and logits.grad is not None
+        is_operator = isinstance(mode, Sees)
+        assert ("RouteDirectly" in routes.weight_TK.grad_fn.name()) is not is_operator
+        if isinstance(mode, Sees):
+            assert mode.names == ["route", "route_backward"]
+        found.append((*routes, logits.grad))
+    for direct, by_operator in zip(*found, strict=True):
+        assert torch.equal(direct, by_operator) and direct.dtype == by_operator.dtype
+
+
+def test_a_loss_alone_or_the_weights_alone_give_a_gradient() -> None:
+    logits = draw_logits(9, 6, dtype=torch.float64).requires_grad_()
+    routes = route(logits, 2, normalize=True)
+    of_weights, of_loss = (
+        torch.autograd.grad(of.sum(), logits, retain_graph=True)[0]
+        for of in (routes.weight_TK[:, 0], routes.l_aux)
+    )
+    both = torch.autograd.grad(routes.weight_TK[:, 0].sum() + routes.l_aux, logits)[0]
+    torch.testing.assert_close(of_weights + of_loss, both)
+    with torch.no_grad():
+        assert not route(logits, 2, normalize=True).weight_TK.requires_grad
+
+
 def sample_routes(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Routes]:
     logits = draw_logits(num_tokens, 6, dtype=dtype)
     return logits, route(logits, 2, normalize=True, num_chunks=3, z_loss_weight=0.3)
@@ -372,12 +423,25 @@ def test_the_extension_refuses_sizes_with_their_numbers() -> None:
     built = load()
     assert built is not None
     assert built.route_refusal(100, 64, 2, 4) == ""
-    assert built.route_refusal(0, 1024, 32, 64) == ""
+    assert built.route_refusal(0, 1024, 32, 256) == ""
     assert built.route_refusal(100, 1025, 2, 4) == "num_experts (1025) must be 1 to 1024"
     assert built.route_refusal(100, 64, 33, 4) == "top_k (33) must be 1 to 32"
     assert built.route_refusal(100, 8, 9, 4) == "top_k (9) must be 1 to 8"
-    assert built.route_refusal(100, 64, 2, 65) == "num_chunks (65) must be 1 to 64"
+    assert built.route_refusal(100, 64, 2, 257) == "num_chunks (257) must be 1 to 256"
     assert "num_tokens (1073741824)" in built.route_refusal(2**30, 64, 2, 1)
+
+
+def test_the_kernels_count_as_many_bins_as_a_layer_may_have() -> None:
+    """They took 64. A layer that chooses among 1 to 16 chunks counts rows in 128 bins on 8 ranks.
+
+    PyTorch operators then counted and sorted the rows of such layers, on any number of ranks from 8 on.
+    """
+    source = (Path(__file__).resolve().parents[2] / "cuda" / "route" / "layout.h").read_text(encoding="utf-8")
+    found = re.search(r"kMostChunks = (\d+);", source)
+    assert found is not None and int(found[1]) == MAX_BINS
+    for num_ranks in (2, 8, 64):
+        assert num_bins(DEGREES, num_ranks, 256) <= MAX_BINS
+    assert num_bins(DEGREES, 8, 256) == 128
 
 
 @pytest.mark.nightly

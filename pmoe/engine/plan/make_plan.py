@@ -41,6 +41,7 @@ from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, chunk_bounds, 
 from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import local_pieces
+from pmoe.warn import warn_of_fallback
 
 if TYPE_CHECKING:
     from pmoe.engine.variants.padding import Padding
@@ -453,7 +454,8 @@ def _takes_positions(orders: SortedSlots) -> bool:
 
     If the result is True, positions of rows are stored as int32, which these kernels read. The kernels copy
     one row for each of a token's K choices. So they cannot run if several choices share a row
-    (`DeduplicatedSlots`), or if tokens have different numbers of choices.
+    (`DeduplicatedSlots`), or if tokens have different numbers of choices. If they cannot run on this GPU, or
+    not with so many choices, a warning says why, once for each reason.
 
     orders: the sorted (token, choice) pairs of the call.
     """
@@ -461,7 +463,10 @@ def _takes_positions(orders: SortedSlots) -> bool:
     is_plain = type(orders) is SortedSlots and orders.tokens.of_slot is None
     if not (is_plain and isinstance(orders.modules.order, SortedOrder)):
         return False
-    return permute.refusal(expert_TK.device, torch.bfloat16, expert_TK.shape[1]) is None
+    why = permute.refusal(expert_TK.device, torch.bfloat16, expert_TK.shape[1])
+    if why is not None:
+        warn_of_fallback("rows are copied and summed", why)
+    return why is None
 
 
 def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:

@@ -17,6 +17,7 @@ from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, FORWARD, INPUT, PLAIN, SPARE
 from pmoe.kernels.heap import Heap
 from pmoe.kernels.launch_order import records_graph
+from pmoe.kernels.operands import cuda_index
 from pmoe.schedule.tasks import PassDirection
 
 MAX_RANKS, MAX_EXPERTS, MAX_CHUNKS = 64, 1024, 64
@@ -266,7 +267,7 @@ class Launcher:
                 if is_round:
                     heap.next_epoch()
             yield {
-                "device": self.device.index or 0,
+                "device": cuda_index(self.device) if self.device.type == "cuda" else 0,
                 "stream": streams[0],
                 "element": ELEMENTS[self.heaps[0].shape.dtype],
                 "blocks": self.blocks,

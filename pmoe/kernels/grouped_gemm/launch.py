@@ -14,7 +14,7 @@ from pmoe.kernels import extension
 from pmoe.kernels.extension import path
 from pmoe.kernels.gemm import ELEMENTS, HIDDEN_GRADIENT, INPUT, PLAIN, SPARE, layout_problem
 from pmoe.kernels.grouped_gemm.checks import RowSlots
-from pmoe.warn import warn_once
+from pmoe.warn import warn_of_fallback
 
 SHARING = 0
 """Setting for benchmarks: which operand two neighbouring thread blocks on Hopper load only once.
@@ -150,7 +150,8 @@ def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | 
         return None
     code, why = path(device)
     if code is None:
-        warn_once(f"grouped products are computed without pmoe's kernels: {why}", for_each_reason=True)
+        assert why is not None
+        warn_of_fallback("grouped products are computed", why)
         return None
     why = layout_problem(dtype, **columns)
     if why is not None:

@@ -23,10 +23,18 @@ from typing import TYPE_CHECKING, Any
 from pmoe.kernels.permute.launches import refusal
 
 if TYPE_CHECKING:
-    from pmoe.kernels.permute.operators import permute, unpermute
+    from pmoe.kernels.permute.operators import permute, permute_directly, unpermute, unpermute_directly
     from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
 
-__all__ = ["RowCopy", "RowMoves", "permute", "refusal", "unpermute"]
+__all__ = [
+    "RowCopy",
+    "RowMoves",
+    "permute",
+    "permute_directly",
+    "refusal",
+    "unpermute",
+    "unpermute_directly",
+]
 
 # Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
 if not TYPE_CHECKING:
@@ -38,10 +46,10 @@ if not TYPE_CHECKING:
         """
         if name not in __all__:
             raise AttributeError(f"module 'pmoe.kernels.permute' has no attribute {name!r}")
-        if name in ("permute", "unpermute"):
-            from pmoe.kernels.permute import operators as file
-        else:
+        if name in ("RowCopy", "RowMoves"):
             from pmoe.kernels.permute import row_moves as file
+        else:
+            from pmoe.kernels.permute import operators as file
 
         value = getattr(file, name)
         globals()[name] = value

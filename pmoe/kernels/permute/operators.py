@@ -51,6 +51,35 @@ def check_given(
         )
 
 
+# ---- without operators: no gradients, and no dispatch by torch, which takes longer than a launch
+
+
+def permute_directly(
+    x_TM: Tensor, position_TK: Tensor, num_rows: int, weight_TK: Tensor | None = None
+) -> Tensor:
+    """Does what `permute` does, but without gradients. Shapes, dtypes and devices must have been checked.
+
+    The arguments are those of `permute`.
+    """
+    if not (x_TM.is_cuda and _runs_kernel("permute", position_TK, weight_TK, x=x_TM)):
+        return reference.permute(x_TM, position_TK, num_rows, weight_TK)
+    rows_NM = x_TM.new_empty(num_rows, x_TM.shape[1])
+    move("permute", position_TK, weight_TK, num_rows, x=x_TM, rows=rows_NM)
+    return rows_NM
+
+
+def unpermute_directly(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None = None) -> Tensor:
+    """Does what `unpermute` does, but without gradients. Shapes, dtypes and devices must have been checked.
+
+    The arguments are those of `unpermute`.
+    """
+    if not (rows_NM.is_cuda and _runs_kernel("unpermute", position_TK, weight_TK, rows=rows_NM)):
+        return reference.unpermute(rows_NM, position_TK, weight_TK)
+    y_TM = rows_NM.new_empty(position_TK.shape[0], rows_NM.shape[1])
+    move("unpermute", position_TK, weight_TK, rows_NM.shape[0], rows=rows_NM, y=y_TM)
+    return y_TM
+
+
 # ---- operators
 
 
@@ -118,11 +147,7 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
 @torch.library.custom_op("pmoe::permute", mutates_args=(), device_types=("cpu", "cuda"))
 def _permute(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) -> Tensor:
     check_given(position, weight, num_rows, x=x)
-    if not (x.is_cuda and _runs_kernel("permute", position, weight, x=x)):
-        return reference.permute(x, position, num_rows, weight)
-    rows = x.new_empty(num_rows, x.shape[1])
-    move("permute", position, weight, num_rows, x=x, rows=rows)
-    return rows
+    return permute_directly(x, position, num_rows, weight)
 
 
 @_permute.register_fake
@@ -134,11 +159,7 @@ def _(x: Tensor, position: Tensor, num_rows: int, weight: Tensor | None) -> Tens
 @torch.library.custom_op("pmoe::unpermute", mutates_args=(), device_types=("cpu", "cuda"))
 def _unpermute(rows: Tensor, position: Tensor, weight: Tensor | None) -> Tensor:
     check_given(position, weight, rows=rows)
-    if not (rows.is_cuda and _runs_kernel("unpermute", position, weight, rows=rows)):
-        return reference.unpermute(rows, position, weight)
-    y = rows.new_empty(position.shape[0], rows.shape[1])
-    move("unpermute", position, weight, rows.shape[0], rows=rows, y=y)
-    return y
+    return unpermute_directly(rows, position, weight)
 
 
 @_unpermute.register_fake

@@ -7,11 +7,14 @@ needs import `pmoe.kernels.route.launches` instead of this file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state as tracing_state
+from torch._C._functorch import peek_interpreter_stack as innermost_transform
+from torch.autograd.function import once_differentiable
 
 from pmoe.kernels import extension
 from pmoe.kernels.counts import Heading
@@ -75,7 +78,7 @@ def route(
     order = (sorted_chunks, last.start, len(last))
     told = None if heading is None else [heading.num_ranks, heading.num_degrees, *heading.header]
     options = (top_k, normalize, num_chunks, z_loss_weight, True, *order, not_finite, told)
-    return Routes(*torch.ops.pmoe.route(logits_TE, *options))
+    return _routes(logits_TE, *options)
 
 
 class DeferredRouting(NamedTuple):
@@ -119,7 +122,8 @@ def deferred_routing(
     normalize: whether a token's weights are divided by their sum.
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     """
-    routes = Routes(*torch.ops.pmoe.route(logits_TE, top_k, normalize, 1, z_loss_weight, writes=False))
+    writes = False
+    routes = _routes(logits_TE, top_k, normalize, 1, z_loss_weight, writes, 1, 0, 0, 0, None)
     # Users may set these to numpy numbers during training. The launch takes Python numbers only.
     options = {"top_k": int(top_k), "normalize": bool(normalize), "z_loss_weight": float(z_loss_weight)}
     return DeferredRouting(logits_TE.detach(), routes, options)
@@ -142,8 +146,33 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     return reason is None
 
 
-@torch.library.custom_op("pmoe::route", mutates_args=(), device_types=("cpu", "cuda"))
-def _route(
+def _routes(
+    logits_TE: Tensor, top_k: int, normalize: bool, num_chunks: int, z_loss_weight: float, *others: Any
+) -> Routes:
+    """Returns the routes, with gradients.
+
+    The operator ``torch.ops.pmoe.route`` is called only if torch must see one, because its dispatch takes the
+    host longer than the launches: a graph is traced, a dispatch mode is on, or the logits are a subclass.
+
+    others: all further arguments of the operator, in its order.
+
+    The other arguments are those of `route`. Users may set them to numpy numbers during training.
+    """
+    options = (int(top_k), bool(normalize), num_chunks, float(z_loss_weight), *others)
+    needs_operator = (
+        type(logits_TE) is not Tensor
+        or logits_TE.is_meta
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or tracing_state() is not None
+        or innermost_transform() is not None
+    )
+    if needs_operator:
+        return Routes(*torch.ops.pmoe.route(logits_TE, *options))
+    return Routes(*_RouteDirectly.apply(logits_TE, *options))  # type: ignore[no-untyped-call]
+
+
+def _compute(
     logits_TE: Tensor,
     top_k: int,
     normalize: bool,
@@ -156,6 +185,14 @@ def _route(
     not_finite: int = 0,
     heading: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Computes the fields of `Routes` by the kernels if these can run, otherwise by PyTorch expressions.
+
+    writes: False returns uninitialised memory, which a later launch fills.
+    first_last, num_last: the first of the experts whose rows come last in each chunk, and their number.
+    heading: the numbers that `_heading` reads.
+
+    The other arguments are those of `route`.
+    """
     check_route(logits_TE, top_k, num_chunks, z_loss_weight)
     last = range(first_last, first_last + num_last)
     check_order(logits_TE, num_chunks, sorted_chunks, last)
@@ -172,6 +209,9 @@ def _route(
         launch_route(logits_TE, routes, **options)
         return routes
     return reference.route(logits_TE, top_k, num_chunks=num_chunks, **options)
+
+
+_route = torch.library.custom_op("pmoe::route", _compute, mutates_args=(), device_types=("cpu", "cuda"))
 
 
 def _heading(logits_TE: Tensor, numbers: Sequence[int] | None) -> Heading | None:
@@ -215,6 +255,21 @@ def route_backward(
     Raises ValueError for tensors that are not contiguous, or that have other shapes, dtypes or devices than
     `Routes` says.
     """
+    saved = (logits_TE, expert_TK, weight_TK, counts_nE)
+    return _compute_backward(*saved, normalize, z_loss_weight, grad_weight_TK, grad_l_aux)
+
+
+def _compute_backward(
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    counts_nE: Tensor,
+    normalize: bool,
+    z_loss_weight: float,
+    grad_weight_TK: Tensor | None,
+    grad_l_aux: Tensor | None,
+) -> Tensor:
+    """Computes what `route_backward` returns, from the same arguments, without the operator's dispatch."""
     saved = (logits_TE, expert_TK, weight_TK, counts_nE)
     gradients = (grad_weight_TK, grad_l_aux)
     check_route_backward(*saved, *gradients)
@@ -265,17 +320,43 @@ def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def _differentiate_route(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    grad_weight_TK, *_, grad_l_aux = gradients
-    grad_logits_TE = None
-    if grad_weight_TK is not None or grad_l_aux is not None:
-        grad_logits_TE = route_backward(
-            *ctx.saved_tensors,
-            normalize=ctx.normalize,
-            z_loss_weight=ctx.z_loss_weight,
-            grad_weight_TK=None if grad_weight_TK is None else grad_weight_TK.contiguous(),
-            grad_l_aux=grad_l_aux,
-        )
-    return grad_logits_TE, *[None] * 10
+    return _gradient(ctx, route_backward, *gradients), *[None] * 10
+
+
+def _gradient(
+    ctx: Any, backward: Callable[..., Tensor], grad_weight_TK: Tensor | None, *others: Tensor | None
+) -> Tensor | None:
+    """Returns the gradient of the logits, (T, E); None if neither the weights nor the loss have a gradient.
+
+    ctx: the state that `_save_route` has kept.
+    backward: the function or operator `route_backward`.
+    grad_weight_TK, others: the gradients of the fields of `Routes`; the last one is that of the loss.
+    """
+    grad_l_aux = others[-1]
+    if grad_weight_TK is None and grad_l_aux is None:
+        return None
+    return backward(
+        *ctx.saved_tensors,
+        normalize=ctx.normalize,
+        z_loss_weight=ctx.z_loss_weight,
+        grad_weight_TK=None if grad_weight_TK is None else grad_weight_TK.contiguous(),
+        grad_l_aux=grad_l_aux,
+    )
 
 
 _route.register_autograd(_differentiate_route, setup_context=_save_route)
+
+
+class _RouteDirectly(torch.autograd.Function):
+    """The autograd function of the operator ``torch.ops.pmoe.route``, without the operator's dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        routes = _compute(*inputs)
+        _save_route(ctx, inputs, routes)
+        return tuple(routes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradient(ctx, _compute_backward, *gradients), *[None] * 10

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pmoe
 from pmoe.gates import ReplayGate, TopKGate
-from tests.gloo.test_balance import M, TOKENS, build, differences, step
+from tests.gloo.test_balance import TOKENS, M, build, differences, step
 from tests.kit import tokens
 from tests.pool import ranks
 from tests.reference import relative_error

@@ -194,8 +194,8 @@ class BalanceReport:
     In training the ranks send two more things, which weight_bytes does not count:
 
     - the gradients of the copies' weights, which have as many bytes as the weights;
-    - the weights a second time, in backward, if memory_reuse sends the experts' inputs again, unless later calls
-      use the copies.
+    - the weights a second time, in backward, if memory_reuse sends the experts' inputs again and no
+      later call uses the copies.
     """
 
     before: float

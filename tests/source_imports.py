@@ -55,10 +55,11 @@ def imports_of(path: Path, root: Path) -> tuple[Import, ...]:
             for module in modules_of(node):
                 yield Import(file, node.lineno, module, is_local, is_for_types)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            is_negated = isinstance(node.test, ast.UnaryOp)  # if not TYPE_CHECKING
             for child in node.body:
-                yield from visit(child, is_local, True)
+                yield from visit(child, is_local, is_for_types or not is_negated)
             for child in node.orelse:
-                yield from visit(child, is_local, is_for_types)
+                yield from visit(child, is_local, is_for_types or is_negated)
             return
         is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):

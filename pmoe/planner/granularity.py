@@ -42,7 +42,7 @@ BITS = 5
 CLOSE = 0.7
 """A number of chunks is close to the fastest if it is at most this many standard errors slower."""
 
-ALIKE = 1.0
+EQUALLY_FAST = 1.0
 """After one measurement, degrees count as equally fast up to this many standard errors.
 
 Of equally fast degrees, those with the fewest chunks are taken. They are usually the better guess: every
@@ -134,9 +134,9 @@ class BatchRange:
 
     @property
     def degrees(self) -> PassDegrees:
-        """The degrees (numbers of chunks of both passes) that batches in this range should use.
+        """The degrees (numbers of chunks of both passes) for batches in this range.
 
-        After one measurement they are the degrees with the fewest chunks of those that were at most `ALIKE`
+        After one measurement they are the degrees with the fewest chunks of those that were at most `EQUALLY_FAST`
         standard errors slower than the fastest degrees. After several measurements they are the degrees that
         lost least in all of them together: `Excess.total` is smallest. If totals are equal, the degrees with
         fewer chunks are taken.
@@ -145,8 +145,8 @@ class BatchRange:
         def loss(degrees: PassDegrees) -> tuple[float, int, PassDegrees]:
             """Returns what is smallest for the degrees to use: their loss, then their number of chunks."""
             excess = self.excess[degrees]
-            is_alike = self.measured == 1 and excess.worst <= ALIKE
-            return 0.0 if is_alike else excess.total, degrees.forward + degrees.backward, degrees
+            is_equally_fast = self.measured == 1 and excess.worst <= EQUALLY_FAST
+            return 0.0 if is_equally_fast else excess.total, degrees.forward + degrees.backward, degrees
 
         return min(self.excess, key=loss)
 

@@ -19,10 +19,12 @@ import torch
 import pmoe
 from pmoe import MoELayer, Restore, cli
 from pmoe.call.sizes import memory_shape
+from pmoe.cli import plan
 from pmoe.integrations.run_folder import SCALARS, Row, append
 from pmoe.kernels import extension, status
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.papers.mpipemoe_memory import theory
+from pmoe.planner.cluster_candidates import plan_combinations
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.priced_choices import bound
@@ -264,17 +266,20 @@ def test_plan_counts_copies_of_busy_experts_and_says_when_they_pay(
     run(*common, "--balance", "2")
     lines = capsys.readouterr().out
     assert f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows;" in lines
-    # S4 sends rows and weights again, but not those of copies that later calls use: 2 messages instead of 3.
-    least = min(candidate["promised_bytes"] for candidate in found["candidates"])
-    small = [*common, "--balance", "2", "--budget", str(least)]
-    found = printed(capsys, *small)
-    (once, _), (kept, _) = found["copy_price_rows"], found["kept_copy_price_rows"]
-    assert found["decision"]["strategy"] == "S4" and kept == pytest.approx(once * 2 / 3, abs=1)
-    run(*small)
-    assert f"it pays from {kept} rows on; it costs these calls nothing" in capsys.readouterr().out
     message = refused(capsys, *common, "--balance", "7")
     assert "--balance (7) must be at most 6, the number of experts of the other ranks" in message
     assert "--balance (-1) must be" in refused(capsys, *common, "--balance", "-1")
+
+
+def test_plan_prices_copies_that_later_calls_use() -> None:
+    """S4 sends weights again, but not those of copies that later calls use: 2 messages in place of 3."""
+    layer = {"d_model": 16, "d_hidden": 64, "num_experts": 8, "dtype": torch.float32}
+    (advice,) = plan_combinations(MADE, layer, 512, pairs=[STRATEGIES["S4"]], copies=2)
+    once, kept = (plan._copy_prices(advice, MADE, stay=stay) for stay in (False, True))
+    assert kept == pytest.approx([price * 2 / 3 for price in once], abs=1)
+    fields = {"balance": 2, "copy_price_rows": once, "kept_copy_price_rows": kept}
+    _, of_later = plan._about_copies(fields)
+    assert f"it pays from {kept[0]} rows on; it costs these calls nothing" in of_later
 
 
 def test_plan_within_a_budget_takes_the_fastest_that_holds_it(

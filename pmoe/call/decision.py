@@ -1,11 +1,11 @@
 """The records of how a call will be run, and of what the layer keeps of the call afterwards.
 
-A call uses these methods and this field of the file's classes, in this order. A record on the right is the
-result:
+A call takes these steps, in this order. Each of the methods returns the record on the right.
+`Decision.runner` is no method: it is a field that holds the runner object.
 
     CountsSource.agree       agrees on numbers with all ranks; the host may wait              AgreedChoice
     CountsSource.decision    decides the rest without communication or waiting                Decision
-    Decision.runner          sends the rows and computes the experts; decides nothing
+    Decision.runner          the runner sends the rows and computes the experts; it decides nothing
     LastCall.of              keeps what `layer.ran`, `layer.row_counts` and statistics show   LastCall
 """
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
-from pmoe.call.row_bound import BoundedRows
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.autograd import Path, Runner
 from pmoe.engine.passes.base import Inputs
@@ -29,6 +28,7 @@ from pmoe.planner.degree import Choice
 from pmoe.schedule.restore import Restore
 
 if TYPE_CHECKING:
+    from pmoe.call.row_bound import BoundedRows
     from pmoe.engine.plan.copies import HostedCopies
     from pmoe.kernels.comet.backend import Steps
     from pmoe.program.backend import Programs
@@ -194,8 +194,8 @@ class BalanceReport:
     In training the ranks send two more things, which weight_bytes does not count:
 
     - the gradients of the copies' weights, which have as many bytes as the weights;
-    - the weights a second time, in backward, if memory_reuse sends the experts' inputs again and no
-      later call uses the copies.
+    - the weights a second time, in backward, if memory_reuse sends the experts' inputs again and no later
+      call uses the copies.
     """
 
     before: float

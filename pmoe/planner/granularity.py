@@ -136,10 +136,10 @@ class BatchRange:
     def degrees(self) -> PassDegrees:
         """The degrees (numbers of chunks of both passes) for batches in this range.
 
-        After one measurement they are the degrees with the fewest chunks of those that were at most `EQUALLY_FAST`
-        standard errors slower than the fastest degrees. After several measurements they are the degrees that
-        lost least in all of them together: `Excess.total` is smallest. If totals are equal, the degrees with
-        fewer chunks are taken.
+        After one measurement they are the degrees with the fewest chunks of those that were at most
+        `EQUALLY_FAST` standard errors slower than the fastest degrees. After several measurements they are
+        the degrees that lost least in all of them together: `Excess.total` is smallest. If totals are equal,
+        the degrees with fewer chunks are taken.
         """
 
         def loss(degrees: PassDegrees) -> tuple[float, int, PassDegrees]:

@@ -236,6 +236,8 @@ def settle(ranks: Ranks) -> bool:
         if new_places == [record.left_at] * ranks.size:
             record.settled_at = record.left_at
             record.reason_left = record.left_with = record.left_at = ""
+            # Before the first message of a backward pass, one rank may have counted the pass and another not.
+            record.passes = 0
             return True
         if set(new_places) - {record.left_at} or time.monotonic() > end:
             record.left_at = ""

@@ -67,7 +67,8 @@ class GroupRecord:
         no number.
     backward_of_layer: the name of that call's layer; "" if no backward pass is running.
     meetings: how often this rank has waited for all ranks before a call or a reduction
-        (`pmoe.comm.meeting`).
+        (`pmoe.comm.meeting`). This is also the number of the last meeting.
+    left_meetings: the number of the last meeting that this rank has left, after all ranks had come to it.
     last_meeting: the number of the call that followed the last of these waits, or will follow it.
     reduced_after: the number of the last call that was made before this rank last waited for all ranks
         because of a reduction of gradients. Calls up to this number that are still open probably never have a
@@ -95,6 +96,7 @@ class GroupRecord:
     backward_of: int = 0
     backward_of_layer: str = ""
     meetings: int = 0
+    left_meetings: int = 0
     last_meeting: int = 0
     reduced_after: int = 0
     waits_in: str = ""

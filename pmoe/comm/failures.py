@@ -114,7 +114,8 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
         where = f" in {stage}{' of ' if ranks.layer else ''}{ranks.layer}" if stage else ""
         record.reason_left = f"{type(error).__name__}{where}: {error}"
         record.left_with = f"global rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-        record.left_at = record.place() if by_itself else ""
+        record.times_left += 1
+        record.left_at = f"{record.place()} {record.times_left}" if by_itself else ""
     publish_leaving(record)
 
 

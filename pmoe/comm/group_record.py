@@ -42,9 +42,10 @@ class GroupRecord:
         may be destroyed and made again under the same name, while torchrun's store goes on.
     reason_left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the text of the error by which this rank left, as peers read it.
-    left_at: the text of `place` (collectives begun, and the running pass) when this rank left by an error of
-        its own; "" if a peer or a collective caused the error. If all ranks left by errors of their own at
-        the same place, the group can be used again.
+    times_left: how often this rank has left a pass in the middle.
+    left_at: the text of `place` (collectives begun, and the running pass) and `times_left`, when this rank
+        left by an error of its own; "" if a peer or a collective caused the error. If all ranks left by
+        errors of their own at the same place, the group can be used again.
     settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     message_bytes: the sizes in bytes of the layers' messages of row counts to one rank.
@@ -81,6 +82,7 @@ class GroupRecord:
     life: int = 0
     reason_left: str = ""
     left_with: str = ""
+    times_left: int = 0
     left_at: str = ""
     settled_at: str = ""
     num_layers: int = 0

@@ -125,6 +125,21 @@ def programs(model: Model, rank: int) -> dict[str, Callable[[], object]]:
         y.register_hook(call)
         y.sum().backward()
 
+    def called_in_its_own_hooks() -> None:
+        """Hooks of the gate and of the experts call the same layer again, once."""
+        hooks = []
+
+        def call(module: nn.Module, *_: Any) -> None:
+            hooks.pop(0).remove()
+            with torch.no_grad():
+                model.first(x(2))
+            model.first(x(3)).sum().backward()
+
+        hooks.append(model.first.gate.register_forward_hook(call))
+        hooks.append(model.first.experts.register_forward_pre_hook(call))
+        model.first(x()).sum().backward()
+        assert not hooks
+
     def hooked_gradients() -> None:
         hooks = [
             parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
@@ -218,6 +233,19 @@ def programs(model: Model, rank: int) -> dict[str, Callable[[], object]]:
             for parameter in experts:
                 parameter.requires_grad_()
 
+    def freed_graph() -> None:
+        """The same error at the same place, twice: no rank begins to send."""
+        loss = model.first(x()).sum()
+        loss.backward()
+        for _ in range(2):
+            assert "backward through the graph a second time" in error_of(loss.backward)
+
+    def changed_in_place() -> None:
+        loss = model.first(x()).sum()
+        with torch.no_grad():
+            model.first.experts.w1.mul_(1.0)
+        assert "modified by an inplace operation" in error_of(loss.backward)
+
     def bad_input() -> None:
         assert "d_model" in error_of(lambda: model.first(x()[:, :2]))
         loss = model(x()).sum()
@@ -231,6 +259,7 @@ def programs(model: Model, rank: int) -> dict[str, Callable[[], object]]:
         "backward in a thread": backward_in_a_thread,
         "clipped in a thread": clipped_in_a_thread,
         "called in a hook": called_in_a_hook,
+        "called in its own hooks": called_in_its_own_hooks,
         "hooks of gradients": hooked_gradients,
         "many open calls": many_open_calls,
         "accumulated": accumulated,
@@ -246,6 +275,8 @@ def programs(model: Model, rank: int) -> dict[str, Callable[[], object]]:
         "one forward, one backward": one_forward_one_backward,
         "of l_aux alone": of_l_aux,
         "a gate alone": gate_alone,
+        "a graph that is freed": freed_graph,
+        "changed in place": changed_in_place,
         "bad input": bad_input,
     }
 

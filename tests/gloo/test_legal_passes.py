@@ -402,29 +402,11 @@ def changed_on_one_rank(model: Model, rank: int) -> None:
     loss.backward()
 
 
-def hook_on_one_rank(model: Model, rank: int) -> None:
-    """Rank 1 calls a layer in a hook of the backward pass."""
-    y = model.first(tokens(rank))
-    if rank == 1:
-        y.register_hook(lambda _: model.second(tokens(rank)) and None)
-    y.sum().backward()
-
-
-def twice_on_one_rank(model: Model, rank: int) -> None:
-    """Rank 1 runs a pass twice."""
-    loss = model.first(tokens(rank)).sum()
-    loss.backward(retain_graph=True)
-    if rank == 1:
-        loss.backward()
-
-
 DIFFERENT: dict[str, tuple[Callable[[Model, int], None], str]] = {
     "checkpoints": (other_checkpoint_order, "backward"),
     "a part of the graph": (part_on_one_rank, "goes on without the backward pass of MoELayer 1"),
     "an evaluation": (evaluated_on_one_rank, "goes on without the backward pass of MoELayer 1"),
     "a change in place": (changed_on_one_rank, "modified by an inplace operation"),
-    "a hook": (hook_on_one_rank, "MoELayer"),
-    "a second pass": (twice_on_one_rank, "MoELayer 1"),
 }
 """Programs whose ranks differ, and a part of the errors that they raise."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C._autograd import _get_current_graph_task_keep_graph
 from torch._C._functorch import is_legacy_batchedtensor as is_batched
 
-from pmoe.comm.failures import backward_pass, publishing_failures
+from pmoe.comm.failures import backward_pass
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 from pmoe.gates.base import without_autocast
@@ -128,16 +128,13 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx: Any, grad_TM: Tensor, backward_from: BackwardFunction) -> tuple[Tensor | None, ...]:
         with backward_pass(ctx.ranks, ctx.call):
-            # On one rank only, a tensor may have been changed in place, or a user's hook for saved tensors may
-            # fail. The other ranks would then wait for rows of this rank.
-            with publishing_failures(ctx.ranks, "reading the saved tensors of a backward pass"):
-                tensors = list(ctx.saved_tensors)
-                for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
-                    # The nodes of DTensors and adapters have this check. autograd's own check of saved
-                    # tensors does not find a DTensor that was changed in place after forward, or a
-                    # recomputation with another adapter.
-                    if check is not None:
-                        check()
+            tensors = list(ctx.saved_tensors)
+            for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
+                # The nodes of DTensors and adapters have this check. autograd's own check of saved tensors
+                # does not find a DTensor that was changed in place after forward, or a recomputation with
+                # another adapter.
+                if check is not None:
+                    check()
             wanted = ctx.needs_input_grad[NOT_DIFFERENTIATED:]
             if ctx.inputs.compare is not None:
                 ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)

@@ -302,8 +302,8 @@ def _layer_of(
     if entry.thread == threading.get_ident():
         # The lock would wait for itself.
         raise RuntimeError(
-            f"owner ({type(owner).__name__}) must not be the module whose experts are running: the activation "
-            "or a hook has called them again. Pass another module as owner of the inner call"
+            f"owner ({type(owner).__name__}) must not be the module whose experts are running: the "
+            "activation or a hook has called them again. Pass another module as owner of the inner call"
         )
     with entry.turn:
         entry.thread = threading.get_ident()

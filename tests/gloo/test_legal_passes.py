@@ -133,7 +133,6 @@ def programs(model: Model, rank: int) -> dict[str, Callable[[], object]]:
             hooks.pop(0).remove()
             with torch.no_grad():
                 model.first(x(2))
-            model.first(x(3)).sum().backward()
 
         hooks.append(model.first.gate.register_forward_hook(call))
         hooks.append(model.first.experts.register_forward_pre_hook(call))

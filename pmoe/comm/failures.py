@@ -582,8 +582,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    It is raised again with the stage in its text. All other errors are this rank's own, and are raised
-    unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
+    It is raised again with the stage in its text. All other errors, and OutOfMemoryError, are this rank's
+    own, and are raised unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -656,6 +656,9 @@ def _left_out_hint(ranks: Ranks) -> str:
 def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError as error:  # a RuntimeError, but no peer has caused it
+        leave(error, ranks, stage)
+        raise
     except RuntimeError as error:
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pmoe.call.modules import LayerModules
 from pmoe.choose.slots import without_host_offload
 from pmoe.comm.counts import RankCounts
+from pmoe.comm.failures import publishing_failures
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import RowsFor, SortedSlots
 from pmoe.planner.degree import Choice
@@ -53,7 +54,12 @@ def choose(
         from pmoe.choose import open_choice
         from pmoe.choose.trials import TrialBatch
 
-        with inputs.autocast_for(modules.experts):  # trials compute in the dtype that the call will use
+        # Trials compute in the dtype that the call will use. An error of one rank, such as a warning that the
+        # user turns into an error, would leave the other ranks waiting in a trial.
+        with (
+            inputs.autocast_for(modules.experts),
+            publishing_failures(modules.ranks, "the choice of n and of the restore pair"),
+        ):
             open_choice.measure_products_of(modules, counts, inputs)
             if is_open:
                 return open_choice.choose_among(

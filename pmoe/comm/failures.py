@@ -114,7 +114,8 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
         where = f" in {stage}{' of ' if ranks.layer else ''}{ranks.layer}" if stage else ""
         record.reason_left = f"{type(error).__name__}{where}: {error}"
         record.left_with = f"global rank {dist.get_rank()} raised {type(error).__name__}: {error}"
-        record.left_at = record.place() if by_itself else ""
+        record.times_left += 1
+        record.left_at = f"{record.place()} {record.times_left}" if by_itself else ""
     publish_leaving(record)
 
 
@@ -230,17 +231,28 @@ def settle(ranks: Ranks) -> bool:
     while record.left_at:
         values = [store.get(key).decode() if store.check([key]) else "" for key in keys]
         places = [value.partition("\n")[0] for value in values if value]
-        # Reports stay in the store. If a rank's report has the place of the last time that all ranks left
-        # (``settled_at``), the report is old: the rank has not left again since.
-        new_places = [place for place in places if not place or place != record.settled_at]
-        if new_places == [record.left_at] * ranks.size:
+        # Reports stay in the store. A rank whose report has a smaller number of times has not left this time.
+        # A rank with a larger number has settled this time already, and has left again since.
+        new_places = [place for place in places if not place or _times_left(place) >= record.times_left]
+        are_same = [
+            place == record.left_at or (bool(place) and _times_left(place) > record.times_left)
+            for place in new_places
+        ]
+        if all(are_same) and len(are_same) == ranks.size:
             record.settled_at = record.left_at
             record.reason_left = record.left_with = record.left_at = ""
+            # Before the first message of a backward pass, one rank may have counted the pass and another not.
+            record.passes = 0
             return True
-        if set(new_places) - {record.left_at} or time.monotonic() > end:
+        if not all(are_same) or time.monotonic() > end:
             record.left_at = ""
         time.sleep(0.01)
     return False
+
+
+def _times_left(left_at: str) -> int:
+    """Returns the `GroupRecord.times_left` in a text `GroupRecord.left_at`, its last word."""
+    return int(left_at.rpartition(" ")[2])
 
 
 _to_take_back: set[str] = set()
@@ -528,8 +540,8 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     A rank leaves a group if an error ends a pass over the group before all collectives of the pass have run.
     The errors of ranks of ``group`` are returned in three cases:
 
-    1. The rank has left ``group``. Not returned if all ranks have left it after the same collective, because
-       then no rank waits.
+    1. The rank has left ``group``. Not returned if this rank, or all ranks, have left it after the same
+       collective, because then no rank waits.
     2. The rank has left another group, such as that of another layer, so it may never come to the collective.
        Not returned if this rank has left that group, too.
     3. The rank failed outside of any pass (`publish_outside_pass`), or could not build a layer that this rank
@@ -549,7 +561,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
     for rank in dist.get_process_group_ranks(group):
         # The rank has left this group, and not all ranks left it at the same place (`settle`).
         place, _, in_group = value_of(f"{_key(record, rank)}/{record.name}").partition("\n")
-        if in_group and not (place and place == record.settled_at):
+        if in_group and not (place and place in (record.settled_at, record.left_at)):
             texts.append(in_group)
         left_group, _, rest = value_of(_key(record, rank)).partition("\n")
         # The rank has left another group, or no group (`publish_outside_pass`). If this rank has left that
@@ -570,8 +582,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    It is raised again with the stage in its text. All other errors are this rank's own, and are raised
-    unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
+    It is raised again with the stage in its text. All other errors, and OutOfMemoryError, are this rank's
+    own, and are raised unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -644,6 +656,9 @@ def _left_out_hint(ranks: Ranks) -> str:
 def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
+    except torch.OutOfMemoryError as error:  # a RuntimeError, but no peer has caused it
+        leave(error, ranks, stage)
+        raise
     except RuntimeError as error:
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
@@ -818,9 +833,10 @@ def check_whole(ranks: Ranks) -> None:
 
 
 def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManager[None]:
-    """Returns a context that records that the backward pass of a call is running.
+    """Returns a context that records that the backward pass of a call is running, and publishes its errors.
 
-    The record is used to detect a peer that skips the backward pass (`pmoe.comm.meeting`).
+    The record is used to detect a peer that skips the backward pass (`pmoe.comm.meeting`). Errors may be of
+    one rank only: a saved tensor was changed in place there, or a user's hook for saved tensors failed.
 
     ranks: the ranks of the layer.
     number: the number of the call, which `Ranks.expect_backward` has returned in forward; 0 for none.
@@ -830,7 +846,14 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     if ranks.size == 1:
         return contextlib.nullcontext()
     check_whole(ranks)
-    return ranks.record.backward_pass(number, ranks.layer)
+    return _published_backward(ranks, number)
+
+
+@contextlib.contextmanager
+def _published_backward(ranks: Ranks, number: int) -> Iterator[None]:
+    # The inner context reads from the record which pass is running.
+    with ranks.record.backward_pass(number, ranks.layer), _publishing(ranks, "a backward pass"):
+        yield
 
 
 def meet(

@@ -42,9 +42,10 @@ class GroupRecord:
         may be destroyed and made again under the same name, while torchrun's store goes on.
     reason_left: why this rank left a pass in the middle; "" while the group is whole.
     left_with: the text of the error by which this rank left, as peers read it.
-    left_at: the text of `place` (collectives begun, and the running pass) when this rank left by an error of
-        its own; "" if a peer or a collective caused the error. If all ranks left by errors of their own at
-        the same place, the group can be used again.
+    times_left: how often this rank has left a pass in the middle.
+    left_at: the text of `place` (collectives begun, and the running pass) and `times_left`, when this rank
+        left by an error of its own; "" if a peer or a collective caused the error. If all ranks left by
+        errors of their own at the same place, the group can be used again.
     settled_at: `left_at` of the last time that all ranks left at the same place.
     num_layers: how many layers have exchanged row counts over the group. Equal on all of its ranks.
     message_bytes: the sizes in bytes of the layers' messages of row counts to one rank.
@@ -67,7 +68,8 @@ class GroupRecord:
         no number.
     backward_of_layer: the name of that call's layer; "" if no backward pass is running.
     meetings: how often this rank has waited for all ranks before a call or a reduction
-        (`pmoe.comm.meeting`).
+        (`pmoe.comm.meeting`). This is also the number of the last meeting.
+    left_meetings: the number of the last meeting that this rank has left, after all ranks had come to it.
     last_meeting: the number of the call that followed the last of these waits, or will follow it.
     reduced_after: the number of the last call that was made before this rank last waited for all ranks
         because of a reduction of gradients. Calls up to this number that are still open probably never have a
@@ -80,6 +82,7 @@ class GroupRecord:
     life: int = 0
     reason_left: str = ""
     left_with: str = ""
+    times_left: int = 0
     left_at: str = ""
     settled_at: str = ""
     num_layers: int = 0
@@ -95,6 +98,7 @@ class GroupRecord:
     backward_of: int = 0
     backward_of_layer: str = ""
     meetings: int = 0
+    left_meetings: int = 0
     last_meeting: int = 0
     reduced_after: int = 0
     waits_in: str = ""

@@ -86,9 +86,9 @@ class Meeting:
         NUMBER/passes     `GroupRecord.passes` of the first rank that came to this meeting
         NUMBER/differ     is set if a rank has come whose digest of passes is a different one
         waiting           is set when a rank has waited for long in any meeting of the group
-        waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has three
-                          lines: the call's number, the layers of `GroupRecord.open_calls` in JSON, and why
-                          the rank waits
+        waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has four
+                          lines: the call's number, NUMBER, the layers of `GroupRecord.open_calls` in JSON,
+                          and why the rank waits
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
@@ -158,7 +158,8 @@ class Meeting:
         """
         if not self._is_published:
             calls = json.dumps({number: call.layer for number, call in self._record.open_calls.items()})
-            self._store.set(f"{self._folder}/waiting/{self._rank}", f"{self._call}\n{calls}\n{self._why}")
+            text = f"{self._call}\n{self._number}\n{calls}\n{self._why}"
+            self._store.set(f"{self._folder}/waiting/{self._rank}", text)
             self._store.set(f"{self._folder}/waiting", "")
             self._is_published = True
 
@@ -177,6 +178,7 @@ class Meeting:
         options. The result is the same on all ranks.
         """
         self._record.last_meeting = self._call
+        self._record.left_meetings = self._number
         if self._is_published:
             self._store.set(f"{self._folder}/waiting/{self._rank}", "")
         return bool(self._store.check([self._key_of_comparison(self._number)]))
@@ -202,7 +204,9 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
         text = store.get(key).decode() if store.check([key]) else ""
         if not text:
             continue
-        call, calls, why = text.split("\n", 2)
+        call, meeting, calls, why = text.split("\n", 3)
+        if int(meeting) <= record.left_meetings:
+            continue  # all ranks came to that meeting: the peer is slow to leave it, and will come, too
         layers = {int(number): layer for number, layer in json.loads(calls).items()}
         skipped = [number for number in layers if record.has_closed(number)]
         if skipped and int(call) > record.exchanges:

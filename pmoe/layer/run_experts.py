@@ -115,7 +115,8 @@ def run_experts(
     With several ranks the call is a collective, and so is its backward pass.
 
     Raises TypeError or ValueError with the argument's name, its value and the rule. If the values of the
-    routing are wrong on one rank, every rank raises the error.
+    routing are wrong on one rank, every rank raises the error. Raises RuntimeError if the activation or a
+    hook calls the experts of the same owner again.
     """
     check_module(owner=owner)
     check_kind(Tensor, "a tensor", x=x, index=index, weights=weights, w1=w1, w2=w2)
@@ -227,7 +228,7 @@ def check_routing_shapes(index: Tensor, weights: Tensor, index_name: str, weight
 # ---- layers by their modules
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Built:
     """The MoE layer that runs the experts of one module, and the arguments with which it was built.
 
@@ -236,11 +237,13 @@ class _Built:
     layer: the layer.
     turn: a lock, so that only one thread at a time uses the layer. Threads of a server may share a model, but
         a layer can hold the routing and parameters of only one call.
+    thread: the number of the thread that uses the layer now; None between calls.
     """
 
     made_for: tuple[Any, ...]
     layer: MoELayer
     turn: threading.Lock = field(default_factory=threading.Lock)
+    thread: int | None = None
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
@@ -281,6 +284,8 @@ def _layer_of(
     num_experts: number of experts of all ranks.
     group: the ranks over which the experts are spread; None if this rank holds all experts.
     options: the other arguments of the layer.
+
+    Raises RuntimeError if this thread is already inside a call for the same module.
     """
     _, d_hidden, d_model = experts.stacks.w2.shape
     if not experts.stacks.transposed:
@@ -294,8 +299,18 @@ def _layer_of(
         ranks = Ranks.single() if group is None else group
         layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
         entry = _layers[owner] = _Built(made_for, layer)
+    if entry.thread == threading.get_ident():
+        # The lock would wait for itself.
+        raise RuntimeError(
+            f"owner ({type(owner).__name__}) must not be the module whose experts are running: the "
+            "activation or a hook has called them again. Pass another module as owner of the inner call"
+        )
     with entry.turn:
-        yield entry.layer
+        entry.thread = threading.get_ident()
+        try:
+            yield entry.layer
+        finally:
+            entry.thread = None
 
 
 # ---- a call

@@ -5,6 +5,7 @@ Every rank gets an error, none waits for the group's timeout, and no process is 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import threading
@@ -21,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pmoe
 from pmoe.comm import failures, meeting
+from pmoe.comm.agreement import largest
 from pmoe.comm.group_record import MOST_OPEN, GroupRecord
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import make_plan
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
@@ -151,6 +154,23 @@ def test_a_plan_that_one_rank_cannot_make_is_told_to_all() -> None:
     assert first[0] == "PlantedError: out of memory"
     assert "PlantedError in the plan of a pass of MoELayer 1: out of memory" in first[1]
     assert "global rank 0 raised PlantedError: out of memory" in second[0]
+
+
+def memory_job(rank: int, world: int) -> str:
+    """Returns the error of ranks of which one runs out of memory when it begins a collective."""
+    of_layer = Ranks(dist.new_group(list(range(world))))
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with mock.patch.object(failures, "wait_for", failing) if rank == 0 else contextlib.nullcontext():
+        return error_of(lambda: largest(of_layer, torch.device("cpu"), [1.0], stage="a test"))
+
+
+def test_a_rank_without_memory_for_a_collective_blames_no_peer() -> None:
+    """The error said that a peer had died, or never arrived."""
+    first, _ = ranks(2).run(memory_job)
+    assert first == "OutOfMemoryError: CUDA out of memory"
 
 
 def together_job(rank: int, world: int) -> list[str]:

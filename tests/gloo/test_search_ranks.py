@@ -8,6 +8,7 @@ import re
 import signal
 import tempfile
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,9 +17,11 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import search, solve, trials
+from pmoe.choose import part_of_batch, search, solve, trials
 from pmoe.engine.lanes import base as lanes
 from pmoe.measure import profile
+from pmoe.warn import GIVEN, warn_once
+from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
 
 TIMEOUT_SECONDS = 8.0
@@ -132,6 +135,53 @@ def test_steps_of_any_sizes_around_a_search_have_the_right_gradients(
 ) -> None:
     sizes = SIZES[name]
     assert ranks(2).run(sizes_job, options, sizes) == [[True] * len(sizes)] * 2
+
+
+def failing_job(rank: int, world: int, is_warning: bool) -> tuple[list[str], float]:
+    """Returns the errors of two steps, and the seconds of the first one, which one rank leaves in its search.
+
+    is_warning: True for a warning of rank 0 that the user turns into an error; False for an allocation of
+        rank 1 that fails between two trials.
+    """
+    forget()
+    GIVEN.clear()
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(32, 64, 4, top_k=2, pipeline=True, memory_reuse="S4")
+    step(layer, 8)  # connections are made; so few tokens need no search
+    find = part_of_batch.first_tokens
+
+    def failing(*given: Any) -> Any:
+        if is_warning and rank == 0:
+            warn_once("it was planted")
+        if not is_warning and rank == 1:
+            raise MemoryError("it was planted")
+        return find(*given)
+
+    begin = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, PMOE_CACHE=folder),
+        mock.patch.object(part_of_batch, "first_tokens", failing),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        told = [error_of(lambda: step(layer, TOKENS))]
+    seconds = time.monotonic() - begin
+    return [*told, error_of(lambda: step(layer, TOKENS))], seconds
+
+
+@pytest.mark.parametrize("is_warning", [False, True], ids=["memory", "a warning that is an error"])
+def test_an_error_of_one_rank_between_two_trials_is_told_to_the_other(is_warning: bool) -> None:
+    """The other rank waited in the next trial, until the group's timeout."""
+    with Pool(2, timeout_seconds=30.0) as pool:
+        found = pool.run(failing_job, is_warning, timeout=100)
+    own, other = found if is_warning else found[::-1]
+    kind = "UserWarning" if is_warning else "MemoryError"
+    assert own[0][0].startswith(f"{kind}: ") and "it was planted" in own[0][0], found
+    assert f"global rank {1 - is_warning} raised {kind}: " in other[0][0], found
+    assert own[1] < 20 and other[1] < 20
+    for (_, after), _ in found:
+        assert "left its process group in the middle of a pass" in after
 
 
 BETWEEN = "after the first trial"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,40 @@ def test_a_module_knows_nothing_of_its_layer_and_a_copy_has_one_of_its_own() -> 
         other.w2.mul_(2)
     y = pmoe.run_experts(other, x, index, weights, **other.arguments())
     assert relative_error(y.detach(), by_loop(other, x, index, weights).detach()) < 1e-12
+
+
+@pytest.mark.parametrize("other_owner", [False, True])
+def test_an_inner_call_for_the_same_module_is_refused_and_one_for_another_module_runs(
+    other_owner: bool,
+) -> None:
+    """The inner call waited forever for the outer one."""
+    owner = Owner("relu", bias=False, transposed=False)
+    inner = Owner("relu", bias=False, transposed=False) if other_owner else owner
+    x, index, weights = routed()
+    results: list[Any] = []
+
+    def activation(hidden: Tensor) -> Tensor:
+        if hidden.shape[0] > 1:  # not the row with which the activation is checked
+            pmoe.run_experts(inner, x, index, weights, **inner.arguments())
+        return F.relu(hidden)
+
+    def call() -> None:
+        try:
+            values = {**owner.arguments(), "activation": activation}
+            results.append(pmoe.run_experts(owner, x, index, weights, **values))
+        except RuntimeError as error:
+            results.append(str(error))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(60)
+    (result,) = results
+    if other_owner:
+        assert relative_error(result.detach(), by_loop(owner, x, index, weights).detach()) < 1e-12
+    else:
+        assert result.startswith("owner (Owner) must not be the module whose experts are running: the act")
+    y = pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+    assert relative_error(y.detach(), by_loop(owner, x, index, weights).detach()) < 1e-12
 
 
 def change(**values: Any) -> Callable[[dict[str, Any]], None]:

@@ -301,14 +301,25 @@ def _part_with_memory(
     if share == 1.0:
         return share, batch
     most = ROOM * (allowed - _output_bytes(batch))
-    part = first_tokens(batch, share)
+    part = _first_tokens(batch, share)
     for _ in range(SHRINKS):
         peak = max(predicted_peaks(part, choices))
         if peak <= ALIKE * most:
             break
         share *= _fraction_within(batch, peak, most)
-        part = first_tokens(batch, share)
+        part = _first_tokens(batch, share)
     return share, part
+
+
+def _first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
+    """Calls `first_tokens`. Raises MemoryError if this rank has too little memory for these tokens.
+
+    Callers take an OutOfMemoryError for one that all ranks raise, and go on. This error is of one rank.
+    """
+    try:
+        return first_tokens(batch, share)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"too little memory for the tokens on which trials run: {error}") from error
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:

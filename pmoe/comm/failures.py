@@ -241,8 +241,6 @@ def settle(ranks: Ranks) -> bool:
         if all(are_same) and len(are_same) == ranks.size:
             record.settled_at = record.left_at
             record.reason_left = record.left_with = record.left_at = ""
-            # Before the first message of a backward pass, one rank may have counted the pass and another not.
-            record.passes = 0
             return True
         if not all(are_same) or time.monotonic() > end:
             record.left_at = ""
@@ -581,9 +579,10 @@ def failures(group: dist.ProcessGroup) -> list[str]:
 def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
-    A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
-    It is raised again with the stage in its text. All other errors, and OutOfMemoryError, are this rank's
-    own, and are raised unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
+    A RuntimeError of the block counts as an error of a collective. A RuntimeError with the stage in its text
+    is raised in its place. The text says that a peer has died or did not come in time, unless this rank lacks
+    memory (`lacks_memory`). All other errors are this rank's own, and are raised unchanged. Errors of both
+    kinds are published, because peers may wait for this rank (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.
@@ -652,19 +651,28 @@ def _left_out_hint(ranks: Ranks) -> str:
     )
 
 
+CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
+"""Texts that distinguish errors of torch's allocator on the CPU from other RuntimeErrors."""
+
+
+def lacks_memory(error: RuntimeError) -> bool:
+    """Returns whether an error of torch says that the device or the host has too little memory."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in CPU_ALLOCATOR)
+
+
 @contextlib.contextmanager
 def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:  # a RuntimeError, but no peer has caused it
-        leave(error, ranks, stage)
-        raise
     except RuntimeError as error:
         late = "a peer has died, never arrived, or took longer than the group's timeout: "
         cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
         hint = _missing_hint(ranks) + _left_out_hint(ranks) + _order_hint(ranks) if cause == late else ""
         layer = f" of {ranks.layer}" if ranks.layer else ""
-        failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {cause}{error}{hint}")
+        # A trial that lacks memory goes on with its collectives. This error must not look like that one,
+        # because one of the collectives is missing.
+        why = "this rank has too little memory for the messages" if lacks_memory(error) else f"{cause}{error}"
+        failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {why}{hint}")
         leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
     except BaseException as error:
@@ -676,8 +684,8 @@ def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextM
     """Returns a context that publishes an error of its block, so that peers stop waiting for this rank.
 
     The context is for errors that may happen on a single rank, such as an error of users' code or of an
-    allocation. After the error, the rank has left a pass in the middle. An error that all ranks raise
-    together must not be published: no rank waits, and the report would end the next call of the peers.
+    allocation. After the error, the rank has left a pass in the middle. If all ranks raise an error after the
+    same collective, no rank waits, and the group can be used again (`settle`).
 
     ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.
@@ -832,6 +840,10 @@ def check_whole(ranks: Ranks) -> None:
     raise error
 
 
+FREED_GRAPH = "backward through the graph a second time"
+"""The text that distinguishes torch's error for a second backward pass over a freed graph."""
+
+
 def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManager[None]:
     """Returns a context that records that the backward pass of a call is running, and publishes its errors.
 
@@ -851,9 +863,14 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _published_backward(ranks: Ranks, number: int) -> Iterator[None]:
-    # The inner context reads from the record which pass is running.
-    with ranks.record.backward_pass(number, ranks.layer), _publishing(ranks, "a backward pass"):
-        yield
+    with ranks.record.backward_pass(number, ranks.layer):
+        try:
+            yield
+        except BaseException as error:
+            # torch has freed the graph: the pass has run before, so no peer waits for it.
+            if FREED_GRAPH not in str(error):
+                leave(error, ranks, "a backward pass")
+            raise
 
 
 def meet(

@@ -294,17 +294,17 @@ def _layer_of(
     # Types are compared, too: pipeline=True and pipeline=1 are different options, although True == 1.
     typed = {name: (type(value), value) for name, value in options.items()}
     entry = _layers.get(owner)
-    made_for = (sizes, group, typed)
-    if entry is None or entry.made_for != made_for:
-        ranks = Ranks.single() if group is None else group
-        layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
-        entry = _layers[owner] = _Built(made_for, layer)
-    if entry.thread == threading.get_ident():
+    if entry is not None and entry.thread == threading.get_ident():
         # The lock would wait for itself.
         raise RuntimeError(
             f"owner ({type(owner).__name__}) must not be the module whose experts are running: the "
             "activation or a hook has called them again. Pass another module as owner of the inner call"
         )
+    made_for = (sizes, group, typed)
+    if entry is None or entry.made_for != made_for:
+        ranks = Ranks.single() if group is None else group
+        layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
+        entry = _layers[owner] = _Built(made_for, layer)
     with entry.turn:
         entry.thread = threading.get_ident()
         try:

@@ -156,21 +156,63 @@ def test_a_plan_that_one_rank_cannot_make_is_told_to_all() -> None:
     assert "global rank 0 raised PlantedError: out of memory" in second[0]
 
 
-def memory_job(rank: int, world: int) -> str:
+def memory_job(rank: int, world: int, error: RuntimeError) -> str:
     """Returns the error of ranks of which one runs out of memory when it begins a collective."""
     of_layer = Ranks(dist.new_group(list(range(world))))
 
     def failing(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     with mock.patch.object(failures, "wait_for", failing) if rank == 0 else contextlib.nullcontext():
         return error_of(lambda: largest(of_layer, torch.device("cpu"), [1.0], stage="a test"))
 
 
-def test_a_rank_without_memory_for_a_collective_blames_no_peer() -> None:
-    """The error said that a peer had died, or never arrived."""
-    first, _ = ranks(2).run(memory_job)
-    assert first == "OutOfMemoryError: CUDA out of memory"
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["GPU", "CPU"],
+)
+def test_a_rank_without_memory_for_a_collective_blames_no_peer(error: RuntimeError) -> None:
+    """The error said that a peer had died, or never arrived.
+
+    It is no OutOfMemoryError: a search would go on after it, without the collective that failed.
+    """
+    first, _ = ranks(2).run(memory_job, error)
+    why = "this rank has too little memory for the messages"
+    assert first == f"RuntimeError: pmoe: rank 0 of 2 failed in a test; {why}"
+
+
+def freed_job(rank: int, world: int) -> list[str]:
+    """Returns the errors of two steps. Rank 0 alone asks for the first backward pass again between them."""
+    layer = build(group=dist.new_group(list(range(world))))
+    loss = layer(tokens(rank)).sum()
+    found = [error_of(loss.backward)]
+    if rank == 0:
+        found.append(error_of(loss.backward))
+    return [*found, error_of(lambda: step(layer, rank))]
+
+
+def test_a_second_backward_pass_that_torch_refuses_on_one_rank_ends_no_group() -> None:
+    first, other = ranks(2).run(freed_job)
+    assert "through the graph a second time" in first.pop(1)
+    assert first == other == ["", ""]
+
+
+def budget_job(rank: int, world: int) -> list[str]:
+    """Returns the errors of steps of a layer whose budget is too small, and of another layer after it."""
+    group = dist.new_group(list(range(world)))
+    small = build(group=group, pipeline=True, memory_reuse=True, memory_budget=1000)
+    found = [error_of(lambda: step(small, rank)) for _ in range(2)]
+    return [*found, error_of(lambda: step(build(group=group), rank))]
+
+
+def test_a_budget_that_is_too_small_on_every_rank_ends_no_group() -> None:
+    for *refused, after in ranks(2).run(budget_job):
+        assert all("memory_budget" in text for text in refused), refused
+        assert after == ""
 
 
 def together_job(rank: int, world: int) -> list[str]:

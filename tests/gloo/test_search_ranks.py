@@ -154,7 +154,7 @@ def failing_job(rank: int, world: int, is_warning: bool) -> tuple[list[str], flo
         if is_warning and rank == 0:
             warn_once("it was planted")
         if not is_warning and rank == 1:
-            raise MemoryError("it was planted")
+            raise torch.OutOfMemoryError("it was planted")
         return find(*given)
 
     begin = time.monotonic()

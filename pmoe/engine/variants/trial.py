@@ -19,10 +19,10 @@ import itertools
 import math
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.failures import lacks_memory
 from pmoe.engine.buffers.host_pool import HostMemoryError
 from pmoe.engine.lanes.base import Actions
 from pmoe.engine.passes.backward import Backward
@@ -30,17 +30,14 @@ from pmoe.engine.passes.base import Pass
 from pmoe.engine.passes.forward import Forward
 from pmoe.schedule.tasks import Lane
 
-CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
-"""Texts that distinguish errors of torch's allocator on the CPU from other RuntimeErrors."""
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error says that the device or the host has too little memory."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, HostMemoryError)):
+    if isinstance(error, (MemoryError, HostMemoryError)):
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in CPU_ALLOCATOR)
+    return isinstance(error, RuntimeError) and lacks_memory(error)
 
 
 class _OnTrial(Pass):

@@ -583,7 +583,8 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
 
     A RuntimeError of the block counts as an error of a collective: a peer has died or did not come in time.
     It is raised again with the stage in its text. All other errors, and OutOfMemoryError, are this rank's
-    own, and are raised unchanged. Errors of both kinds are published, because peers may wait for this rank (`leave`).
+    own, and are raised unchanged. Errors of both kinds are published, because peers may wait for this rank
+    (`leave`).
 
     stage: what the block does, in words.
     ranks: the ranks of the layer.

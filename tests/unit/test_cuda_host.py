@@ -378,7 +378,7 @@ def test_weight_gradients_of_gathered_rows_need_one_map_of_operands(cuda: Module
     Two blocks share A if the number of tiles side by side is even. They cannot share B.
     """
     cuda.stub_reset(runs=False, processors=7)
-    product(cuda, storing=3, **GATHERED | {"b": 8, "n": 512, "m": 256})
+    product(cuda, storing=3, **GATHERED | {"b": 8, "n": 512, "m": 256, "a_stride": 256})
     assert cuda.stub_num_encoded() == 2 and cuda.stub_refused() == []  # A and the result
     product(cuda, storing=1, **GATHERED)
     product(cuda, storing=3, **GRADIENT)

@@ -7,7 +7,7 @@ runs in four ways, with the same values of parameters:
 
     pmoe       pmoe.MoELayer by the kernels of one rank (`pmoe.runners.one_rank`)
     beside     the same, with tiles that are stored beside the products of the next tiles, in the way that is
-               predicted to be the faster one (`pmoe.kernels.grouped_gemm.launch.TURNS`)
+               predicted to be the faster one (`pmoe.kernels.grouped_gemm.launch.STORING`)
     without    pmoe.MoELayer by the pipeline with F.grouped_mm for the products, as where the extension is
                missing
     plain      what one would write with autograd and F.grouped_mm (`bench.plain`): no loss of the gate, no
@@ -47,7 +47,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.device import (
-    BY_RULE,
     LEAD_CYCLES,
     WARMUP,
     difference,
@@ -61,6 +60,7 @@ from bench.device import (
 from bench.plain import GROUPED, PlainMoE
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import extension
+from pmoe.kernels.grouped_gemm.launch import FASTEST
 from pmoe.kernels.registry import GROUPED_MM, PMOE, PRODUCTS
 from pmoe.measure.timing import in_rounds
 from pmoe.runners import one_rank
@@ -131,8 +131,8 @@ def with_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_stores_beside() -> Iterator[None]:
-    """As `with_kernels`, and tiles are stored beside other products (`launch.TURNS`)."""
-    with stored_beside(BY_RULE), with_kernels():
+    """As `with_kernels`, and tiles are stored beside other products (`launch.STORING`)."""
+    with stored_beside(FASTEST), with_kernels():
         yield
 
 

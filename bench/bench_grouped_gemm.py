@@ -28,7 +28,7 @@ cache.
                 that the rule picks (`pmoe.kernels.grouped_gemm.launch.SHARING`).
     in turns, boxes
                 milliseconds of the two ways in which tiles are stored beside the products of the next tiles,
-                for products that have them (`pmoe.kernels.grouped_gemm.launch.TURNS`).
+                for products that have them (`pmoe.kernels.grouped_gemm.launch.STORING`).
 
 Goals for plain forward and both gradients: x rival 1.0. Mixtral and Phi-3.5-MoE: 0.75 of dense. Qwen2-MoE:
 0.75 "of bound", the lower of dense rate * fill and FLOP * copy rate / fewest bytes.
@@ -52,9 +52,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.device import (
-    AS_BOXES,
     COPY_BYTES,
-    IN_TURNS,
     difference,
     file_name,
     need_gpu,
@@ -79,6 +77,7 @@ from bench.grouped_gemm_cases import (
 )
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import extension
+from pmoe.kernels.grouped_gemm.launch import AS_BOXES, IN_TURNS
 
 DENSE = 8192
 LEAD_CYCLES = 600_000

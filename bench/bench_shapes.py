@@ -29,6 +29,9 @@ product and its store:
 
     seconds = waves * max(product, (product + held) / 2) + drained
 
+The gradient of a first weight gathers its rows from tokens there, if it has few columns, so that no kernel
+has to copy tokens into sorted rows for it. Each of its steps is then longer.
+
 In both ways a wave takes at least as long as the memory needs for its results. The gradient of gated hidden
 columns has only turns, and its store goes through registers; held and drained are then the time of the store.
 
@@ -47,14 +50,14 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
 from bench.bench_alone import SHAPES, Scenario
-from pmoe.kernels.grouped_gemm.launch import gathers_in_load
+from pmoe.kernels.grouped_gemm.launch import WEIGHT_COLUMNS, gathers_in_load
 from pmoe.text import table
 
 MULTIPROCESSORS = 132
@@ -73,7 +76,13 @@ STEP_IN_TURNS = STEP / 2 * CYCLES_IN_TURNS / CYCLES
 BOX_BYTES = 8 * 2 * 2048
 """Bytes of the boxes of a multiprocessor: two for each of eight warps."""
 GATHERED_STEP = 0.066e-6
-"""Seconds that a gather of the rows in the load adds to a step."""
+"""Seconds that a gather of the rows of A in the load adds to a step. It was measured."""
+GATHERED_STEP_OF_B = GATHERED_STEP * COLUMNS / ROWS
+"""Seconds that a gather of the rows of B adds to a step of a weight gradient.
+
+It has 256 columns of 64 rows, twice the bytes of A. That it takes twice as long is an assumption: it was not
+measured. A gathered row of B is 512 bytes in one piece, and one of A 128 bytes.
+"""
 SMALL_KERNELS = 71e-6
 """Seconds of a backward pass's other kernels: the scores' gradient, casts, sums and reductions."""
 ROUTE_FIXED = 29e-6
@@ -153,6 +162,7 @@ PLAIN = Store(4.2e-6, 64 * 1024, takes_turns=True, instructions=810)
 GATED = Store(7.0e-6, 96 * 1024, takes_turns=True, instructions=1330)
 GATED_GRADIENT = Store(17.8e-6, 320 * 1024, takes_turns=True)
 WEIGHT = Store(3.0e-6, 64 * 1024, instructions=509)
+WEIGHT_OF_GATHERED = replace(WEIGHT, instructions=517)
 
 NOTHING, B, A = "nothing", "B", "A"
 Tiles = Callable[[int], float]
@@ -160,10 +170,13 @@ Tiles = Callable[[int], float]
 
 
 def shared_operand(*, weight: bool, m: int, n: int, gathered: bool = False) -> str:
-    """Returns the operand that two blocks share, by the rule of cuda/grouped_gemm/sharing.h."""
-    if weight and math.ceil(m / ROWS) % 2 == 0:
+    """Returns the operand that two blocks share, by the rule of cuda/grouped_gemm/sharing.h.
+
+    gathered: whether rows of A are gathered; for a weight gradient, rows of B.
+    """
+    if weight and not gathered and math.ceil(m / ROWS) % 2 == 0:
         return B
-    return A if not gathered and math.ceil(n / COLUMNS) % 2 == 0 else NOTHING
+    return A if (weight or not gathered) and math.ceil(n / COLUMNS) % 2 == 0 else NOTHING
 
 
 def counted_tiles(counts: Sequence[int]) -> Tiles:
@@ -253,16 +266,26 @@ def product_in_turns(tiles: Tiles, k: int, n: int, store: Store, card: Card = H2
 
 
 def product_of_weights(
-    tiles: Tiles, experts: int, m: int, n: int, card: Card = H200, *, shared: str | None = None
+    tiles: Tiles,
+    experts: int,
+    m: int,
+    n: int,
+    card: Card = H200,
+    *,
+    shared: str | None = None,
+    gathered: bool = False,
 ) -> float:
-    """Returns the seconds of the weight gradient of all experts, each of m x n."""
+    """Returns the seconds of the weight gradient of all experts, each of m x n.
+
+    gathered: whether the rows of B are gathered from tokens.
+    """
     if shared is None:
-        shared = shared_operand(weight=True, m=m, n=n)
+        shared = shared_operand(weight=True, m=m, n=n, gathered=gathered)
     down = experts * math.ceil(m / (2 * ROWS if shared == B else ROWS))
-    product = tiles(DEPTH) / experts * STEP
+    product = tiles(DEPTH) / experts * (STEP + GATHERED_STEP_OF_B * gathered)
     num_waves = waves(down, math.ceil(n / COLUMNS), shared)
     if card.beside:
-        return stored_as_boxes(num_waves, product, WEIGHT, card)
+        return stored_as_boxes(num_waves, product, WEIGHT_OF_GATHERED if gathered else WEIGHT, card)
     return num_waves * (product + WEIGHT.on(card))
 
 
@@ -392,11 +415,13 @@ def backward(scenario: Scenario, card: Card, *, old_rules: bool = False) -> dict
     columns = 2 * hidden
     width = scenario.d_model
     shared = old_sharing(scenario) if old_rules else None
+    # The permute of the tokens is for "up weight" alone. Only kernels that store boxes can do without it.
+    gathered = card.beside and columns <= WEIGHT_COLUMNS * (1 + 1 / scenario.top_k)
     return {
-        "permutes": 2 * moved(scenario, card, 0.89),
+        "permutes": (1 if gathered else 2) * moved(scenario, card, 0.89),
         "gated gradient": product_of_rows(tiles, width, hidden, GATED_GRADIENT, card, shared=shared),
         "down weight": product_of_weights(tiles, scenario.experts, width, hidden, card),
-        "up weight": product_of_weights(tiles, scenario.experts, columns, width, card),
+        "up weight": product_of_weights(tiles, scenario.experts, columns, width, card, gathered=gathered),
         "up input": product_of_rows(tiles, columns, width, PLAIN, card, shared=shared),
         "unpermute": moved(scenario, card, 0.99),
         # The product for the gate's gradient of the tokens also reads that of the experts.

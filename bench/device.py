@@ -112,31 +112,25 @@ def sharing(operand: Literal["none", "B", "A"], run: Callable[[], object]) -> Ca
     return shared
 
 
-BY_RULE = 1
-IN_TURNS = 2
-AS_BOXES = 3
-"""Values of `launch.TURNS`."""
-
-
 @contextlib.contextmanager
-def stored_beside(turns: int) -> Iterator[None]:
+def stored_beside(storing: int) -> Iterator[None]:
     """Makes products in the with-block store tiles beside other products, if there are kernels.
 
-    turns: `BY_RULE`, `IN_TURNS` or `AS_BOXES`.
+    storing: FASTEST, IN_TURNS or AS_BOXES of `pmoe.kernels.grouped_gemm.launch`.
     """
-    before = launch.TURNS
-    launch.TURNS = turns
+    before = launch.STORING
+    launch.STORING = storing
     try:
         yield
     finally:
-        launch.TURNS = before
+        launch.STORING = before
 
 
-def storing_beside(turns: int, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def storing_beside(storing: int, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Returns ``run`` with products as in a with-block of `stored_beside`."""
 
     def beside() -> Tensor:
-        with stored_beside(turns):
+        with stored_beside(storing):
             return run()
 
     return beside

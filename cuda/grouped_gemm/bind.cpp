@@ -11,7 +11,7 @@
 #include "grouped_gemm/launch.h"
 #include "grouped_gemm/parts.h"
 #include "grouped_gemm/sharing.h"
-#include "grouped_gemm/turns.h"
+#include "grouped_gemm/storing.h"
 #include "module.h"
 
 namespace py = pybind11;
@@ -24,7 +24,7 @@ using pmoe::Epilogue;
 using pmoe::Form;
 using pmoe::GroupedGemm;
 using pmoe::Sharing;
-using pmoe::Turns;
+using pmoe::Storing;
 
 template <class T>
 T* at(Address address) {
@@ -59,12 +59,20 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
                   int n, int k, Address slot, int top_k, bool a_gathered, Address bias, Address weight,
                   Address active, int64_t active_stride, Address hidden, int64_t hidden_stride,
                   Address row_dots, bool weighs_active, Address place, bool wide, bool accumulates,
-                  int sharing, int turns, int spare, Address next_tile) {
+                  int sharing, int storing, bool b_gathered, int spare, Address next_tile) {
   GroupedGemm which = {static_cast<Element>(element), static_cast<Form>(form),
                        static_cast<Epilogue>(epilogue), static_cast<pmoe::Activation>(activation)};
-  if (which.form != Form::kForward && (slot != 0 || a_gathered))
+  const Storing storing_way = pmoe::storing_of(storing);
+  const Sharing sharing_way = pmoe::sharing_of(sharing);
+  which.b_gathered = b_gathered;
+  if (b_gathered && (which.form != Form::kWeight || slot == 0 || !hopper))
+    throw std::invalid_argument("b_gathered (true) must be false in form " + std::to_string(form) +
+                                " with slot " + std::to_string(slot) + " and hopper " +
+                                std::to_string(hopper) +
+                                ": rows of B are gathered by their slots, in form 2 (weight), on Hopper");
+  if (which.form != Form::kForward && (a_gathered || (slot != 0 && !b_gathered)))
     throw std::invalid_argument("slot and a_gathered must be left out in form " + std::to_string(form) +
-                                ": only form 0 (forward) gathers rows or takes weights by slot");
+                                ": only form 0 (forward) gathers rows of A or takes weights by slot");
   if (place != 0 && (which.form == Form::kWeight || which.epilogue != Epilogue::kPlain))
     throw std::invalid_argument("place must be left out in form " + std::to_string(form) + " with epilogue " +
                                 std::to_string(epilogue) +
@@ -83,8 +91,8 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   p.weighs_active = weighs_active, p.wide = wide, p.accumulates = accumulates;
   p.next_tile = at<uint32_t>(next_tile);
   if (hopper) {
-    pmoe::choose_way(which, k, a_gathered, static_cast<Turns>(turns), static_cast<Sharing>(sharing));
-    pmoe::share(which, p, static_cast<Sharing>(sharing));
+    pmoe::choose_storing(which, p, storing_way, sharing_way);
+    pmoe::share(which, p, sharing_way);
   }
   const pmoe::OnDevice on_device(device);
   const pmoe::GroupedGemmPath& path = hopper ? pmoe::hopper_path : pmoe::ampere_path;
@@ -103,26 +111,32 @@ void bind_grouped_gemm(py::module_& m) {
         arg("top_k") = 1, arg("a_gathered") = false, arg("bias") = 0, arg("weight") = 0, arg("active") = 0,
         arg("active_stride") = 0, arg("hidden") = 0, arg("hidden_stride") = 0, arg("row_dots") = 0,
         arg("weighs_active") = false, arg("place") = 0, arg("wide") = false, arg("accumulates") = false,
-        arg("sharing") = 0, arg("turns") = 0, arg("spare") = 0, arg("next_tile") = 0,
-        py::call_guard<py::gil_scoped_release>(),
+        arg("sharing") = 0, arg("storing") = 0, arg("b_gathered") = false, arg("spare") = 0,
+        arg("next_tile") = 0, py::call_guard<py::gil_scoped_release>(),
         "Launches a grouped product; for the arguments see cuda/grouped_gemm/problem.h.");
   m.def(
       "grouped_gemm_sharing",
-      [](int form, int m, int n, bool a_gathered) {
-        return static_cast<int>(pmoe::best_sharing(static_cast<Form>(form), m, n, a_gathered));
+      [](int form, int m, int n, bool a_gathered, bool b_gathered) {
+        return static_cast<int>(pmoe::best_sharing(static_cast<Form>(form), m, n, a_gathered, b_gathered));
       },
       py::kw_only(), arg("form"), arg("m") = 0, arg("n"), arg("a_gathered") = false,
+      arg("b_gathered") = false,
       "Returns which operand a product shares if `sharing` is 0: 1 none, 2 B, 3 A.");
   m.def(
       "grouped_gemm_takes_turns",
-      [](int form, int epilogue, int activation, int k, bool a_gathered, int turns) {
+      [](int form, int epilogue, int activation, int k, bool a_gathered, bool placed, int storing) {
         const GroupedGemm which = {Element::kBf16, static_cast<Form>(form), static_cast<Epilogue>(epilogue),
                                    static_cast<pmoe::Activation>(activation)};
-        return pmoe::takes_turns(which, k, a_gathered, static_cast<Turns>(turns));
+        pmoe::Problem p;
+        p.k = k, p.a_gathered = a_gathered;
+        const int32_t any_place = 0;
+        if (placed) p.place = &any_place;
+        return pmoe::takes_turns(which, p, pmoe::storing_of(storing));
       },
       py::kw_only(), arg("form"), arg("epilogue") = 0, arg("activation") = 0, arg("k"),
-      arg("a_gathered") = false, arg("turns"),
-      "Returns whether a product is computed in turns on Hopper; for `turns` see cuda/grouped_gemm/turns.h.");
+      arg("a_gathered") = false, arg("placed") = false, arg("storing"),
+      "Returns whether a product is computed in turns on Hopper; for `storing` see\n"
+      "cuda/grouped_gemm/storing.h. placed: whether the product has the argument `place`.");
   m.def(
       "row_dot_parts",
       [](bool hopper, int columns, bool in_turns) {

@@ -71,7 +71,7 @@ class Boxes : public Exchange<true> {
   // column, row: where the box begins in the result.
   __device__ __forceinline__ void store(const uint32_t (&word)[16], const TensorMap& map, int column,
                                         int row) const {
-    const int offset = number_ * kExchangeBytes;
+    const int offset = box_ * kExchangeBytes;
     wait_read<kBoxesOfWarp - 1>();
     sync_warp();  // no lane writes before lane 0 has waited
     write_matrices(word, offset);
@@ -84,10 +84,11 @@ class Boxes : public Exchange<true> {
 
   // Chooses the other box for the next store. It is called after each 64 columns, whichever way they took, so
   // that the compiler knows which box is the next.
-  __device__ __forceinline__ void go_on() { number_ = (number_ + 1) % kBoxesOfWarp; }
+  __device__ __forceinline__ void take_other_box() { box_ = (box_ + 1) % kBoxesOfWarp; }
 
-  // Waits until all stores of the calling warp are done. A warp calls it before it ends.
-  __device__ __forceinline__ static void finish() {
+  // Waits until all stores of the calling warp are done. A warp calls it before it ends, because its boxes
+  // are gone when its block has ended. Only lane 0 has begun stores, so only lane 0 can wait for them.
+  __device__ __forceinline__ static void wait_for_stores() {
     if (thread_again() % 32 == 0) bulk_wait<0>();
   }
 
@@ -99,7 +100,7 @@ class Boxes : public Exchange<true> {
   }
 
   const StoreMaps& maps_;
-  int number_ = 0;  // of the next box
+  int box_ = 0;  // which of the warp's boxes the next store takes
 };
 
 #endif  // PMOE_HOPPER_CODE

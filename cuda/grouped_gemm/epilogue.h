@@ -216,7 +216,7 @@ class Store {
         buffer_.store(word, buffer_.maps().*map, column, static_cast<int>(first_));
       else
         store_rows(word, base, stride, column, columns);
-      buffer_.go_on();
+      buffer_.take_other_box();
     } else {
       store_rows(word, base, stride, column, columns);
     }

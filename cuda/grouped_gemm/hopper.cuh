@@ -2,8 +2,9 @@
 // loads operands and two multiply.
 //
 // Operands are loaded by the tensor memory accelerator into a ring of stages in shared memory, from which
-// warpgroup products read them. (If the rows of A are gathered, cp.async loads them.) The grid is persistent:
-// while the multiplying warpgroups store a tile, the loading warpgroup fills the ring for the next tile.
+// warpgroup products read them. (If the rows of an operand are gathered, cp.async loads it.) The grid is
+// persistent: while the multiplying warpgroups store a tile, the loading warpgroup fills the ring for the
+// next tile.
 //
 // Two blocks may form a cluster and share an operand; each block loads half of that operand into both blocks:
 //
@@ -131,6 +132,23 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
   for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
 }
 
+// Signals that stages of gathered rows are full: all whose copies have begun, but the last `left`. Every
+// loading thread calls it when its own copies of these stages have arrived.
+//
+// issued: number of stages, since the start, whose copies have begun.
+// announced: number of stages, since the start, that are signalled as full; is increased.
+// thread: index of the calling thread among the loading ones.
+template <class Memory>
+__device__ __forceinline__ void announce_but(uint32_t left, uint32_t issued, uint32_t& announced,
+                                             Memory& shared, int thread) {
+#pragma unroll 1
+  for (; announced + left < issued; ++announced) {
+    fence_proxy_async();
+    sync_warp();
+    if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
+  }
+}
+
 // Loads the operands of all tiles of a block whose rows of A are gathered.
 //
 // All loading threads copy rows of A by cp.async; the first thread also starts the loads of B. The full
@@ -147,14 +165,6 @@ __device__ __forceinline__ void load_by_copies(
   // whose full barrier has been signalled. A stage's index and its parity are computed from these numbers,
   // because there are no registers for a Ring.
   uint32_t issued = 0, announced = 0;
-  const auto announce_but = [&](uint32_t left) {
-#pragma unroll 1
-    for (; announced + left < issued; ++announced) {
-      fence_proxy_async();
-      sync_warp();
-      if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
-    }
-  };
   const auto next = [&](Tile& found) {
     if (thread == 0) walk.publish_tile(p);
     sync_warp();
@@ -178,11 +188,71 @@ __device__ __forceinline__ void load_by_copies(
       cp_async_commit();
       ++issued;
       cp_async_wait<kLag>();
-      announce_but(kLag);
+      announce_but(kLag, issued, announced, shared, thread);
     }
   }
   cp_async_wait<0>();
-  announce_but(0);
+  announce_but(0, issued, announced, shared, thread);
+}
+
+// Loads the operands of all tiles of a block of weight gradients whose rows of B are gathered.
+//
+// It works as load_by_copies() above, with the operands in other roles: all loading threads copy rows of B,
+// and the first one also starts the loads of A. Here each step has rows of its own, because the product sums
+// over rows. So a thread finds the rows of the next step while the copies of this one are on their way.
+template <class T, class Memory>
+__device__ __forceinline__ void load_rows_of_b_by_copies(
+    const Loader<Form::kWeight, false, 1, Memory>& loader, Memory& shared,
+    BlockWalk<Form::kWeight, false, 1, Memory> walk) {
+  const Problem& p = loader.p;
+  const int thread = static_cast<int>(threadIdx.x);
+  const BoxCopy<kLoaders, kDepth> boxes(thread);
+  uint32_t issued = 0, announced = 0;  // as in load_by_copies()
+  const auto next = [&](Tile& found) {
+    if (thread == 0) walk.publish_tile(p);
+    sync_warp();
+    return walk.next(found);
+  };
+  Tile tile;
+  while (next(tile)) {
+    const int end = steps<Form::kWeight>(p, tile);
+    int32_t source[BoxCopy<kLoaders, kDepth>::kPerThread];
+    const auto find = [&](int step) {
+      find_sources(
+          p.slot, p.top_k, tile.group_begin, tile.group_rows,
+          [&](int i) { return step * kDepth + boxes.line(i); }, source);
+    };
+    if (end == 0) {
+      // An expert without rows. The next stage may be many tiles away, and it would announce the last stages
+      // only then. The multiplying warps would wait for these stages, and the loading ones for a free place
+      // in the ring of tiles. (Other products have at least one step in each tile, and two places for tiles,
+      // so kLag = 2 later stages are always loaded.)
+      cp_async_wait<0>();
+      announce_but(0, issued, announced, shared, thread);
+      continue;
+    }
+    find(0);
+    for (int step = 0; step < end; ++step) {
+      const uint32_t stage = issued % kStages;
+      uint64_t* full = &shared.full[stage];
+      mbarrier_wait(&shared.empty[stage], (issued / kStages % 2) ^ 1);
+      if (thread == 0) {
+        mbarrier_arrive_expect(full, kBytesA);
+        loader.load_a(shared.a[stage], full, tile, tile.group_begin, step * kDepth);
+      }
+      PMOE_UNROLL
+      for (int i = 0; i < kColumns / kBoxColumns; ++i)
+        boxes.template copy<T>(shared.b[stage] + i * box_bytes(kDepth), p.b, p.b_stride, source,
+                               tile.column + i * kBoxColumns, p.n);
+      cp_async_commit();
+      ++issued;
+      if (step + 1 < end) find(step + 1);
+      cp_async_wait<kLag>();
+      announce_but(kLag, issued, announced, shared, thread);
+    }
+  }
+  cp_async_wait<0>();
+  announce_but(0, issued, announced, shared, thread);
 }
 
 // Returns the matrix descriptor of an operand in shared memory (PTX ISA, "matrix descriptor"). It says that
@@ -387,16 +457,18 @@ __device__ __forceinline__ void sync_after(int blocks) {
 //
 // Memory: the block's BlockMemory.
 // buffer_of: as for multiply().
+// kGathersB: whether the rows of B are gathered; only for form kWeight.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster, class Memory,
-          class BufferOf>
+          bool kGathersB = false, class BufferOf>
 __device__ __forceinline__ void compute_block(const TensorMap& a_map, const TensorMap& b_map,
                                               const Problem& p, const BufferOf& buffer_of) {
   constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   Memory& shared = *reinterpret_cast<Memory*>(shared_memory());
-  const bool copies = kForm == Form::kForward && p.a_gathered;
+  static_assert(!kGathersB || (kForm == Form::kWeight && kCluster == 1), "no other product gathers B");
+  const bool copies = kGathersB || (kForm == Form::kForward && p.a_gathered);
   if (threadIdx.x == 0) {
-    if (!copies) tma_prefetch(&a_map);
-    tma_prefetch(&b_map);
+    if (kGathersB || !copies) tma_prefetch(&a_map);
+    if (!kGathersB) tma_prefetch(&b_map);
     init_barriers(shared, copies ? 1 + kLoaders / 32 : 1, kCluster * p.blocks_across,
                   copies ? kLoaders / 32 : 1);
   }
@@ -408,7 +480,9 @@ __device__ __forceinline__ void compute_block(const TensorMap& a_map, const Tens
     fewer_registers<kLoaderRegisters>();
     if (threadIdx.x == 0) Walk::begin(p);
     const Loader<kForm, kHalves, kCluster, Memory> loader{a_map, b_map, p, rank_in_cluster()};
-    if (!copies) {
+    if constexpr (kGathersB) {
+      load_rows_of_b_by_copies<T>(loader, shared, Walk());
+    } else if (!copies) {
       if (threadIdx.x == 0) load_by_tma(loader, shared, Walk());
     } else if constexpr (kForm == Form::kForward) {
       load_by_copies<T>(loader, shared, Walk());

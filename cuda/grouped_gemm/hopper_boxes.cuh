@@ -10,6 +10,9 @@
 // A warp stores a plain tile as four boxes, and has shared memory for two. The third and the fourth box wait
 // until the first and the second have been read. The first two boxes of the next tile wait for these. There
 // is no shared memory for more: stages take 192 KiB, boxes 32 KiB.
+//
+// Weight gradients also have a kernel that gathers the rows of B from tokens while it loads them. Then no
+// other kernel has to copy the tokens into sorted rows first.
 #pragma once
 #include "hopper.cuh"
 
@@ -19,14 +22,16 @@ using BoxedShared = BlockMemory<kColumns, kStages, kTilesAhead, kBoxesOfWarp>;
 
 constexpr int kBoxedSharedBytes = sizeof(BoxedShared);
 
-template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster>
+// kGathersB: whether the rows of B are gathered (weight gradients only).
+template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, int kCluster,
+          bool kGathersB = false>
 __global__ void __launch_bounds__(kThreads, 1)
     grouped_gemm_by_boxes(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map,
                           const __grid_constant__ StoreMaps maps, const Problem p) {
 #if PMOE_HOPPER_CODE
   const auto boxes = [&](void* buffer, int lane) { return Boxes(maps, buffer, lane); };
-  compute_block<T, kForm, kEpilogue, kActivation, kCluster, BoxedShared>(a_map, b_map, p, boxes);
-  Boxes::finish();
+  compute_block<T, kForm, kEpilogue, kActivation, kCluster, BoxedShared, kGathersB>(a_map, b_map, p, boxes);
+  Boxes::wait_for_stores();
 #endif
 }
 

@@ -8,15 +8,17 @@ namespace {
 template <int kCluster>
 struct Find {
   template <Form kForm, Epilogue kEpilogue, Activation kActivation>
-  BoxedKernel operator()() const {
+  KernelWithStoreMaps operator()() const {
     return hopper::grouped_gemm_by_boxes<bf16, kForm, kEpilogue, kActivation, kCluster>;
   }
 };
 
 }  // namespace
 
-// Only weight gradients have a kernel whose blocks share B.
-BoxedKernel hopper_boxes_bf16(const GroupedGemm& which) {
+// Only weight gradients have a kernel whose blocks share B, and one that gathers the rows of B.
+KernelWithStoreMaps hopper_boxes_bf16(const GroupedGemm& which) {
+  if (which.b_gathered)
+    return hopper::grouped_gemm_by_boxes<bf16, Form::kWeight, Epilogue::kPlain, Activation::kNone, 1, true>;
   if (which.cluster == 2) return Find<2>{}.operator()<Form::kWeight, Epilogue::kPlain, Activation::kNone>();
   return with_constants_of_boxes(which, Find<1>{});
 }

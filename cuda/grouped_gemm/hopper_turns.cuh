@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     more_registers<kMultiplierRegisters>();
     turns::multiply<T, kForm, kEpilogue, kActivation>(p, maps, shared, Walk());
-    Boxes::finish();
+    Boxes::wait_for_stores();
   }
   sync_after(p.blocks_across);
 #endif

@@ -7,13 +7,15 @@ namespace {
 
 struct Find {
   template <Form kForm, Epilogue kEpilogue, Activation kActivation>
-  BoxedKernel operator()() const {
+  KernelWithStoreMaps operator()() const {
     return hopper::grouped_gemm_in_turns<fp16, kForm, kEpilogue, kActivation>;
   }
 };
 
 }  // namespace
 
-BoxedKernel hopper_turns_fp16(const GroupedGemm& which) { return with_constants_of_turns(which, Find{}); }
+KernelWithStoreMaps hopper_turns_fp16(const GroupedGemm& which) {
+  return with_constants_of_turns(which, Find{});
+}
 
 }  // namespace pmoe

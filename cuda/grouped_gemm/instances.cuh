@@ -39,7 +39,7 @@ auto with_constants(const GroupedGemm& which, const Use& use) {
   }
 }
 
-// The same for products that are computed in turns (can_take_turns() of turns.h).
+// The same for products that are computed in turns (can_take_turns() of storing.h).
 template <class Use>
 auto with_constants_of_turns(const GroupedGemm& which, const Use& use) {
   if (which.epilogue == Epilogue::kHiddenGradient)
@@ -51,7 +51,7 @@ auto with_constants_of_turns(const GroupedGemm& which, const Use& use) {
              : use.template operator()<Form::kInput, Epilogue::kPlain, Activation::kNone>();
 }
 
-// The same for products that are stored as boxes, and not computed in turns (can_store_boxes() of turns.h).
+// The same for products that are stored as boxes, and not computed in turns (can_store_boxes() of storing.h).
 template <class Use>
 auto with_constants_of_boxes(const GroupedGemm& which, const Use& use) {
   if (which.epilogue == Epilogue::kHidden)
@@ -64,15 +64,15 @@ auto with_constants_of_boxes(const GroupedGemm& which, const Use& use) {
 }
 
 using HopperKernel = void (*)(TensorMap, TensorMap, Problem);
-using BoxedKernel = void (*)(TensorMap, TensorMap, StoreMaps, Problem);
+using KernelWithStoreMaps = void (*)(TensorMap, TensorMap, StoreMaps, Problem);
 using AmpereKernel = void (*)(Problem);
 
 HopperKernel hopper_bf16(const GroupedGemm&);
 HopperKernel hopper_fp16(const GroupedGemm&);
-BoxedKernel hopper_turns_bf16(const GroupedGemm&);
-BoxedKernel hopper_turns_fp16(const GroupedGemm&);
-BoxedKernel hopper_boxes_bf16(const GroupedGemm&);
-BoxedKernel hopper_boxes_fp16(const GroupedGemm&);
+KernelWithStoreMaps hopper_turns_bf16(const GroupedGemm&);
+KernelWithStoreMaps hopper_turns_fp16(const GroupedGemm&);
+KernelWithStoreMaps hopper_boxes_bf16(const GroupedGemm&);
+KernelWithStoreMaps hopper_boxes_fp16(const GroupedGemm&);
 AmpereKernel ampere_bf16(const GroupedGemm&);
 AmpereKernel ampere_fp16(const GroupedGemm&);
 

@@ -93,13 +93,13 @@ HopperKernel hopper_kernel(const GroupedGemm& which) {
   return which.element == Element::kBf16 ? hopper_bf16(which) : hopper_fp16(which);
 }
 
-BoxedKernel boxed_kernel(const GroupedGemm& which) {
+KernelWithStoreMaps kernel_with_store_maps(const GroupedGemm& which) {
   if (which.in_turns)
     return which.element == Element::kBf16 ? hopper_turns_bf16(which) : hopper_turns_fp16(which);
   return which.element == Element::kBf16 ? hopper_boxes_bf16(which) : hopper_boxes_fp16(which);
 }
 
-bool has_boxes(const GroupedGemm& which) { return which.in_turns || which.boxed; }
+bool takes_store_maps(const GroupedGemm& which) { return which.in_turns || which.boxed; }
 
 int hopper_shared_bytes(const GroupedGemm& which) {
   if (which.in_turns) return hopper::turns::kSharedBytes;
@@ -114,16 +114,18 @@ void launch_hopper(const GroupedGemm& which, const Problem& p, int64_t a_rows, i
                    void* stream) {
   const int cluster = which.cluster * p.blocks_across;
   const Grid grid = {blocks / cluster * cluster, hopper::kThreads, hopper_shared_bytes(which), cluster};
-  TensorMap a_map = {}, b_map = {};
+  TensorMap a_map = {};
+  TensorMap b_map = {};
   const bool halves = are_halves(which.epilogue, which.activation);
   const int b_lines =
       hopper::forward_lines(halves, which.in_turns ? hopper::turns::kColumns : hopper::kColumns);
   const auto encode_operands = [&] {
-    encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, &b_map, b_lines);
+    encode_maps(which.element, which.form, p, a_rows, b_rows, &a_map, which.b_gathered ? nullptr : &b_map,
+                b_lines);
   };
   const std::string name = name_of(which, hopper_path);
-  if (has_boxes(which)) {
-    const Prepared prepared(name, boxed_kernel(which), grid, stream);
+  if (takes_store_maps(which)) {
+    const Prepared prepared(name, kernel_with_store_maps(which), grid, stream);
     encode_operands();
     prepared.launch(a_map, b_map, encode_results(which, p), p);
   } else {
@@ -150,6 +152,7 @@ std::string name_of(const GroupedGemm& which, const GroupedGemmPath& path) {
   name += names[static_cast<int>(which.activation)];
   if (which.in_turns) name += ".turns";
   if (which.boxed) name += ".boxes";
+  if (which.b_gathered) name += ".gathered";
   return which.cluster == 2 ? name + ".pairs" : name;
 }
 
@@ -165,17 +168,17 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
                       : form == Form::kForward
                           ? matrices(b, p.k, p.n, p.experts, static_cast<uint32_t>(b_lines))
                           : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
-  // If the rows of A are gathered, A is not loaded by a tensor map, and its strides may be such that no map
-  // can describe it.
+  // Gathered rows are not loaded by a tensor map, and their strides may be such that no map can describe
+  // them.
   if (!p.a_gathered) encode(a_map, element, of_a);
-  encode(b_map, element, of_b);
+  if (b_map != nullptr) encode(b_map, element, of_b);
 }
 
 const GroupedGemmPath hopper_path = {"sm_90a",
                                      [](const GroupedGemm& which) {
-                                       return has_boxes(which)
-                                                  ? reinterpret_cast<const void*>(boxed_kernel(which))
-                                                  : reinterpret_cast<const void*>(hopper_kernel(which));
+                                       if (takes_store_maps(which))
+                                         return reinterpret_cast<const void*>(kernel_with_store_maps(which));
+                                       return reinterpret_cast<const void*>(hopper_kernel(which));
                                      },
                                      launch_hopper, hopper::kThreads, hopper_shared_bytes};
 

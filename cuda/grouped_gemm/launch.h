@@ -16,10 +16,11 @@ struct GroupedGemm {
   Element element;
   Form form;
   Epilogue epilogue;
-  Activation activation;  // kNone for the epilogue kPlain
-  int cluster = 1;        // blocks that share B, 1 or 2; only Hopper's path takes 2
-  bool in_turns = false;  // two warpgroups multiply in turns (hopper_turns.cuh); cluster is then 1
-  bool boxed = false;     // they multiply one tile, which is stored as boxes (hopper_boxes.cuh)
+  Activation activation;    // kNone for the epilogue kPlain
+  int cluster = 1;          // blocks that share B, 1 or 2; only Hopper's path takes 2
+  bool in_turns = false;    // two warpgroups multiply in turns (hopper_turns.cuh); cluster is then 1
+  bool boxed = false;       // they multiply one tile, which is stored as boxes (hopper_boxes.cuh)
+  bool b_gathered = false;  // kWeight, boxed, cluster 1: the rows of B are gathered from tokens
 };
 
 // The operand that the two blocks of a cluster share:
@@ -67,6 +68,7 @@ void for_each_boxed(Visit visit) {
     for (Form form : {Form::kForward, Form::kInput, Form::kWeight})
       visit(GroupedGemm{element, form, Epilogue::kPlain, Activation::kNone, 1, false, true});
     visit(GroupedGemm{element, Form::kWeight, Epilogue::kPlain, Activation::kNone, 2, false, true});
+    visit(GroupedGemm{element, Form::kWeight, Epilogue::kPlain, Activation::kNone, 1, false, true, true});
     visit(GroupedGemm{element, Form::kForward, Epilogue::kHidden, Activation::kSwiglu, 1, false, true});
   }
 }
@@ -79,6 +81,7 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 //
 // a_rows, b_rows: rows of A and B in memory. b_rows is read only for weight gradients. In other products B
 //     holds the experts' weights.
+// b_map: null if the rows of B are gathered. No map is made then.
 // b_lines: rows in a box of B in form kForward (forward_lines() of hopper_block.cuh).
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map, int b_lines = 128);

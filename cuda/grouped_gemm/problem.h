@@ -1,8 +1,9 @@
 // The arguments of one grouped product: its operands, its rows, and what its epilogue does with the result.
 //
 // The N rows are sorted by expert: expert e has rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. The host
-// does not know these numbers, only the device. In form kForward the rows of A may be gathered: row r is then
-// read from row slot[r] / top_k of A, which is the token of a (token, choice) slot.
+// does not know these numbers, only the device. In form kForward the rows of A may be gathered, in form
+// kWeight those of B: row r is then read from row slot[r] / top_k of the operand, which is the token of a
+// (token, choice) slot.
 #pragma once
 #include "common/activation.h"
 #include "common/host_device.h"
@@ -36,7 +37,8 @@ struct Problem {
   int64_t a_stride = 0, b_stride = 0, d_stride = 0;  // elements between rows; b's only if it has N rows
 
   const int32_t* ends = nullptr;
-  const int32_t* slot = nullptr;  // (N,) slots of the rows; kForward, if gathered or weighted by slot
+  const int32_t* slot = nullptr;  // (N,) slots of the rows; kForward, if gathered or weighted by slot;
+                                  // kWeight, if rows of B are gathered
   Divisor top_k;
   int experts = 0;
   int rows = 0;  // N; rows from ends[E - 1] on are not written

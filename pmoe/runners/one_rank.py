@@ -33,6 +33,7 @@ from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.gates import TopKGate
 from pmoe.kernels import grouped_gemm, permute, route
 from pmoe.kernels.grouped_gemm import RowSlots
+from pmoe.kernels.grouped_gemm.launch import gathers_for_weights
 from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
 from pmoe.kernels.registry import PRODUCTS
 from pmoe.kernels.route import Routes
@@ -208,14 +209,30 @@ def _backward(
     if needs_b1:
         of_b1 = grouped_gemm.sum_by_expert(grad_hidden_NG, ends_E)
     if needs_w1:
-        rows_NM = permute.permute_directly(x_TM, position_TK, num_rows)
-        of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
-        del rows_NM
+        if gathers_for_weights(x_TM.device, x_TM.dtype, grad_hidden_NG.shape[1], position_TK.shape[1]):
+            slots = slots_of(position_TK, num_rows)
+            of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, x_TM, ends_E, slots=slots)
+        else:
+            rows_NM = permute.permute_directly(x_TM, position_TK, num_rows)
+            of_w1 = grouped_gemm.weight_gradient(grad_hidden_NG, rows_NM, ends_E)
+            del rows_NM
     if needs_x:
         of_rows_NM = grouped_gemm.input_gradient(grad_hidden_NG, w1, ends_E)
         del grad_hidden_NG
         of_x = permute.unpermute_directly(of_rows_NM, position_TK)
     return [of_x, of_weight, None, of_w1, of_w2, of_b1, of_b2][: len(wanted)]
+
+
+def slots_of(position_TK: Tensor, num_rows: int) -> RowSlots:
+    """Returns the slot of each row. Forward had them too, but backward only keeps the positions.
+
+    position_TK: (T, K) int32, for each of K choices of T tokens the index of its row among the sorted rows.
+    num_rows: N = T * K, number of rows.
+    """
+    slot_N = torch.empty(num_rows, dtype=torch.int32, device=position_TK.device)
+    numbers_N = torch.arange(num_rows, dtype=torch.int32, device=position_TK.device)
+    slot_N.index_copy_(0, position_TK.view(-1).long(), numbers_N)
+    return RowSlots(slot_N=slot_N, top_k=position_TK.shape[1])
 
 
 # ---- A check of the kernels: a small case is computed by the kernels and by PyTorch on the CPU

@@ -127,7 +127,8 @@ inline void cp_async16(void* dst, const void* src, bool valid) {
   if (valid && reinterpret_cast<uintptr_t>(src) % 16)
     throw emu::Error("cp.async from an address that is not aligned");
   if (valid) emu::check_access(src, 16, false);
-  const int unit = emu::mark_dirty(fiber, dst);
+  const int unit = emu::unit_to_write(fiber, dst);
+  emu::add_writer(fiber, unit);
   std::memset(dst, 0xFF, 16);
   emu::Deferred copy = [dst, src, valid] {
     if (valid)

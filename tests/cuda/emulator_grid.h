@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -154,8 +155,10 @@ struct Block {
   bool left = false;  // all have
   bool come = false;  // there has been a multiprocessor for it
   std::vector<uint8_t> shared;
-  std::vector<int> dirty;  // by 16-byte unit: 1 + the thread that wrote it without a fence, 0 for clean
-  std::vector<int> read;   // by 16-byte unit: how many bulk stores have begun and may still read it
+  // By 16-byte unit of shared memory: all threads that have written it and have issued no fence since.
+  // Several threads may write one unit, and a fence orders the writes of its own thread only.
+  std::vector<std::vector<int>> unfenced_writers;
+  std::vector<int> read;  // by 16-byte unit: how many bulk stores have begun and may still read it
   std::map<int, Meeting> barriers;
   std::vector<Meeting> warps;
   std::vector<uint64_t> acquires;  // by warp: of global memory that others may have written
@@ -328,8 +331,8 @@ inline void launch(unsigned grid_dim, unsigned block_dim, unsigned seed, std::fu
     block->running = static_cast<int>(block_dim);
     // 1024-byte alignment of addresses in the block, as kernels get it; poisoned.
     block->shared.resize(kSharedBytes + 2048, 0xFF);
-    block->dirty.resize((kSharedBytes + 2048) / 16 + 1, 0);
-    block->read.resize(block->dirty.size(), 0);
+    block->unfenced_writers.resize((kSharedBytes + 2048) / 16 + 1);
+    block->read.resize(block->unfenced_writers.size(), 0);
     block->warps.resize((block_dim + 31) / 32);
     block->acquires.resize((block_dim + 31) / 32);
     block->warpgroups.resize((block_dim + 127) / 128);
@@ -452,11 +455,19 @@ inline uint8_t* at_address(Block& block, uint32_t address) {
   return shared_base(block) + (address - kSharedBase);
 }
 
-inline int mark_dirty(Fiber& fiber, void* p) {
+// Returns the number of the 16-byte unit of shared memory that a thread is about to write.
+inline int unit_to_write(Fiber& fiber, const void* p) {
   const int unit = static_cast<int>(address_of(*fiber.block, p) / 16);
   if (fiber.block->read[unit]) throw Error("a write to what a bulk store may still read");
-  fiber.block->dirty[unit] = 1 + fiber.linear;
   return unit;
+}
+
+// Adds a thread to a unit's unfenced writers. Returns false if it was among them.
+inline bool add_writer(Fiber& fiber, int unit) {
+  std::vector<int>& writers = fiber.block->unfenced_writers[unit];
+  if (std::find(writers.begin(), writers.end(), fiber.linear) != writers.end()) return false;
+  writers.push_back(fiber.linear);
+  return true;
 }
 
 // An ordinary write of the current thread. What it writes of its block's shared memory needs a fence before
@@ -467,15 +478,14 @@ inline void mark_written(const void* p, size_t bytes) {
   const auto offset = first - shared_base(*fiber.block);
   if (offset < 0 || offset >= grid->shared_bytes) return;
   for (size_t i = 0; i < (offset % 16 + bytes + 15) / 16; ++i) {
-    const int known = fiber.block->dirty[address_of(*fiber.block, first) / 16 + i];
-    const int unit = mark_dirty(fiber, first + i * 16);
-    if (known != 1 + fiber.linear) fiber.unfenced.push_back(unit);
+    const int unit = unit_to_write(fiber, first + i * 16);
+    if (add_writer(fiber, unit)) fiber.unfenced.push_back(unit);
   }
 }
 
 inline void mark_clean(Block& block, void* p, int bytes) {
   const int unit = static_cast<int>(address_of(block, p) / 16);
-  for (int i = 0; i < bytes / 16; ++i) block.dirty[unit + i] = 0;
+  for (int i = 0; i < bytes / 16; ++i) block.unfenced_writers[unit + i].clear();
 }
 
 }  // namespace emu

@@ -62,11 +62,14 @@ inline void mbarrier_wait(uint64_t* bar, uint32_t parity) {
       "an mbarrier at " + std::to_string(emu::address_of(*emu::self().block, bar)));
 }
 
+// It orders what this thread has written, and nothing that other threads have written to the same 16 bytes.
 // Copies that have not been waited for are not behind it.
 inline void fence_proxy_async() {
   emu::Fiber& fiber = emu::self();
-  for (int unit : fiber.unfenced)
-    if (fiber.block->dirty[unit] == 1 + fiber.linear) fiber.block->dirty[unit] = 0;
+  for (int unit : fiber.unfenced) {
+    std::vector<int>& writers = fiber.block->unfenced_writers[unit];
+    writers.erase(std::remove(writers.begin(), writers.end(), fiber.linear), writers.end());
+  }
   fiber.unfenced.clear();
 }
 
@@ -244,7 +247,9 @@ inline void begin_store(const void* src, int bytes, std::function<void(const uin
     throw emu::Error("a bulk write behind an acquire without a fence of the asynchronous proxy");
   const int first = static_cast<int>(emu::address_of(block, src) / 16), end = first + bytes / 16;
   for (int unit = first; unit < end; ++unit) {
-    if (block.dirty[unit]) throw emu::Error("a bulk copy of what was written without a proxy fence");
+    if (!block.unfenced_writers[unit].empty())
+      throw emu::Error("a bulk copy of what thread " + std::to_string(block.unfenced_writers[unit].front()) +
+                       " wrote without a proxy fence");
     ++block.read[unit];
   }
   const auto held = std::make_shared<std::vector<uint8_t>>();
@@ -347,8 +352,8 @@ inline uint16_t operand_element(emu::Block& block, uint64_t descriptor, bool tra
   else
     address += line / 8 * stride + line % 8 * 128 + k * 2;
   address ^= ((address >> 7) & 7) << 4;
-  if (block.dirty[address / 16])
-    throw emu::Error("wgmma reads what thread " + std::to_string(block.dirty[address / 16] - 1) +
+  if (const auto& writers = block.unfenced_writers[address / 16]; !writers.empty())
+    throw emu::Error("wgmma reads what thread " + std::to_string(writers.front()) +
                      " wrote without a proxy fence");
   uint16_t bits;
   std::memcpy(&bits, emu::at_address(block, address), 2);

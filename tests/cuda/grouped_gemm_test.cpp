@@ -10,7 +10,7 @@
 #include "grouped_gemm/hopper.cuh"
 #include "grouped_gemm/launch.h"
 #include "grouped_gemm/parts.h"
-#include "grouped_gemm/turns.h"
+#include "grouped_gemm/storing.h"
 
 using namespace pmoe;
 
@@ -40,8 +40,9 @@ struct Case {
   Sharing sharing = Sharing::kNothing;
   bool in_turns = false, boxed = false;
   bool gated = false, bias = false, weighted = false;
-  bool gathered = false;  // forward products alone gather
-  bool placed = false;    // plain products alone store rows at places
+  bool gathered = false;    // forward products alone gather rows of A
+  bool b_gathered = false;  // weight gradients alone gather rows of B
+  bool placed = false;      // plain products alone store rows at places
   Activation activation = Activation::kGelu;
   bool wide = false, accumulates = false, weighs_active = false, no_hidden = false;
   int top_k = 1, spare_rows = 0;
@@ -64,9 +65,10 @@ std::string told(const Case& c, const char* form) {
                      (c.in_turns ? " in turns" : "") + (c.boxed ? " boxed" : "") + " groups";
   for (int g : c.groups) text += " " + std::to_string(g);
   return text + " m " + std::to_string(c.m) + " n " + std::to_string(c.n) + " k " + std::to_string(c.k) +
-         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " placed " +
-         std::to_string(c.placed) + " bias " + std::to_string(c.bias) + " weighted " +
-         std::to_string(c.weighted) + " seed " + std::to_string(c.seed);
+         " gated " + std::to_string(c.gated) + " gathered " + std::to_string(c.gathered) + " B gathered " +
+         std::to_string(c.b_gathered) + " placed " + std::to_string(c.placed) + " bias " +
+         std::to_string(c.bias) + " weighted " + std::to_string(c.weighted) + " seed " +
+         std::to_string(c.seed);
 }
 
 // By the product's own launch, which encodes maps for the emulator (runtime/).
@@ -74,13 +76,14 @@ template <class T>
 void run(const Case& c, Problem p, Form form, Epilogue epilogue, Activation activation, int sources) {
   GroupedGemm which = {std::is_same_v<T, bf16> ? Element::kBf16 : Element::kFp16, form, epilogue, activation,
                        c.sharing == Sharing::kB ? 2 : 1};
-  which.in_turns = c.in_turns && can_take_turns(which, c.gathered);
+  which.in_turns = c.in_turns && can_take_turns(which, p);
   which.boxed = c.boxed && can_store_boxes(which, c.sharing);
+  which.b_gathered = c.b_gathered;
   const GroupedGemmPath& path = c.hopper ? hopper_path : ampere_path;
   p.blocks_across = c.sharing == Sharing::kA ? 2 : 1;
   const int blocks = static_cast<int>(c.grid) * which.cluster * p.blocks_across;
   stub::seed = c.seed, stub::eagerness = c.eagerness;
-  path.launch(which, p, c.gathered ? sources : p.rows, p.rows, blocks, nullptr);
+  path.launch(which, p, c.gathered ? sources : p.rows, c.b_gathered ? sources : p.rows, blocks, nullptr);
 }
 
 template <class T>
@@ -103,6 +106,7 @@ struct Operands {
   }
 
   int source(const Case& c, int r) const { return c.gathered ? slot[r] / c.top_k : r; }
+  int source_of_b(const Case& c, int r) const { return c.b_gathered ? slot[r] / c.top_k : r; }
   float weight_of(const Case& c, int r) const { return c.weighted ? weight[c.gathered ? slot[r] : r] : 1.0f; }
   int expert(int r) const {
     int e = 0;
@@ -114,7 +118,7 @@ struct Operands {
 template <class T>
 void common(const Case& c, const Operands<T>& o, Problem& p) {
   p.ends = o.ends.data();
-  p.slot = c.gathered ? o.slot.data() : nullptr;
+  p.slot = c.gathered || c.b_gathered ? o.slot.data() : nullptr;
   p.top_k = Divisor(c.top_k);
   p.experts = static_cast<int>(c.groups.size());
   p.rows = o.rows;
@@ -310,6 +314,7 @@ void test_hidden_gradient_of(const Case& c) {
   } catch (const std::runtime_error& error) {
     return expect(false, text + ": " + error.what());
   }
+  keep<T>({&d_memory, &active_memory});
   for (int r = 0; r < o.total; ++r) {
     const int e = o.expert(r);
     const double weight = o.weight_of(c, r);
@@ -352,12 +357,14 @@ void test_weight(const Case& c) {
   const int experts = static_cast<int>(c.groups.size());
   const size_t rows = larger(o.rows, 1);
   const int stride_a = c.m + 8, stride_b = c.n + 16;
-  auto a_memory = random_rows<T>(random, rows * stride_a), b_memory = random_rows<T>(random, rows * stride_b);
+  const size_t rows_of_b = c.b_gathered ? o.sources : rows;
+  auto a_memory = random_rows<T>(random, rows * stride_a),
+       b_memory = random_rows<T>(random, rows_of_b * stride_b);
   T *a = aligned(a_memory), *b = aligned(b_memory);
   // What lies behind a group must not be touched by arithmetic: infinity times zero is no zero.
   for (int r = o.total; r < o.rows; ++r) {
     for (int i = 0; i < c.m; ++i) a[r * stride_a + i] = narrow<T>(INFINITY);
-    for (int i = 0; i < c.n; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
+    for (int i = 0; i < c.n && !c.b_gathered; ++i) b[r * stride_b + i] = narrow<T>(INFINITY);
   }
   const size_t count = size_t(experts) * c.m * c.n;
   std::vector<float> wide_memory(count + 8, NAN);
@@ -373,7 +380,7 @@ void test_weight(const Case& c) {
   p.d = c.wide ? static_cast<void*>(wide) : thin, p.d_stride = c.n, p.wide = c.wide,
   p.accumulates = c.accumulates;
   emu::register_array("A", a, rows * stride_a * 2, false);
-  emu::register_array("B", b, rows * stride_b * 2, false);
+  emu::register_array("B", b, rows_of_b * stride_b * 2, false);
   emu::register_array("D", p.d, count * (c.wide ? 4 : 2), true);
   const auto text = told(c, "weight");
   try {
@@ -388,7 +395,7 @@ void test_weight(const Case& c) {
         const size_t at = (size_t(e) * c.m + i) * c.n + j;
         double sum = before[at], size = 0;
         for (int r = e ? o.ends[e - 1] : 0; r < o.ends[e]; ++r) {
-          const double x = widen(a[r * stride_a + i]), y = widen(b[r * stride_b + j]);
+          const double x = widen(a[r * stride_a + i]), y = widen(b[o.source_of_b(c, r) * stride_b + j]);
           sum += x * y, size += std::fabs(x * y);
         }
         if (c.wide)
@@ -506,49 +513,79 @@ void in_turns(bool thorough) {
   }
 }
 
-// Runs a test with results that pass through registers, as boxes, and in turns. They must be equal to the
-// bit.
+// The ways to store a product's tiles beside other products for which there are kernels.
+struct Ways {
+  bool boxes, turns;
+};
+
+// Runs a test with tiles that are stored alone, through registers, and in the other ways. The results must be
+// equal to the bit.
 template <class Test>
-void same_bits(Case c, const Test& test) {
+void same_bits(Case c, const Test& test, Ways ways) {
   const auto results_of = [&](bool boxed, bool in_turns) {
     c.boxed = boxed, c.in_turns = in_turns;
     test(c);
     return results;
   };
-  const std::vector<uint8_t> registers = results_of(false, false);
-  expect(results_of(true, false) == registers, told(c, "boxes differ from registers:"));
-  expect(results_of(false, true) == registers, told(c, "turns differ from registers:"));
+  const std::vector<uint8_t> alone = results_of(false, false);
+  if (ways.boxes) expect(results_of(true, false) == alone, told(c, "boxes differ from registers:"));
+  if (ways.turns) expect(results_of(false, true) == alone, told(c, "turns differ from registers:"));
+}
+
+// Compares all products that can be stored beside others with the same products that are stored alone.
+template <class T>
+void same_bits_of_all(const Case& c) {
+  same_bits(c, test_weight<T>, {true, false});
+  if (c.sharing == Sharing::kB) return;  // the others have no kernel that shares B
+  same_bits(c, test_plain<T, Form::kForward>, {true, true});
+  same_bits(c, test_plain<T, Form::kInput>, {true, true});
+  Case gated = c;
+  gated.n = 336;  // 168 columns of each half
+  same_bits(gated, test_hidden<T, true>, {true, true});
+  gated.weighted = true;  // the gradient takes routing weights
+  same_bits(gated, test_hidden_gradient<T, true>, {false, true});
 }
 
 // Products whose results the tensor memory accelerator stores. Tiles have whole boxes, boxes with fewer rows
 // or columns, and boxes beyond the columns.
 void boxes(bool thorough) {
-  Case c;
-  c.boxed = true;
   unsigned seed = 700;
   for (int eagerness : {0, 40, 100}) {
     if (eagerness == 40 && !thorough) continue;
     for (Sharing sharing : {Sharing::kNothing, Sharing::kA, Sharing::kB}) {
+      Case c;
       c.sharing = sharing, c.eagerness = eagerness, c.seed = ++seed;
       c.grid = 1 + seed % 2, c.spare_rows = 5;
-      c.groups = {0, 129, 3, 0, 144}, c.n = 328, c.k = 72, c.m = 136;
-      c.placed = c.gathered = c.wide = c.accumulates = false, c.bias = c.weighted = seed % 2;
-      test_weight<bf16>(c);
+      c.n = 328, c.k = 72, c.m = 136, c.bias = c.weighted = seed % 2;
+      c.groups = {0, 129, 3, 0, 144};
+      same_bits_of_all<bf16>(c);
+      same_bits_of_all<fp16>(c);
+      if (eagerness == 100) {
+        c.groups = {128, 16};  // whole tiles, and one whole box of each warp
+        same_bits_of_all<bf16>(c);
+        same_bits_of_all<fp16>(c);
+      }
+      // What is stored by threads, or loaded by them.
+      c.boxed = true;
+      c.groups = {0, 129, 3, 0, 144};
       c.wide = true;
       test_weight<fp16>(c);
-      if (sharing == Sharing::kB) continue;  // the others have no such kernel
-      same_bits(c, test_plain<bf16, Form::kForward>);
-      test_plain<fp16, Form::kInput>(c);
+      c.wide = false;
+      if (sharing == Sharing::kB) continue;
       c.placed = true;
       test_plain<bf16, Form::kInput>(c);
-      c.placed = false, c.n = 336, c.bias = !c.bias;
-      same_bits(c, test_hidden<fp16, true>);
-      c.no_hidden = true, c.gathered = true, c.top_k = 2;
-      test_hidden<bf16, true>(c);
-      c.no_hidden = false;
-      test_hidden<bf16, true>(c);
+      c.placed = false, c.gathered = true, c.top_k = 2;
       test_plain<bf16, Form::kForward>(c);
-      c.top_k = 1;
+      c.n = 336;
+      test_hidden<bf16, true>(c);
+      c.no_hidden = true;
+      test_hidden<bf16, true>(c);
+      c.no_hidden = c.gathered = false;
+      // The ring goes round several times, and some tiles have no step.
+      c.b_gathered = true, c.n = 328, c.groups = {0, 300, 3, 0, 64};
+      test_weight<bf16>(c);
+      c.top_k = 1, c.n = 40, c.groups = {0, 0, 0, 70, 0};
+      test_weight<fp16>(c);
     }
   }
   if (!thorough) return;
@@ -557,7 +594,7 @@ void boxes(bool thorough) {
     return least + static_cast<int>(random.engine() % (most - least + 1));
   };
   for (int i = 0; i < 30; ++i) {
-    c = Case{};
+    Case c;
     c.boxed = true;
     for (int e = draw(1, 6); e > 0; --e)
       c.groups.push_back(draw(0, 3) ? draw(0, 140) : draw(0, 1) * draw(100, 400));
@@ -565,11 +602,14 @@ void boxes(bool thorough) {
     c.seed = 3000 + i, c.eagerness = draw(0, 100), c.grid = draw(1, 4), c.spare_rows = draw(0, 9);
     c.n = 8 * draw(1, 70), c.k = 8 * draw(1, 40), c.m = 8 * draw(1, 40);
     c.bias = draw(0, 1), c.weighted = draw(0, 1);
-    same_bits(c, test_plain<bf16, Form::kForward>);
-    same_bits(c, test_plain<fp16, Form::kInput>);
-    test_weight<bf16>(c);
+    same_bits(c, test_plain<bf16, Form::kForward>, {true, true});
+    same_bits(c, test_plain<fp16, Form::kInput>, {true, true});
+    same_bits(c, test_weight<bf16>, {true, false});
+    c.b_gathered = true, c.top_k = draw(1, 4);
+    test_weight<fp16>(c);
+    c.b_gathered = false, c.top_k = 1;
     c.n = 16 * draw(1, 35), c.no_hidden = draw(0, 1);
-    same_bits(c, test_hidden<bf16, true>);
+    same_bits(c, test_hidden<bf16, true>, {true, true});
   }
 }
 

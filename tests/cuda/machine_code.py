@@ -227,6 +227,11 @@ def is_in_turns(name: str) -> bool:
     return name.endswith(".turns")
 
 
+def gathers_b(name: str) -> bool:
+    """Whether the kernel always gathers the rows of B, so that its accelerator loads A only."""
+    return name.endswith(".gathered")
+
+
 def products_a_group(name: str) -> int:
     return 8 if is_in_turns(name) else 4
 
@@ -298,7 +303,11 @@ def _a_step(loop: Sequence[str], kind: str, a_step: int) -> float:
 
 def _l2_bytes(name: str, code: Sequence[str], *, shares_a: bool) -> int:
     form = next(part for part in name.split(".") if part in ("forward", "input", "weight"))
-    loop = Code(code).innermost("UTMALDG", "SYNCS.PHASECHK", without="LDGSTS")
+    flow = Code(code)
+    if gathers_b(name):
+        loop = flow.innermost("UTMALDG", "SYNCS.PHASECHK", "LDGSTS")
+    else:
+        loop = flow.innermost("UTMALDG", "SYNCS.PHASECHK", without="LDGSTS")
     steps = sum(opcode(each) == "SYNCS.ARRIVE.TRANS64" for each in loop)  # each says how many bytes will come
     kinds = [opcode(each) for each in starts(loop, "UTMALDG")]
     halves = 0 if name.endswith(".pairs") else sum(kind.endswith("MULTICAST") for kind in kinds)  # of A

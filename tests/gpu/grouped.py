@@ -81,9 +81,9 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         pytest.skip(f"this device runs {own}")
     monkeypatch.setattr(launch, "path", lambda _: (wanted, None))
     sharing = {"sharing B": 2, "sharing A": 3, "in turns": 0, "boxes": 0}
-    turns = {"in turns": 2, "boxes": 3}
+    storing = {"in turns": launch.IN_TURNS, "boxes": launch.AS_BOXES}
     monkeypatch.setattr(launch, "SHARING", sharing[way[0]] if way else 1)
-    monkeypatch.setattr(launch, "TURNS", turns.get(way[0], 0) if way else 0)
+    monkeypatch.setattr(launch, "STORING", storing.get(way[0], launch.ALONE) if way else launch.ALONE)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="pmoe: grouped products are computed without")
         yield
@@ -339,16 +339,22 @@ def check_weight_gradient(
     *,
     wide: bool = False,
     accumulate: bool = False,
+    gathered: bool = False,
 ) -> None:
+    """gathered: rows are read from tokens, if the kernels are those for boxes. No others can."""
+    gathers = gathered and launch.STORING == launch.AS_BOXES
     grad, g = case.rows(num_out)
-    rows, x = case.rows(num_in)
+    rows, x = case.rows(num_in, gathers)
     experts, dtype = len(case.counts), torch.float32 if wide else case.dtype
     before = case.draw(experts, num_out, num_in, dtype=dtype)
     whole = torch.full((experts + 2, num_out, num_in), NAN, dtype=dtype)
     if accumulate:
         whole[1:-1] = before
     whole = whole.to(DEVICE)
-    grouped_gemm.weight_gradient(grad.matrix, rows.matrix, case.ends, out=whole[1:-1], accumulate=accumulate)
+    grouped_gemm.weight_gradient(
+        grad.matrix, rows.matrix, case.ends, slots=case.slots if gathers else None, out=whole[1:-1],
+        accumulate=accumulate,
+    )  # fmt: skip
     expected, size = case.gradient(g, x), case.gradient(g.abs(), x.abs())
     if accumulate:
         expected, size = expected + case.exact(before), size + case.exact(before).abs()
@@ -387,6 +393,7 @@ WEIGHT = [
     ({}, {}),
     ({"spare": 37}, {"wide": True}),
     ({"spare": 37}, {"wide": True, "accumulate": True}),
+    ({"top_k": 2, "spare": 5}, {"gathered": True}),
 ]
 
 

@@ -13,6 +13,7 @@ HOST = "tests/unit/test_cuda_host.py"
 PRODUCTS = "tests/unit/test_kernels_grouped_gemm.py -k emulator_equal"
 TURNS = "tests/unit/test_kernels_grouped_gemm.py -k in_turns_in_the_emulator_equal"
 BOXES = "tests/unit/test_kernels_grouped_gemm.py -k stored_as_boxes_in_the_emulator_equal"
+EMULATOR = "tests/unit/test_kernels_grouped_gemm.py -k emulator_finds_planted"
 FUSED = "tests/unit/test_comet_kernels.py -k plain_loop"
 ORDER_SOURCE = "pmoe/kernels/launch_order.py"
 ORDER_TEST = "tests/unit/test_launch_order.py"
@@ -287,9 +288,129 @@ KERNELS = (
         name="a-box-that-nobody-awaits",
         breaks="a block ends while its last boxes may still be read",
         file="cuda/grouped_gemm/hopper_turns.cuh",
-        old="    Boxes::finish();\n",
+        old="    Boxes::wait_for_stores();\n",
         new="",
         tests=TURNS,
+    ),
+    Plant(
+        name="a-box-that-nobody-awaits-on-one-tile",
+        breaks="a block whose warpgroups share their tiles ends while its last boxes may still be read",
+        file="cuda/grouped_gemm/hopper_boxes.cuh",
+        old="  Boxes::wait_for_stores();\n",
+        new="",
+        tests=BOXES,
+    ),
+    Plant(
+        name="all-boxes-but-the-last-are-awaited",
+        breaks="a block ends while its last box may still be read",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="if (thread_again() % 32 == 0) bulk_wait<0>();",
+        new="if (thread_again() % 32 == 0) bulk_wait<1>();",
+        tests=BOXES,
+    ),
+    Plant(
+        name="boxes-awaited-until-they-are-read",
+        breaks="a block ends when its boxes have been read, and not when its results are in memory",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="if (thread_again() % 32 == 0) bulk_wait<0>();",
+        new="if (thread_again() % 32 == 0) bulk_wait_read<0>();",
+        tests=BOXES,
+    ),
+    Plant(
+        name="boxes-awaited-by-a-lane-that-began-no-store",
+        breaks="a lane waits that has no stores of its own, so the warp waits for nothing",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="if (thread_again() % 32 == 0) bulk_wait<0>();",
+        new="if (thread_again() % 32 == 1) bulk_wait<0>();",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-group-that-ends-before-its-store",
+        breaks="a store belongs to the group of the next one, so a wait leaves out the last store",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    tma_store_2d(&map, buffer() + offset, column, row);\n    bulk_commit();\n",
+        new="    bulk_commit();\n    tma_store_2d(&map, buffer() + offset, column, row);\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-box-awaited-after-it-was-written",
+        breaks="a box is written while the store before may still read it, and the wait comes later",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    wait_read<kBoxesOfWarp - 1>();\n"
+        "    sync_warp();  // no lane writes before lane 0 has waited\n"
+        "    write_matrices(word, offset);\n",
+        new="    write_matrices(word, offset);\n    wait_read<kBoxesOfWarp - 1>();\n    sync_warp();\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-fence-behind-the-meeting",
+        breaks="lane 0 may start a store before the other lanes have issued their fences",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    fence_proxy_async();\n"
+        "    sync_warp();  // lane 0 starts the store after all lanes have written\n",
+        new="    sync_warp();\n    fence_proxy_async();\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-fence-of-the-last-of-four-lanes",
+        breaks="four lanes write 16 bytes, and one of them issues a fence",
+        file="cuda/grouped_gemm/boxes.cuh",
+        old="    fence_proxy_async();\n",
+        new="    if (lane() % 4 == 3) fence_proxy_async();\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="an-emulator-that-knows-one-writer",
+        breaks="the emulator takes 16 bytes for fenced as soon as one of their writers has issued a fence",
+        file="tests/cuda/emulator_hopper.h",
+        old="    writers.erase(std::remove(writers.begin(), writers.end(), fiber.linear), writers.end());\n",
+        new="    if (!writers.empty() && writers.back() == fiber.linear) writers.clear();\n",
+        tests=EMULATOR,
+    ),
+    # Weight gradients that gather rows of B while they load them.
+    Plant(
+        name="rows-of-the-step-before",
+        breaks="a step multiplies rows of B that belong to the step before",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="      if (step + 1 < end) find(step + 1);\n",
+        new="      if (step + 1 < end) find(step);\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="rows-of-sorted-order-and-not-of-tokens",
+        breaks="a weight gradient reads row r of B, and not the row of its slot's token",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="          p.slot, p.top_k, tile.group_begin, tile.group_rows,\n"
+        "          [&](int i) { return step * kDepth + boxes.line(i); }, source);\n",
+        new="          nullptr, p.top_k, tile.group_begin, tile.group_rows,\n"
+        "          [&](int i) { return step * kDepth + boxes.line(i); }, source);\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="a-stage-announced-before-its-rows-of-b",
+        breaks="a stage counts as full while copies of rows of B are on their way",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="      if (step + 1 < end) find(step + 1);\n      cp_async_wait<kLag>();\n",
+        new="      if (step + 1 < end) find(step + 1);\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="stages-that-wait-for-an-expert-with-rows",
+        breaks="if experts without rows follow, the last stages of an expert are never announced",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="      cp_async_wait<0>();\n"
+        "      announce_but(0, issued, announced, shared, thread);\n"
+        "      continue;\n",
+        new="      continue;\n",
+        tests=BOXES,
+    ),
+    Plant(
+        name="b-expected-of-the-accelerator",
+        breaks="a stage of gathered rows of B waits for bytes that no tensor map loads",
+        file="cuda/grouped_gemm/hopper.cuh",
+        old="        mbarrier_arrive_expect(full, kBytesA);\n",
+        new="        mbarrier_arrive_expect(full, kBytesA + kBytesB);\n",
+        tests=BOXES,
     ),
     Plant(
         name="a-box-of-two-experts",
@@ -303,7 +424,7 @@ KERNELS = (
         name="the-same-box-for-all-stores",
         breaks="a warp writes the box that its last store may still read",
         file="cuda/grouped_gemm/epilogue.h",
-        old="      buffer_.go_on();\n",
+        old="      buffer_.take_other_box();\n",
         new="",
         tests=BOXES,
     ),

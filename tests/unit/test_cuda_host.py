@@ -23,6 +23,7 @@ from bench import kernels_on_cpu
 from pmoe.comm.wire import pack_rows, unpack_rows
 from pmoe.kernels import extension
 from pmoe.kernels.counts import Messages, Sent
+from pmoe.kernels.grouped_gemm import launch
 from pmoe.kernels.wire import MessageKernels
 from pmoe.schedule.wire import WireName, message_bytes
 from tests.cuda.compiled import compile_object
@@ -225,13 +226,13 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
     """
     cuda.stub_reset(runs=False, processors=7)
     fields = {"d_stride": 256, "active": torch.zeros(64).data_ptr(), "active_stride": 256}
-    product(cuda, turns=2, n=256, **fields)
-    product(cuda, turns=2, n=128, **fields)
-    product(cuda, turns=2, n=256, sharing=1, **fields)
-    product(cuda, turns=2, n=256, form=1, epilogue=2, activation=4, **fields)
-    product(cuda, turns=2, n=256, epilogue=1, activation=4, **fields)
+    product(cuda, storing=2, n=256, **fields)
+    product(cuda, storing=2, n=128, **fields)
+    product(cuda, storing=2, n=256, sharing=1, **fields)
+    product(cuda, storing=2, n=256, form=1, epilogue=2, activation=4, **fields)
+    product(cuda, storing=2, n=256, epilogue=1, activation=4, **fields)
     in_turns = cuda.stub_launched()
-    product(cuda, turns=0, n=256, form=1, epilogue=2, activation=4, **fields)
+    product(cuda, storing=0, n=256, form=1, epilogue=2, activation=4, **fields)
     assert [(each["blocks"], each["cluster"]) for each in in_turns] == [
         (6, 2), (7, 1), (7, 1), (6, 2), (6, 2),
     ]  # fmt: skip
@@ -243,10 +244,13 @@ def test_products_that_can_are_computed_in_turns(cuda: ModuleType) -> None:
 
 
 def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleType) -> None:
-    """A plain product may have 11 steps of 64, one of SwiGLU's hidden columns 21, their gradient 104."""
+    """A plain product may have 11 steps of 64, one of SwiGLU's hidden columns 21, their gradient 104.
+
+    Rows that are stored at places gain nothing by boxes, the other way. Their product may have 24 steps.
+    """
 
     def taken(k: int, **fields: int) -> bool:
-        found: bool = cuda.grouped_gemm_takes_turns(k=k, turns=1, **fields)
+        found: bool = cuda.grouped_gemm_takes_turns(k=k, storing=1, **fields)
         return found
 
     assert [taken(k, form=0) for k in (64 * 11, 64 * 11 + 8)] == [True, False]
@@ -254,9 +258,10 @@ def test_products_of_few_steps_are_computed_in_turns_by_the_rule(cuda: ModuleTyp
     assert [taken(k, **hidden) for k in (64 * 21, 64 * 21 + 8)] == [True, False]
     gradient = {"form": 1, "epilogue": 2, "activation": 4}
     assert [taken(k, **gradient) for k in (64 * 104, 64 * 104 + 8)] == [True, False]
-    assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, turns=2)
-    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, turns=0)
-    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, turns=3)
+    assert cuda.grouped_gemm_takes_turns(form=1, k=1 << 20, storing=2)
+    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, storing=0)
+    assert not cuda.grouped_gemm_takes_turns(form=1, k=64, storing=3)
+    assert [taken(k, form=0, placed=True) for k in (64 * 24, 64 * 24 + 8)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -276,9 +281,9 @@ def test_results_that_are_stored_as_boxes_have_maps(
 ) -> None:
     """T_M has a map for each half. A gradient in float has none: threads store it."""
     fields = {"active": torch.zeros(64, 64, dtype=BF16).data_ptr(), "active_stride": 64} | given
-    product(cuda, turns=0, **fields)
+    product(cuda, storing=0, **fields)
     num_operand_maps = cuda.stub_num_encoded()
-    product(cuda, turns=3, **fields)
+    product(cuda, storing=3, **fields)
     assert cuda.stub_num_encoded() == 2 * num_operand_maps + num_maps
     assert cuda.stub_refused() == []
     usual, boxed = cuda.stub_launched()
@@ -287,20 +292,127 @@ def test_results_that_are_stored_as_boxes_have_maps(
 
 
 def test_other_products_are_stored_as_boxes_by_the_rule(cuda: ModuleType) -> None:
-    product(cuda, turns=1, k=64 * 12, a_stride=64 * 12)
-    product(cuda, turns=3)
-    product(cuda, turns=1)
-    product(cuda, turns=2)
+    product(cuda, storing=1, k=64 * 12, a_stride=64 * 12)
+    product(cuda, storing=3)
+    product(cuda, storing=1)
+    product(cuda, storing=2)
     kernels = [each["kernel"] for each in cuda.stub_launched()]
     assert kernels[0] == kernels[1] != kernels[2] == kernels[3]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"k": 64 * 25, "a_stride": 64 * 25, "place": 4096},
+        {"k": 64 * 25, "a_stride": 64 * 25, "form": 1, "place": 4096},
+        {"form": 2, "m": 64, "b_rows": T, "b_stride": 64, "wide": True},
+        {"form": 2, "m": 64, "b_rows": T, "b_stride": 64, "wide": True, "accumulates": True},
+    ],
+)
+def test_results_that_gain_nothing_by_boxes_are_stored_alone_by_the_rule(
+    cuda: ModuleType, given: dict[str, Any]
+) -> None:
+    """Threads store rows at places, and weight gradients in float, also in the kernels for boxes.
+
+    The rule once gave them to these kernels, which only have more to do.
+    """
+    product(cuda, storing=0, **given)
+    product(cuda, storing=1, **given)
+    product(cuda, storing=3, **given)
+    alone, by_rule, as_boxes = cuda.stub_launched()
+    assert alone == by_rule
+    assert alone["kernel"] != as_boxes["kernel"]
+
+
+def test_rows_at_places_are_stored_in_turns_by_the_rule_if_their_product_has_few_steps(
+    cuda: ModuleType,
+) -> None:
+    fields = {"k": 64 * 12, "a_stride": 64 * 12}
+    product(cuda, storing=2, **fields, place=4096)
+    product(cuda, storing=1, **fields, place=4096)
+    product(cuda, storing=1, **fields)
+    in_turns, placed, plain = cuda.stub_launched()
+    assert in_turns == placed
+    assert plain["kernel"] != placed["kernel"], "12 steps without places are stored as boxes"
+
+
+@pytest.mark.parametrize("name", ["storing", "sharing"])
+@pytest.mark.parametrize("number", [-1, 4, 77])
+def test_a_number_that_names_no_way_is_refused_before_any_launch(
+    cuda: ModuleType, name: str, number: int
+) -> None:
+    """Such a number was once taken for a value of the enumeration, and some kernel ran."""
+    for hopper in (True, False):
+        with pytest.raises(
+            ValueError, match=rf"{name} \({number}\) must be 0 \(.+\), 1 \(.+\), 2 .+ or 3 \("
+        ):
+            product(cuda, hopper=hopper, **{name: number})
+    assert cuda.stub_launched() == []
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_a_question_about_no_way_to_store_is_refused(cuda: ModuleType, number: int) -> None:
+    with pytest.raises(ValueError, match=rf"storing \({number}\) must be 0 \(alone\), 1 \(the fastest way\)"):
+        cuda.grouped_gemm_takes_turns(form=0, k=64, storing=number)
+
+
+def test_a_setting_that_names_no_way_to_store_raises_at_the_next_product(
+    cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "load", lambda: cuda)
+    monkeypatch.setattr(launch, "STORING", 9)
+    fields = Operands().fields() | {"storing": launch.STORING}
+    with pytest.raises(ValueError, match=r"storing \(9\) must be"):
+        launch.start(torch.device("cpu"), fields)
+    with pytest.raises(ValueError, match=r"storing \(9\) must be"):
+        launch.num_row_dots("sm_90a", 64, 64, 4)
+
+
+GRADIENT = {"form": 2, "m": 64, "b_rows": T, "b_stride": 64}
+GATHERED = GRADIENT | {"b_gathered": True, "slot": 8}
+
+
+def test_weight_gradients_of_gathered_rows_need_one_map_of_operands(cuda: ModuleType) -> None:
+    """Rows of B are not loaded by a tensor map, so their address and strides may be such as no map has.
+
+    Two blocks share A if the number of tiles side by side is even. They cannot share B.
+    """
+    cuda.stub_reset(runs=False, processors=7)
+    product(cuda, storing=3, **GATHERED | {"b": 8, "n": 512, "m": 256, "a_stride": 256})
+    assert cuda.stub_num_encoded() == 2 and cuda.stub_refused() == []  # A and the result
+    product(cuda, storing=1, **GATHERED)
+    product(cuda, storing=3, **GRADIENT)
+    wide, gathered, in_place = cuda.stub_launched()
+    assert wide["kernel"] == gathered["kernel"] != in_place["kernel"]
+    assert [each["cluster"] for each in (wide, gathered)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ({"storing": 0}, "for storing 0, sharing 0 and wide 0"),
+        ({"storing": 2}, "for storing 2, sharing 0 and wide 0"),
+        ({"storing": 3, "sharing": 2}, "for storing 3, sharing 2 and wide 0"),
+        ({"storing": 3, "wide": True}, "for storing 3, sharing 0 and wide 1"),
+        ({"storing": 3, "slot": 0}, "in form 2 with slot 0 and hopper 1"),
+        ({"storing": 3, "form": 0}, "in form 0 with slot 8 and hopper 1"),
+        ({"storing": 3, "hopper": False}, "in form 2 with slot 8 and hopper 0"),
+    ],
+)
+def test_rows_of_b_are_gathered_by_kernels_for_boxes_only(
+    cuda: ModuleType, given: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"b_gathered \(true\) must be false {rule}"):
+        product(cuda, **GATHERED | given)
+    assert cuda.stub_launched() == []
 
 
 @pytest.mark.parametrize(
     "given", [{"sharing": 2}, {"form": 1, "sharing": 2}, {"form": 1, "epilogue": 2, "activation": 4}]
 )
 def test_products_without_boxes_are_stored_by_threads(cuda: ModuleType, given: dict[str, Any]) -> None:
-    product(cuda, turns=0, **given)
-    product(cuda, turns=3, **given)
+    product(cuda, storing=0, **given)
+    product(cuda, storing=3, **given)
     one, other = cuda.stub_launched()
     assert one == other
 
@@ -321,14 +433,14 @@ def test_products_without_such_a_kernel_are_computed_as_before(
 ) -> None:
     cuda.stub_reset(runs=False)
     product(cuda, **given)
-    product(cuda, turns=2, **given)
+    product(cuda, storing=2, **given)
     one, other = cuda.stub_launched()
     assert one == other
 
 
 def test_a_product_in_turns_does_not_share_b(cuda: ModuleType) -> None:
     with pytest.raises(ValueError, match=r"sharing \(2\) must be 0, 1 or 3 for a product in turns"):
-        product(cuda, turns=2, sharing=2)
+        product(cuda, storing=2, sharing=2)
     assert cuda.stub_launched() == []
 
 

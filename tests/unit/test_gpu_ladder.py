@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from pmoe.kernels.comet.launcher import Division
+from pmoe.kernels.grouped_gemm.launch import AS_BOXES, IN_TURNS
 from tests.emulated import emulated, load_kernels
 from tests.gpu import fused, integers
 from tests.gpu.ladder import __main__ as ladder
-from tests.gpu.ladder import climb, epilogues, moving, nccl, persistent, report, tiles, worlds
+from tests.gpu.ladder import boxes, climb, epilogues, moving, nccl, persistent, report, tiles, worlds
 from tests.gpu.ladder.decode import name_difference, swizzled
 from tests.gpu.ladder.machine import Machine
 from tests.gpu.ladder.step import NOT_RUN, PASSED, Outcome, Step, check_steps
@@ -52,9 +53,38 @@ def test_a_tile_is_read_right_by_one_block_and_by_two(machine: Machine, form: st
     for sharing in (1, 2, 3) if machine.hopper else (1,):
         tiles.demand_nothing(tiles.find_tile(machine, form, sharing, side=tiles.side_of(sharing)))
     if machine.hopper and form != "weight":
-        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, turns=tiles.IN_TURNS))
+        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, storing=IN_TURNS))
     if machine.hopper:
-        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, turns=tiles.AS_BOXES))
+        tiles.demand_nothing(tiles.find_tile(machine, form, side=tiles.SIDE + 8, storing=AS_BOXES))
+    if machine.hopper and form == "weight":
+        tiles.demand_nothing(boxes.find_gathered_weights(machine))
+
+
+ONLY_HOPPER = pytest.mark.parametrize("machine", [True], ids=["sm_90a"], indirect=True)
+"""For what only kernels for sm_90a do."""
+
+
+@ONLY_HOPPER
+def test_experts_of_uneven_sizes_are_stored_as_boxes(machine: Machine) -> None:
+    """An expert without rows, one with less than a box, one with a box, one with more than a tile."""
+    tiles.demand_nothing(boxes.find_uneven_experts(machine, SIDE, (131, 0, 5, 16)))
+
+
+@ONLY_HOPPER
+def test_a_box_that_is_stored_for_the_wrong_rows_is_named(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a row fewer of the first expert, the second one begins a row too early."""
+    drawn = boxes.Drawn
+
+    def with_a_row_fewer(machine: Machine, side: int, counts: tuple[int, ...]) -> boxes.Drawn:
+        found = drawn(machine, side, counts)
+        found.ends[0] -= 1
+        return found
+
+    monkeypatch.setattr(boxes, "Drawn", with_a_row_fewer)
+    wrong = [name for name, told in boxes.find_uneven_experts(machine, SIDE, (20, 5)).items() if told]
+    assert len(wrong) == 4, wrong
 
 
 def test_gathers_epilogues_routing_and_permutes(machine: Machine) -> None:

@@ -38,6 +38,24 @@ def case(activation: str = "gelu", dtype: torch.dtype = torch.bfloat16, bias: bo
     return KernelCase(CPU, dtype, activation, bias)
 
 
+def test_a_backward_pass_that_gathers_tokens_for_the_first_weight_is_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With kernels that store boxes, the first weight's gradient reads tokens, and no permute copies them."""
+    permuted = []
+    permute = one_rank.permute.permute
+
+    def counted(x_TM: Tensor, *others: Any) -> Tensor:
+        permuted.append(x_TM)
+        return permute(x_TM, *others)
+
+    monkeypatch.setattr(one_rank.permute, "permute", counted)
+    monkeypatch.setattr(one_rank, "gathers_for_weights", lambda device, dtype, columns, top_k: True)
+    for top_k in (1, 3):
+        assert one_rank_mismatch(case("swiglu"), top_k, True) is None
+    assert len(permuted) == 2 * 3, "each of three passes a case copies the gradient only"
+
+
 def spoilt(found: Any) -> Any:
     """Changes one element of the last result, as a race or a wrong tile would."""
     if isinstance(found, Tensor):

@@ -89,7 +89,7 @@ COMMON = {
     "slot": "slot",
     "top_k": 2,
     "sharing": 0,
-    "turns": 0,
+    "storing": 0,
 }
 IN_PLACE = {"slot": 0, "top_k": 1}
 
@@ -216,6 +216,38 @@ def test_the_rule_of_the_hidden_counts_its_columns(
     weight = torch.zeros(2, num_hidden, 64, dtype=BF16)
     grouped_gemm.hidden(given.x, weight, given.ends, activation="swiglu", slots=slots)
     assert recorder.calls[0][1]["a_gathered"] is gathers
+
+
+def test_a_weight_gradient_of_gathered_rows(recorder: Recorder, given: Operands) -> None:
+    out = recorder.tensor("of weight", 2, 128, 64)
+    grouped_gemm.weight_gradient(given.grad, given.x, given.ends, slots=given.slots, out=out)
+    fields = {
+        **{"form": 2, "epilogue": 0, "a": "grad", "a_stride": 128, "a_rows": 10},
+        **{"b": "x", "b_stride": 72, "b_rows": 5, "b_gathered": True, "rows": 10, "m": 128, "n": 64},
+        **{"d": "of weight", "d_stride": 64, "wide": False, "accumulates": False},
+    }
+    assert recorder.calls == [("grouped_gemm", COMMON | fields)]
+
+
+@pytest.mark.parametrize(
+    ("storing", "columns", "top_k", "gathers"),
+    [
+        (launch.ALONE, 8, 8, False),
+        (launch.IN_TURNS, 8, 8, False),
+        (launch.FASTEST, 1232, 8, True),
+        (launch.FASTEST, 1240, 8, False),
+        (launch.AS_BOXES, 2200, 1, True),
+        (launch.AS_BOXES, 2208, 1, False),
+    ],
+)
+def test_the_rule_of_a_first_weights_gradient_counts_its_columns(
+    monkeypatch: pytest.MonkeyPatch, storing: int, columns: int, top_k: int, gathers: bool
+) -> None:
+    monkeypatch.setattr(launch, "STORING", storing)
+    monkeypatch.setattr(launch, "path_for", lambda device, dtype: "sm_90a")
+    assert launch.gathers_for_weights(torch.device("cuda"), BF16, columns, top_k) is gathers
+    monkeypatch.setattr(launch, "path_for", lambda device, dtype: "sm_80")
+    assert not launch.gathers_for_weights(torch.device("cuda"), BF16, columns, top_k)
 
 
 def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:

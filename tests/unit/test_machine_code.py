@@ -5,6 +5,7 @@ For each rule a mistake is planted in the real code of a kernel, which the rule 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -190,7 +191,7 @@ def test_a_choice_of_an_expert_by_a_whole_warp_takes_two_reductions_and_no_shuff
 def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() -> None:
     """A block loads 128 rows of A and 256 columns of B in each step of depth 64; 128 columns in turns.
 
-    Of an operand that two blocks share, each loads half.
+    Of an operand that two blocks share, each loads half. The bytes are those of the accelerator.
     """
     for name, code in hopper().items():
         if not machine_code.is_of_one_product(name):
@@ -198,6 +199,8 @@ def test_a_step_loads_what_the_source_tells_and_is_issued_beside_its_products() 
         found = machine_code.cost(name, code)
         shares_b = name.endswith(".pairs")
         columns = 128 if machine_code.is_in_turns(name) else 256
+        if machine_code.gathers_b(name):
+            columns = 0  # threads copy B
         assert found.l2_bytes == (128 + columns // (1 + shares_b)) * 64 * 2, name
         assert found.l2_bytes_sharing_a == (columns if shares_b else 64 + columns) * 64 * 2, name
         assert 0 < found.step_cycles < machine_code.tensor_cycles(name), (name, found)
@@ -235,6 +238,7 @@ def test_a_store_in_turns_is_issued_beside_so_many_steps_of_the_other_warpgroup(
         ("input.boxes", bench_shapes.PLAIN),
         ("weight.boxes", bench_shapes.WEIGHT),
         ("weight.boxes.pairs", bench_shapes.WEIGHT),
+        ("weight.boxes.gathered", bench_shapes.WEIGHT_OF_GATHERED),
         ("forward.hidden.swiglu.boxes", bench_shapes.GATED),
     ],
 )
@@ -258,10 +262,26 @@ def test_a_store_of_boxes_takes_as_many_instructions_as_are_predicted(
         assert used.stack == used.local == 0, kernel
 
 
+def test_a_step_with_gathered_rows_of_b_is_issued_beside_its_products() -> None:
+    """Each scheduler has one of the four loading warps beside two multiplying ones.
+
+    What they issue in a step fits into the cycles of the step's products. A loading thread has 40 registers.
+    """
+    for element in ("bf16", "fp16"):
+        kernel = f"grouped_gemm.sm_90a.{element}.weight.boxes.gathered"
+        code = sass("sm_90a")[kernel]
+        loading = machine_code.Code(code).innermost("UTMALDG", "SYNCS.PHASECHK", "LDGSTS")
+        issued = machine_code.executed(loading) + machine_code.cost(kernel, code).step_cycles
+        assert issued <= machine_code.TENSOR_CYCLES, (kernel, issued)
+        assert count(loading, "LDGSTS") == 16, "a thread copies 4 lines of each of 4 boxes"
+        registers = {int(number) for each in loading for number in re.findall(r"\bR(\d+)", each)}
+        assert max(registers) < 40, kernel
+
+
 def test_the_fence_comes_before_each_store_of_a_box() -> None:
     """Between the writes of a box (STSM) and its store (UTMASTG) is a fence of the asynchronous proxy."""
     boxed = {name: code for name, code in hopper("grouped_gemm.").items() if count(code, "UTMASTG")}
-    assert len(boxed) == 16
+    assert len(boxed) == 18
     expect_none(machine_code.stores_without_fence, boxed)
 
 

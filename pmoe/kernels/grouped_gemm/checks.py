@@ -5,7 +5,6 @@ Every check raises ValueError.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -64,12 +63,11 @@ def check_operands(
         raise ValueError("gathered (True) must be False without slots: they say which rows to gather")
     num_rows = slots.slot_N.numel() if gathered and slots is not None else rows.shape[0]
     check_rows("rows", rows, ("rows", weight.shape[columns]), weight)
-    check_places = partial(check_tensor, dtypes=[torch.int32], device=rows.device, contiguous=True)
-    check_places("ends", ends, shape=weight.shape[:1])
+    check_tensor(
+        "ends", ends, shape=weight.shape[:1], dtypes=[torch.int32], device=rows.device, contiguous=True
+    )
     if slots is not None:
-        check_places("slot", slots.slot_N, shape=(num_rows,))
-        if slots.top_k < 1:
-            raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
+        check_slots(slots, num_rows, rows.device)
     if bias is not None:
         check_tensor("bias", bias, shape=weight.shape[:2], dtypes=[weight.dtype], device=weight.device)
     if scale is not None:
@@ -82,6 +80,20 @@ def check_operands(
         if not fits:
             raise ValueError(f"scale of shape {tuple(scale.shape)} must have the shape ({count},)")
     return num_rows
+
+
+def check_slots(slots: RowSlots, num_rows: int, device: torch.device) -> None:
+    """Raises ValueError unless there is an int32 slot for each row, and at least one choice of a token.
+
+    slots: the slots.
+    num_rows: N, the number of rows that are multiplied.
+    device: the device of the rows.
+    """
+    check_tensor(
+        "slot", slots.slot_N, shape=(num_rows,), dtypes=[torch.int32], device=device, contiguous=True
+    )
+    if slots.top_k < 1:
+        raise ValueError(f"top_k ({slots.top_k}) must be at least 1")
 
 
 def check_rows(name: str, rows: Tensor, shape: tuple[int | str, int | str], like: Tensor) -> None:
@@ -115,18 +127,23 @@ def hidden_width(num_hidden: int, activation: str) -> int:
     return num_hidden // 2
 
 
-def weight_gradient_shape(grad: Tensor, rows: Tensor, ends_E: Tensor) -> tuple[int, int, int]:
+def weight_gradient_shape(
+    grad: Tensor, rows: Tensor, ends_E: Tensor, slots: RowSlots | None = None
+) -> tuple[int, int, int]:
     """Checks the operands of a weight's gradient, and returns the weight's shape (E, O, I).
 
     grad: (N, O), gradient of the product, N rows sorted by expert.
-    rows: (N, I), the product's rows.
+    rows: (N, I), the product's rows; the tokens, (T, I), if there are slots.
     ends_E: (E,) int32, for each of E experts the index behind its last row.
+    slots: for each row, the index of its (token, choice) pair, if rows are gathered from tokens; else None.
 
     Raises ValueError if an operand does not fit the others.
     """
     check_rows("grad", grad, ("rows", "O"), rows)
     check_rows("rows", rows, ("rows", "I"), grad)
-    if grad.shape[0] != rows.shape[0]:
+    if slots is not None:
+        check_slots(slots, grad.shape[0], rows.device)
+    elif grad.shape[0] != rows.shape[0]:
         raise ValueError(f"grad of {grad.shape[0]} rows must have as many as rows ({rows.shape[0]})")
     check_tensor("ends", ends_E, shape=("E",), dtypes=[torch.int32], device=rows.device, contiguous=True)
     return ends_E.numel(), grad.shape[1], rows.shape[1]

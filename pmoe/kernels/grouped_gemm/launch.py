@@ -24,18 +24,24 @@ choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3 
 cuda/grouped_gemm/launch.h.
 """
 
-TURNS = 0
-"""Setting for benchmarks: which products on Hopper store tiles beside the products of the next tiles.
+ALONE = 0
+FASTEST = 1
+IN_TURNS = 2
+AS_BOXES = 3
 
-There are two ways. In turns, one of two warpgroups of a thread block stores its tile while the other
-multiplies the next tile. As boxes, both multiply the same tile, and the tensor memory accelerator stores it
-from shared memory while they multiply the next tile. If neither way is taken, nothing is multiplied while a
-tile is stored.
+STORING = ALONE
+"""Setting for benchmarks: when products on Hopper store their tiles.
 
-0 takes neither way. 1 takes the way that is predicted to be the faster one, where there are kernels. 2 takes
-turns wherever there are kernels, and no boxes. 3 takes boxes wherever there are kernels, and no turns. These
-are the values of `Turns` of cuda/grouped_gemm/turns.h. The default is 0 because these kernels have not run on
-a GPU; tests run them in an emulator, and docs/numbers.md predicts their times.
+ALONE: nothing is multiplied while a tile is stored.
+FASTEST: in the way that is predicted to be the fastest, where there is a kernel.
+IN_TURNS: one of two warpgroups of a thread block stores its tile while the other multiplies the next tile.
+    Where there is no kernel, alone.
+AS_BOXES: both warpgroups multiply the same tile. The tensor memory accelerator stores it from shared memory
+    while they multiply the next tile. Where there is no kernel, alone.
+
+These are the values of `Storing` of cuda/grouped_gemm/storing.h, which also has a table of the kernels.
+Other values raise ValueError at the next product. The default is ALONE because the other kernels have not run
+on a GPU; tests run them in an emulator, and docs/numbers.md predicts their times.
 """
 
 GATHERING: bool | None = None
@@ -53,6 +59,36 @@ product. Copying (a permute) costs the same for any number of columns: it reads 
 its K rows. By the stored times of an H200 (bench_grouped_gemm, bench_permute) the two are equal at 2100 (1 +
 1 / K) columns. With K = 4 choices that is 2625 columns, or 1312 hidden columns of SwiGLU.
 """
+
+
+WEIGHT_COLUMNS = 1100
+"""If a first weight has more columns than this for each row of tokens, its gradient does not gather tokens.
+
+The number is for tokens with very many choices K; `gathers_for_weights` multiplies it by (1 + 1 / K). It is
+predicted, not measured: gathering 256 columns of tokens is taken to lengthen a step of a tile by twice what
+gathering 128 rows was measured to do, 2 x 0.066 us of 0.68. Copying the tokens (a permute) costs the same for
+any number of columns. The two are then equal at 1100 (1 + 1 / K) columns: with K = 8 choices at 1237, or 618
+hidden columns of SwiGLU.
+"""
+
+
+def gathers_for_weights(device: torch.device, dtype: torch.dtype, columns: int, top_k: int) -> bool:
+    """Returns whether the gradient of a first weight should gather its rows from tokens.
+
+    If not, the tokens must be copied into sorted rows first (`pmoe.kernels.permute`).
+
+    device, dtype: of the tokens.
+    columns: number of rows of each expert's first weight: H = d_hidden, or 2H for SwiGLU.
+    top_k: K, number of choices of a token.
+
+    Only kernels that store boxes gather, so the result is False unless `STORING` is FASTEST or AS_BOXES. They
+    gather if columns <= `WEIGHT_COLUMNS` * (1 + 1 / K).
+
+    Example: 2 * 256 columns of SwiGLU, K = 8 -> True; 2 * 1024 columns -> False.
+    """
+    if STORING not in (FASTEST, AS_BOXES) or path_for(device, dtype) != "sm_90a":
+        return False
+    return columns <= WEIGHT_COLUMNS * (1 + 1 / top_k)
 
 
 def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:
@@ -208,7 +244,7 @@ def fields_for_all(kernels: str, form: int, like: Tensor, epilogue: int = PLAIN)
         "slot": 0,
         "top_k": 1,
         "sharing": SHARING,
-        "turns": TURNS,
+        "storing": STORING,
     }
 
 
@@ -224,8 +260,8 @@ def num_row_dots(kernels: str, width: int, model: int, activation: int) -> int:
     activation: number of the nonlinearity (`pmoe.kernels.gemm.ACTIVATIONS`).
     """
     module = extension.module()
-    in_turns: bool = TURNS > 0 and module.grouped_gemm_takes_turns(
-        form=INPUT, epilogue=HIDDEN_GRADIENT, activation=activation, k=model, turns=TURNS
+    in_turns: bool = STORING != ALONE and module.grouped_gemm_takes_turns(
+        form=INPUT, epilogue=HIDDEN_GRADIENT, activation=activation, k=model, storing=STORING
     )
     parts: int = module.row_dot_parts(kernels == "sm_90a", width, in_turns)
     return parts

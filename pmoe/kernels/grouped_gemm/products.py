@@ -229,9 +229,10 @@ def hidden_gradient(
 
 def weight_gradient(
     grad_NO: Tensor,
-    rows_NI: Tensor,
+    rows: Tensor,
     ends_E: Tensor,
     *,
+    slots: checks.RowSlots | None = None,
     out: Tensor | None = None,
     accumulate: bool = False,
 ) -> Tensor:
@@ -240,29 +241,37 @@ def weight_gradient(
     The gradient is zero for an expert without rows.
 
     grad_NO: (N, O), gradient of the product, N rows sorted by expert.
-    rows_NI: (N, I), the product's rows.
+    rows: (N, I), the product's rows. With slots, this is the tokens, (T, I), and row r of the product is
+        rows[slot[r] // top_k].
     ends_E: (E,) int32, for each of E experts the index behind its last row.
+    slots: the slot of each row, its index among all (token, choice) pairs; or None. On a GPU, only kernels
+        that store boxes take slots (`pmoe.kernels.grouped_gemm.launch.gathers_for_weights`), and only with an
+        ``out`` that is not float32.
     out: (E, O, I), contiguous, of the rows' dtype or float32; None allocates it.
     accumulate: whether to add the gradient to ``out``, which must be float32.
+
+    Raises ValueError for operands that do not fit, and for slots that the kernel does not take.
     """
-    shape = checks.weight_gradient_shape(grad_NO, rows_NI, ends_E)
-    num_rows = rows_NI.shape[0]
-    device = rows_NI.device
+    shape = checks.weight_gradient_shape(grad_NO, rows, ends_E, slots)
+    num_rows = grad_NO.shape[0]
+    device = rows.device
     if out is None:
         if accumulate:
             raise ValueError("accumulate (True) must be False without out: there is nothing to add to")
-        out = rows_NI.new_empty(shape)
-    check_tensor("out", out, shape=shape, dtypes=[rows_NI.dtype, torch.float32], device=device)
+        out = rows.new_empty(shape)
+    check_tensor("out", out, shape=shape, dtypes=[rows.dtype, torch.float32], device=device)
     if accumulate and out.element_size() < 4:
         raise ValueError(f"out of dtype {out.dtype} must be float32 to accumulate")
-    kernels = path_for(device, rows_NI.dtype, out_features=shape[1], in_features=shape[2])
+    kernels = path_for(device, rows.dtype, out_features=shape[1], in_features=shape[2])
     if kernels is None:
-        return reference.weight_gradient(grad_NO, rows_NI, ends_E, out, accumulate)
-    check_memory(rows={"grad": grad_NO, "rows": rows_NI}, dense={"out": out})
+        rows_N = reference.gather(rows, slots, slots is not None)
+        return reference.weight_gradient(grad_NO, rows_N, ends_E, out, accumulate)
+    check_memory(rows={"grad": grad_NO, "rows": rows}, dense={"out": out})
+    gathers = {} if slots is None else {"b_gathered": True}
     launch(
-        kernels, WEIGHT, rows_NI, ends_E, None, **at(a=grad_NO, b=rows_NI), a_rows=num_rows, b_rows=num_rows,
+        kernels, WEIGHT, rows, ends_E, slots, **at(a=grad_NO, b=rows), a_rows=num_rows, b_rows=rows.shape[0],
         d=out.data_ptr(), d_stride=shape[2], rows=num_rows, m=shape[1], n=shape[2],
-        wide=out.dtype == torch.float32, accumulates=accumulate,
+        wide=out.dtype == torch.float32, accumulates=accumulate, **gathers,
     )  # fmt: skip
     return out
 

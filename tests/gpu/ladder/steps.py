@@ -54,11 +54,12 @@ def product_steps(path: str) -> list[Step]:
     ]  # fmt: skip
     beside = [
         Step(
-            name=f"{path}: tiles stored as boxes", run=f"{HERE}tiles:check_boxes {path}",
+            name=f"{path}: tiles stored as boxes", run=f"{HERE}boxes:check_boxes {path}",
             needs=tuple(each.name for each in pairs), hopper=True, usual=10,
             means="tiles that threads store are right, those that the accelerator stores are not: its maps, "
-            "the fence before it, or the rows of the next expert",
-            look=f"{GEMM}boxes.cuh; {GEMM}launch.cu, encode_results(); tma_store_2d of common/hopper_ptx.cuh",
+            "the fence before it, or the rows of the next expert; or a weight gradient gathers wrong rows",
+            look=f"{GEMM}boxes.cuh; {GEMM}launch.cu, encode_results(); tma_store_2d of common/hopper_ptx.cuh"
+            f"; {GEMM}hopper.cuh, load_rows_of_b_by_copies()",
         ),
         Step(
             name=f"{path}: two warpgroups take turns", run=f"{HERE}tiles:check_turns {path}",

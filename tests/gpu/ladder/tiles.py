@@ -13,15 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmoe.kernels.grouped_gemm.launch import ALONE, IN_TURNS
 from tests.gpu.ladder.decode import name_difference
 from tests.gpu.ladder.machine import Machine, this_machine
 
 FORMS = {"forward": 0, "input": 1, "weight": 2}
 BF16 = torch.bfloat16
-TOGETHER = 0
-IN_TURNS = 2
-AS_BOXES = 3
-"""How both warpgroups of a block compute tiles: `pmoe.kernels.grouped_gemm.launch.TURNS`."""
 SIDE = 128
 """Rows and columns of every operand: a tile, or a pair of them. bfloat16 holds integers up to 256."""
 
@@ -78,21 +75,23 @@ def tile(
     side: int = SIDE,
     sharing: int = 1,
     gathered: bool = False,
-    turns: int = 0,
+    storing: int = ALONE,
 ) -> str | None:
     """What is wrong with how the kernel reads that operand; None where nothing is.
 
-    gathered: rows of A of the forward form stand elsewhere, row r in row slot[r] / 2.
-    turns: TOGETHER, IN_TURNS or AS_BOXES.
+    gathered: rows of A of the forward form, or of B of the weight form, stand elsewhere: row r in row
+        slot[r] / 2.
+    storing: a value of `pmoe.kernels.grouped_gemm.launch.STORING`.
     """
     unit = machine.put(torch.eye(side), BF16)
     ends = machine.put(torch.tensor([side], dtype=torch.int32))
     row, column = places(form, operand, side)
-    options: dict[str, Any] = {"sharing": sharing, "turns": turns}
+    options: dict[str, Any] = {"sharing": sharing, "storing": storing}
     slot = torch.randperm(2 * side, generator=torch.Generator().manual_seed(5))[:side]
     if gathered:
         slots = machine.put(slot, torch.int32)
-        options |= {"a_gathered": True, "slot": slots.data_ptr(), "top_k": 2}
+        which = "b_gathered" if form == "weight" else "a_gathered"
+        options |= {which: True, "slot": slots.data_ptr(), "top_k": 2}
         row = (slot // 2)[row]
     seen = []
     for axis in range(2):
@@ -136,14 +135,7 @@ def check_pairs(path: str, form: str) -> None:
 def check_turns(path: str) -> None:
     machine = this_machine(path)
     for form, sharing in itertools.product(("forward", "input"), (1, 3)):
-        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), turns=IN_TURNS))
-
-
-def check_boxes(path: str) -> None:
-    """Weight gradients also share B. A side of 264 ends with 8 rows, which do not fill a box."""
-    machine = this_machine(path)
-    for form, sharing in [*itertools.product(FORMS, (1, 3)), ("weight", 2)]:
-        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), turns=AS_BOXES))
+        demand_nothing(find_tile(machine, form, sharing, side=side_of(sharing), storing=IN_TURNS))
 
 
 def check_gathers(path: str) -> None:

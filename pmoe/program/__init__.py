@@ -5,7 +5,7 @@
     operands      where the buffers of a pass lie
     layer_shape   the facts of a layer that a program depends on
     backend       the interface of backends, which issue programs, and the programs of a layer
-    on_cuda       the backend for CUDA devices: issues passes over CUDA and NCCL
+    on_cuda       the backend for CUDA devices: issues passes over CUDA, and over NCCL or symmetric heaps
 
 A pass of two chunks becomes records such as these. A record is one call of a kernel, a copy or an all-to-all
 on one lane. It waits for events of other lanes, and may signal one:

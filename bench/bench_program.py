@@ -11,8 +11,8 @@ and the restore pair S4. Rows are spread evenly over experts.
 The time of a run is the CPU time of the thread for all calls of a round, divided by their number; of the
 rounds the median and the smallest. No GPU is used.
 
-A second table predicts the host's time of a pass over CUDA and NCCL, from the numbers of calls and from
-assumed costs of a call. Nobody has measured either on a GPU.
+Further tables predict the host's time of a pass over CUDA and NCCL, and over CUDA and symmetric heaps, from
+the numbers of calls and from assumed costs of a call. Nobody has measured either on a GPU.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ PLACES_OF_LAUNCH = 4
 """The most PLACE calls in one launch (``kMostCopies`` in ``cuda/permute/launch.h``)."""
 SUMS_OF_LAUNCH = 2
 """The most HIDDEN_GRADIENT calls whose partial sums are added up in one launch (``kMostUnsummed``)."""
+EXCHANGES_OF_LAUNCH = 2
+"""The most exchanges over heaps in one launch (``kMostMessages`` in ``cuda/program/push.h``)."""
 GOAL_MICROSECONDS = 20
 """The goal for two ranks and n = 4, a pass."""
 
@@ -109,12 +111,39 @@ class HostCalls:
         return ENTRY_MICROSECONDS + launches + events + self.groups * GROUP_MICROSECONDS
 
 
+def joined_exchanges(first: Issue, later: Sequence[Issue | Wait | Signal]) -> list[Issue]:
+    """Returns the exchanges that share a launch over heaps with ``first``: those that directly follow it.
+
+    later: the calls behind ``first``, in their order.
+    """
+    joined: list[Issue] = []
+    for call in later[: EXCHANGES_OF_LAUNCH - 1]:
+        if not (isinstance(call, Issue) and call.kernel is Kernel.EXCHANGE and call.lane is first.lane):
+            break
+        joined.append(call)
+    return joined
+
+
+def num_pushes(issued: Sequence[Issue | Wait | Signal]) -> int:
+    """Counts the launches that exchange rows over heaps. Exchanges without rows need none."""
+    left = list(issued)
+    launches = 0
+    while left:
+        call = left.pop(0)
+        if isinstance(call, Issue) and call.kernel is Kernel.EXCHANGE:
+            group = [call, *joined_exchanges(call, left)]
+            del left[: len(group) - 1]
+            launches += any(any(each.send) or any(each.recv) for each in group)
+    return launches
+
+
 def num_launches(issued: Sequence[Issue | Wait | Signal], *, splits: bool = True) -> int:
     """Counts the launches of kernels that ``cuda/program/cuda_backend.h`` makes for the calls of a pass.
 
     PLACE calls that follow one another are one launch, as far as `PLACES_OF_LAUNCH` allows. HIDDEN_GRADIENT
     is one launch, and the sums of its parts are put off: those of `SUMS_OF_LAUNCH` calls are one launch. The
-    launch comes earlier if the compute lane signals an event, or moves single numbers.
+    launch comes earlier if the compute lane signals an event, or moves single numbers. Exchanges are not
+    counted (`num_pushes`).
 
     issued: the calls of the pass, in their order.
     splits: whether HIDDEN_GRADIENT makes several partial sums.
@@ -142,33 +171,41 @@ def num_launches(issued: Sequence[Issue | Wait | Signal], *, splits: bool = True
     return launches
 
 
-def host_calls(library: Any, ranks: int, n: int, direction: str) -> HostCalls:
-    """Counts the calls of a pass of the benchmark's layer, with an even load, on Hopper."""
+def host_calls(library: Any, ranks: int, n: int, direction: str, *, heaps: bool = False) -> HostCalls:
+    """Counts the calls of a pass of the benchmark's layer, with an even load, on Hopper.
+
+    heaps: whether rows travel over heaps, and not by NCCL.
+    """
     calls = RecordedProgram(library, compiled(ranks, n, direction).words())
     rows = TOKENS * TOP_K // n // EXPERTS
     counts = [rows] * (n * EXPERTS)
     calls.cut(TOKENS, 0, counts, counts)
     issued = calls.run({base: base << 32 for base in Base})
     kernels = [call.kernel for call in issued if isinstance(call, Issue)]
-    groups = kernels.count(Kernel.EXCHANGE)
-    zeroes_counters = ranks > 1 and n > 1
+    groups = 0 if heaps else kernels.count(Kernel.EXCHANGE)
+    # A forward pass sets the products' counters in its first launch.
+    fills = ranks > 1 and n > 1 and direction == "backward"
     return HostCalls(
-        launches=num_launches(issued),
-        copies=kernels.count(Kernel.COPY) + zeroes_counters,
+        launches=num_launches(issued) + (num_pushes(issued) if heaps else 0),
+        copies=kernels.count(Kernel.COPY) + fills,
         groups=groups,
         messages=groups * 2 * (ranks - 1),
-        records=sum(isinstance(call, Signal) for call in issued) + (ranks > 1),  # one for the end of the pass
+        records=sum(isinstance(call, Signal) for call in issued)
+        + (groups > 0),  # one for the end of the pass
         waits=sum(isinstance(call, Wait) for call in issued),
     )
 
 
-def prediction_table(library: Any) -> str:
-    """Returns the table of predicted host times."""
+def prediction_table(library: Any, *, heaps: bool = False) -> str:
+    """Returns the table of predicted host times.
+
+    heaps: whether rows travel over heaps, and not by NCCL. Then cases of one rank are left out.
+    """
     headings = ("ranks", "n", "pass", "launches", "copies", "groups", "messages", "records", "waits")
     rows = []
-    for ranks, n in CASES:
+    for ranks, n in [case for case in CASES if case[0] > 1 or not heaps]:
         for direction in DIRECTIONS:
-            calls = host_calls(library, ranks, n, direction)
+            calls = host_calls(library, ranks, n, direction, heaps=heaps)
             numbers = (f"{number}" for number in astuple(calls))
             rows.append((f"{ranks}", f"{n}", direction, *numbers, f"{calls.predicted_microseconds:.0f}"))
     return table([(*headings, "us, predicted"), *rows], left=(2,))
@@ -212,6 +249,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         compile_library(path)
         library = load_library(path)
         predicted = prediction_table(library)
+        predicted_over_heaps = prediction_table(library, heaps=True)
         found = [
             timed(library, ranks, n, direction, given.rounds, given.calls)
             for ranks, n in CASES
@@ -226,6 +264,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     print(table([headings, *rows], left=(2,)))
     print(f"Goal: at most {GOAL_MICROSECONDS} us for 2 ranks, n = 4.")
     print(f"\nPredicted for CUDA and NCCL, from assumed costs of a call:\n{predicted}")
+    print(f"\nPredicted for CUDA and heaps, from the same costs:\n{predicted_over_heaps}")
     if given.json is not None:
         write_json(given.json, passes=found)
     return found

@@ -20,14 +20,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.bench_program import PLACES_OF_LAUNCH, SUMS_OF_LAUNCH
+from bench.bench_program import PLACES_OF_LAUNCH, SUMS_OF_LAUNCH, joined_exchanges
 from bench.recorded_program import Issue, Signal, Wait
 from pmoe.engine.passes.base import plan_schedule
 from pmoe.kernels import extension
+from pmoe.kernels.heap import tensor_at
 from pmoe.program.compiler import compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.on_cuda import LoadedProgram
-from pmoe.program.records import Kernel, PassProgram
+from pmoe.program.records import Base, Kernel, PassProgram
 from pmoe.schedule.tasks import Lane, Schedule
 from tests.cuda.compiled import compile_program
 from tests.emulated import load_kernels
@@ -100,10 +101,12 @@ class Reader:
     """Reads a journal beside the calls that the recording backend wrote for the same pass.
 
     noted: the journal. What is read is removed.
+    heaps: whether exchanges are launches that write into heaps.
     """
 
-    def __init__(self, noted: list[Noted]) -> None:
+    def __init__(self, noted: list[Noted], *, heaps: bool = False) -> None:
         self.noted = list(noted)
+        self.heaps = heaps
         self.event_of: dict[int, int] = {}
         self.placed: Noted | None = None
         self.num_placed = 0
@@ -130,7 +133,15 @@ class Reader:
         own_rank: the rank of the pass.
         """
         calls: Calls = []
-        for call in recorded:
+        left = list(recorded)
+        while left:
+            call = left.pop(0)
+            if self.heaps and isinstance(call, Issue) and call.kernel is Kernel.EXCHANGE:
+                self.num_placed = 0
+                group = [call, *joined_exchanges(call, left)]
+                del left[: len(group) - 1]
+                calls += self._pushed(group)
+                continue
             if isinstance(call, Issue) and call.kernel is Kernel.PLACE:
                 calls.append(replace(call, lane=self.lane(self._placed())))
                 continue
@@ -159,6 +170,14 @@ class Reader:
         self.num_placed += 1
         assert self.placed is not None
         return self.placed
+
+    def _pushed(self, group: list[Issue]) -> Calls:
+        """Reads the launch of exchanges that directly follow each other, if any of them has rows."""
+        moving = [call for call in group if any(call.send) or any(call.recv)]
+        if not moving:
+            return []
+        lane = self.lane(self.take("launch"))
+        return [replace(call, lane=lane) for call in moving]
 
     def _sum(self) -> None:
         """Reads the launch that adds up the partial sums of the HIDDEN_GRADIENT calls before, if any wait."""
@@ -226,10 +245,12 @@ class DeviceCall(ProgramCall):
 
     kernels: "sm_80" or "sm_90a".
     communicator: the communicator of several ranks.
+    num_lent: passes whose ring slots lay in a heap.
     """
 
     kernels: str = "sm_80"
     communicator: Any = None
+    num_lent: int = 0
 
     def layer_shape(self) -> LayerShape:
         """Returns the facts of the layer as on a device: the activated hidden has memory of its own."""
@@ -250,8 +271,16 @@ class DeviceCall(ProgramCall):
         )  # fmt: skip
         cut = loaded.cut(self.call.inputs.x_TM.shape[0], self.rank, self.send, self.recv)
         self.put(ARENA=unset(cut.arena_bytes // 2, dtype=torch.bfloat16))
+        addresses = self.addresses()
+        lent = loaded.take_arena(cut)
+        if lent:
+            tensor_at(lent, (cut.arena_bytes,), torch.uint8, torch.device("cpu")).fill_(255)  # NaN
+            addresses[Base.ARENA] = lent
         workspace = torch.full((loaded.workspace_bytes(cut),), 255, dtype=torch.uint8)
-        loaded.run(cut, self.addresses(), STREAMS, workspace.data_ptr())
+        loaded.run(cut, addresses, STREAMS, workspace.data_ptr())
+        if lent:
+            loaded.give_back_arena()
+            self.num_lent += 1
 
 
 def in_float64(tensor: Tensor | None) -> Tensor | None:

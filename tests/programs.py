@@ -336,9 +336,13 @@ class CpuProgram:
 
     computing: computes the calls.
     seed: seed of the orders in which calls are computed. Each order is one that lanes and events allow.
+    lender: has memory for ring slots (``take_arena``, ``give_back_arena``); None: the caller allocates it.
     """
 
-    def __init__(self, program: PassProgram, schedule: Schedule, computing: Computing, seed: int) -> None:
+    def __init__(
+        self, program: PassProgram, schedule: Schedule, computing: Computing, seed: int, lender: Any = None
+    ) -> None:
+        self.lender = lender
         self.program = program
         self.schedule = schedule
         self.computing = computing
@@ -351,6 +355,12 @@ class CpuProgram:
 
     def workspace_bytes(self, cut: CpuCut) -> int:
         return 0
+
+    def take_arena(self, cut: CpuCut) -> int:
+        return 0 if self.lender is None else int(self.lender.take_arena(cut.arena_bytes))
+
+    def give_back_arena(self) -> None:
+        self.lender.give_back_arena()
 
     def run(
         self, cut: CpuCut, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int
@@ -366,9 +376,11 @@ class CpuBackend:
 
     seed: seed of the orders in which calls are computed.
     loaded: the programs that were loaded.
+    lender: has memory for ring slots (`CpuProgram`).
     """
 
     device_type = "cpu"
+    lender: Any = None
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -377,7 +389,7 @@ class CpuBackend:
     def refusal(self, shape: LayerShape, rows: Tensor) -> str | None:
         return None if rows.dtype == torch.float64 else f"tests compute programs in float64: {rows.dtype}"
 
-    def connect(self, ranks: Ranks, device: torch.device) -> Exchange:
+    def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Exchange:
         def exchange(rows: Tensor, send: Sequence[int], out: Tensor, recv: Sequence[int]) -> None:
             assert ranks.group is not None
             wait_for(all_to_all(rows.contiguous(), send, out, recv, ranks.group), ranks.group)
@@ -398,7 +410,7 @@ class CpuBackend:
         communicator: Exchange | None,
     ) -> CpuProgram:
         computing = Computing(experts, communicator or copy_own_rows, dtype)
-        loaded = CpuProgram(program, schedule, computing, self.seed)
+        loaded = CpuProgram(program, schedule, computing, self.seed, self.lender)
         self.loaded.append(loaded)
         return loaded
 

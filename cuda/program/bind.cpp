@@ -7,6 +7,8 @@
 
 #include "module.h"
 #include "program/cuda_backend.h"
+#include "program/heap_exchanger.h"
+#include "program/nccl.h"
 
 namespace py = pybind11;
 namespace program = pmoe::program;
@@ -24,9 +26,34 @@ std::unique_ptr<program::Communicator> make_communicator(const std::string& id, 
   return std::make_unique<program::Communicator>(id, ranks, rank, device, seconds);
 }
 
+std::unique_ptr<program::HeapExchanger> make_heap_exchanger(std::vector<int64_t> heaps, int rank, int device,
+                                                            int64_t bytes, Address report, double seconds) {
+  const pmoe::OnDevice on_device(device);
+  return std::make_unique<program::HeapExchanger>(program::HeapPlace{
+      std::move(heaps), rank, device, bytes, reinterpret_cast<pmoe::peers::Report*>(report), seconds});
+}
+
+// One exchange by itself, of rows that lie at `source` and arrive at `target`.
+void exchange(program::HeapExchanger& self, Address stream, int64_t source, int64_t target, int64_t row_bytes,
+              const std::vector<int64_t>& send, const std::vector<int64_t>& recv) {
+  const auto ranks = static_cast<size_t>(self.ranks());
+  if (send.size() != ranks || recv.size() != ranks)
+    throw std::invalid_argument("send and recv must have a number of rows for each of " +
+                                std::to_string(ranks) + " ranks");
+  program::Call call = {};
+  call.stream = static_cast<int64_t>(stream);
+  call.ranks = self.ranks();
+  call.send = send.data();
+  call.recv = recv.data();
+  call.operand[0] = {source, 0, 0, row_bytes};
+  call.operand[1] = {target, 0, 0, row_bytes};
+  self.begin(reinterpret_cast<cudaStream_t>(stream));
+  self.exchange({call});
+}
+
 std::unique_ptr<program::CudaProgram> load(std::vector<int64_t> words, std::vector<std::string> labels,
                                            int device, bool hopper, int element, int activation, int spare,
-                                           std::shared_ptr<program::Communicator> communicator) {
+                                           std::shared_ptr<program::Exchanger> communicator) {
   int multiprocessors = 0;
   pmoe::check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
               "cudaDeviceGetAttribute");
@@ -49,7 +76,25 @@ void bind_program(py::module_& m) {
       "Returns the bytes of a new NCCL id, which all ranks of a communicator need.");
   m.def(
       "nccl_loaded", [] { program::Nccl::loaded(); }, "Raises RuntimeError if no library of NCCL is loaded.");
-  py::class_<program::Communicator, std::shared_ptr<program::Communicator>>(
+  py::class_<program::Exchanger, std::shared_ptr<program::Exchanger>>(
+      m, "Exchanger", py::module_local(), "What exchanges rows with other ranks for pass programs.")
+      .def("take_arena", &program::Exchanger::take_arena, arg("bytes"), no_gil(),
+           "Returns memory for the ring slots of a pass, to which rows travel fastest; 0 if there is none.")
+      .def("give_back_arena", &program::Exchanger::give_back_arena, no_gil(), "Ends take_arena().")
+      .def_property_readonly("arena_bytes", &program::Exchanger::arena_bytes,
+                             "Bytes that take_arena() gives at most.");
+  py::class_<program::HeapExchanger, program::Exchanger, std::shared_ptr<program::HeapExchanger>>(
+      m, "HeapExchanger", py::module_local(), "Exchanges rows by writing them into the heaps of other ranks.")
+      .def(py::init(&make_heap_exchanger), py::kw_only(), arg("heaps"), arg("rank"), arg("device"),
+           arg("bytes"), arg("report"), arg("seconds"), no_gil())
+      .def("close", &program::HeapExchanger::close, no_gil(), "Refuses all later passes.")
+      .def("exchange", &exchange, arg("stream"), arg("source"), arg("target"), arg("row_bytes"), arg("send"),
+           arg("recv"), no_gil(), "Launches one exchange by itself.");
+  m.def(
+      "program_heap_bytes", [](int ranks) { return program::HeapRegions::of(ranks).arena; }, arg("ranks"),
+      "Returns the bytes of a heap's flags and landing places. An arena comes after them.");
+  m.attr("PROGRAM_MOST_HEAPS") = program::kMostHeaps;
+  py::class_<program::Communicator, program::Exchanger, std::shared_ptr<program::Communicator>>(
       m, "Communicator", py::module_local(), "A communicator of NCCL for the exchanges of pass programs.")
       .def(py::init(&make_communicator), arg("id"), arg("ranks"), arg("rank"), arg("device"), arg("seconds"),
            no_gil(), "Waits until all ranks have come.")

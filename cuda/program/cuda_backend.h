@@ -4,7 +4,8 @@
 //   wait                               cudaStreamWaitEvent for the CUDA event with this number
 //   signal                             cudaEventRecord of it
 //   COPY                               cudaMemcpyAsync
-//   EXCHANGE                           a group of NCCL's sends and receives (nccl.h)
+//   EXCHANGE                           a group of NCCL's sends and receives (nccl.h), or a launch that writes
+//                                      into the heaps of other ranks (heap_exchanger.h)
 //   HIDDEN, OUTPUT and other products  a grouped product (products.h)
 //   PLACE                              a permute; up to kMostCopies calls in a row share a launch
 //   SUM                                an unpermute
@@ -28,8 +29,8 @@
 #include "common/on_device.h"
 #include "permute/launch.h"
 #include "program/events.h"
+#include "program/exchanger.h"
 #include "program/launch.h"
-#include "program/nccl.h"
 #include "program/products.h"
 
 namespace pmoe::program {
@@ -41,17 +42,17 @@ class CudaBackend {
   // Throws std::invalid_argument if the program has a record that cannot run on a device. The device must be
   // the current one.
   //
-  // words, communicator: must outlive this object. communicator may be null if the program sends no rows.
+  // words, exchanger: must outlive this object. exchanger may be null if the program sends no rows.
   // labels: the name of each record for messages.
   CudaBackend(const Words& words, const std::vector<std::string>& labels, const Facts& facts,
-              Communicator* communicator)
+              Exchanger* exchanger)
       : words_(words),
         facts_(facts),
-        communicator_(communicator),
+        exchanger_(exchanger),
         events_(words.header().events + 1, facts.device),
         products_(static_cast<size_t>(words.header().records)) {
     const Header& header = words.header();
-    if (header.sends && (!communicator || communicator->ranks() != header.ranks))
+    if (header.sends && (!exchanger || exchanger->ranks() != header.ranks))
       throw std::invalid_argument("a program for " + std::to_string(header.ranks) +
                                   " ranks needs a communicator of as many");
     for (int64_t i = 0; i < header.records; ++i) {
@@ -87,43 +88,44 @@ class CudaBackend {
 
   // Prepares a pass: the calls that follow belong to it.
   void begin(const int64_t* streams, void* workspace) {
-    if (communicator_) communicator_->check();
+    if (exchanger_) exchanger_->begin(stream_of(streams[0]));
     placed_.clear();
+    exchanged_.clear();
     unsummed_.clear();
     workspace_ = static_cast<uint8_t*>(workspace);
-    if (takes_counters())
-      check(cudaMemsetAsync(workspace_, 0, static_cast<size_t>(num_products_) * sizeof(uint32_t),
-                            stream_of(streams[0])),
-            "cudaMemsetAsync of tile counters");
+    are_counters_set_ = !takes_counters();
   }
 
   void wait(int64_t stream, int64_t event) {
-    launch_placed();
+    launch_put_off();
     check(cudaStreamWaitEvent(stream_of(stream), events_[event], 0), "cudaStreamWaitEvent");
   }
 
   void signal(int64_t stream, int64_t event) {
-    launch_placed();
+    launch_put_off();
     if (stream == stream_of_sums_) launch_sums();
     check(cudaEventRecord(events_[event], stream_of(stream)), "cudaEventRecord");
   }
 
   void copy(const Call& call) {
-    launch_placed();
+    launch_put_off();
     const Memory& source = call.operand[0];
     check(cudaMemcpyAsync(at(call, 1), at(call, 0), static_cast<size_t>(source.rows * source.row_bytes),
                           cudaMemcpyDefault, stream_of(call.stream)),
           "cudaMemcpyAsync");
   }
 
+  // Puts off an exchange if the exchanger takes several at once.
   void exchange(const Call& call) {
     launch_placed();
-    communicator_->exchange(call);
+    if (!exchanged_.empty() && exchanged_.front().stream != call.stream) launch_exchanges();
+    exchanged_.push_back(call);
+    if (exchanged_.size() == exchanger_->most_calls()) launch_exchanges();
   }
 
   void launch(const Call& call) {
     if (call.kernel == kPlace) return put_off(call);
-    launch_placed();
+    launch_put_off();
     if (is_product(call.kernel))
       multiply(call);
     else if (call.kernel == kBiasDots || call.kernel == kScale || call.kernel == kBiasGradient)
@@ -134,8 +136,14 @@ class CudaBackend {
       move_rows(call);
   }
 
-  // Launches the PLACE calls that were put off. Every other call does this first, so that the order stays.
-  // Such a call always comes: a product reads the rows, or another lane waits for them.
+  // Launches what was put off, but for sums. Every call does this first, so that the order stays. Such a call
+  // always comes: a product reads the rows, or another lane waits for them.
+  void launch_put_off() {
+    launch_placed();
+    launch_exchanges();
+  }
+
+  // Launches the PLACE calls that were put off.
   void launch_placed() {
     if (placed_.empty()) return;
     try {
@@ -148,6 +156,20 @@ class CudaBackend {
                                raised.what());
     }
     placed_.clear();
+  }
+
+  // Issues the exchanges that were put off.
+  void launch_exchanges() {
+    if (exchanged_.empty()) return;
+    const std::vector<Call> calls = std::move(exchanged_);
+    exchanged_.clear();
+    if (exchanger_->most_calls() == 1) return exchanger_->exchange(calls);
+    try {
+      exchanger_->exchange(calls);
+    } catch (const std::exception& raised) {  // else CudaProgram would blame the present call's record
+      throw std::runtime_error("the exchange of record " + std::to_string(calls.front().record) + ": " +
+                               raised.what());
+    }
   }
 
   // Launches the sums of routing weights' gradients that were put off. They must be launched before anything
@@ -222,6 +244,11 @@ class CudaBackend {
     float* dots = call.kernel == kHiddenGradient ? static_cast<float*>(at(call, 6)) : nullptr;
     if (is_split) dots = put_off_sum(call, dots);
     auto* const counters = takes_counters() ? reinterpret_cast<uint32_t*>(workspace_) : nullptr;
+    if (!are_counters_set_)
+      check(cudaMemsetAsync(counters, 0, static_cast<size_t>(num_products_) * sizeof(uint32_t),
+                            stream_of(call.stream)),
+            "cudaMemsetAsync of tile counters");
+    are_counters_set_ = true;
     launch_product(products_[static_cast<size_t>(call.record)], call, facts_.hopper, dots, counters);
     if (unsummed_.size() == kMostUnsummed) launch_sums();
   }
@@ -261,13 +288,21 @@ class CudaBackend {
     launch_sums();
     const auto* const source = static_cast<const float*>(at(call, 0));
     const auto* const index = static_cast<const int32_t*>(at(call, 1));
-    auto* const move = call.kernel == kTake ? take_numbers : put_numbers;
-    move(reinterpret_cast<void*>(call.stream), source, index, static_cast<float*>(at(call, 2)),
-         call.operand[1].rows);
+    auto* const out = static_cast<float*>(at(call, 2));
+    auto* const stream = reinterpret_cast<void*>(call.stream);
+    const int64_t count = call.operand[1].rows;
+    if (call.kernel == kPut) return put_numbers(stream, source, index, out, count);
+    // The first launch of a forward pass is a TAKE on the compute lane. It sets the products' counters, too,
+    // which saves a call.
+    const bool clears = !are_counters_set_ && call.lane == 0;
+    take_numbers(stream, source, index, out, count, reinterpret_cast<uint32_t*>(workspace_),
+                 clears ? num_products_ : 0);
+    are_counters_set_ = are_counters_set_ || clears;
   }
 
   // Puts off a PLACE call: those that follow one another on a stream are one launch.
   void put_off(const Call& call) {
+    launch_exchanges();
     const permute::Copying copying = {moving_of(call), tokens_of(call), sorted_of(call)};
     const bool joins = placed_.size() < permute::kMostCopies && !placed_.empty() &&
                        placed_[0].moving.stream == copying.moving.stream;
@@ -321,12 +356,14 @@ class CudaBackend {
 
   const Words& words_;
   const Facts facts_;
-  Communicator* const communicator_;
+  Exchanger* const exchanger_;
   const Events events_;            // those of the program, and one for join()
   std::vector<Product> products_;  // by record
   int num_products_ = 0;
   int parts_ = 1;  // partial sums of a row of kHiddenGradient
   uint8_t* workspace_ = nullptr;
+  bool are_counters_set_ = false;         // whether the products' tile counters are 0, or not used
+  std::vector<Call> exchanged_;           // exchanges that were put off
   std::vector<permute::Copying> placed_;  // calls of PLACE that were put off
   int64_t first_placed_ = -1;             // the record of the first of them
   std::vector<PartialSums> unsummed_;     // sums of calls of HIDDEN_GRADIENT that were put off
@@ -338,17 +375,17 @@ class CudaBackend {
 class CudaProgram {
  public:
   CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,
-              std::shared_ptr<Communicator> communicator)
+              std::shared_ptr<Exchanger> exchanger)
       : words_of_(std::move(words)),
         labels_(std::move(labels)),
         device_(facts.device),
-        communicator_(std::move(communicator)),
+        exchanger_(std::move(exchanger)),
         words_(words_of_.data(), static_cast<int64_t>(words_of_.size())) {
     if (static_cast<int64_t>(labels_.size()) != words_.header().records)
       throw std::invalid_argument("labels (" + std::to_string(labels_.size()) + ") must be one for each of " +
                                   std::to_string(words_.header().records) + " records");
     const OnDevice on_device(device_);
-    backend_ = std::make_unique<CudaBackend>(words_, labels_, facts, communicator_.get());
+    backend_ = std::make_unique<CudaBackend>(words_, labels_, facts, exchanger_.get());
   }
 
   const Words& words() const { return words_; }
@@ -356,9 +393,9 @@ class CudaProgram {
 
   // Returns the numbers of a call. Throws std::invalid_argument for counts that are out of range.
   Cut cut(const Counts& counts) const {
-    if (communicator_ && counts.rank != communicator_->rank())
+    if (exchanger_ && counts.rank != exchanger_->rank())
       throw std::invalid_argument("rank (" + std::to_string(counts.rank) + ") must be the communicator's (" +
-                                  std::to_string(communicator_->rank()) + ")");
+                                  std::to_string(exchanger_->rank()) + ")");
     Cut cut;
     cut.compute(words_, counts);
     return cut;
@@ -381,13 +418,13 @@ class CudaProgram {
     const Ending ending = program::run(words_, cut, {bases.data(), streams.data()}, backend);
     const auto stream = reinterpret_cast<cudaStream_t>(streams[0]);
     if (!ending.error) {
-      if (communicator_) communicator_->watch(stream);
+      if (exchanger_) exchanger_->end(stream);
       return;
     }
     backend_->join(streams.data());
     // An exchange before the error may wait for ranks that never come, so this pass is watched, too.
     try {
-      if (communicator_) communicator_->watch(stream);
+      if (exchanger_) exchanger_->end(stream);
     } catch (const std::exception&) {  // the record's error is thrown, which came first
     }
     throw std::runtime_error("pass program: record " + std::to_string(ending.record) + " (" +
@@ -437,7 +474,7 @@ class CudaProgram {
   const std::vector<int64_t> words_of_;
   const std::vector<std::string> labels_;
   const int device_;
-  const std::shared_ptr<Communicator> communicator_;
+  const std::shared_ptr<Exchanger> exchanger_;
   const Words words_;
   std::unique_ptr<CudaBackend> backend_;
   std::mutex mutex_;  // a pass uses the program's events from its first call to its last

@@ -17,10 +17,12 @@ __device__ __forceinline__ int64_t first_number() {
 }
 __device__ __forceinline__ int64_t step_of_grid() { return int64_t{gridDim.x} * kThreads; }
 
-// out[i] = source[index[i]]
+// out[i] = source[index[i]], and cleared[i] = 0
 __global__ void __launch_bounds__(kThreads)
-    take_kernel(const float* source, const int32_t* index, float* out, int64_t count) {
+    take_kernel(const float* source, const int32_t* index, float* out, int64_t count, uint32_t* cleared,
+                int32_t num_cleared) {
   for (int64_t i = first_number(); i < count; i += step_of_grid()) out[i] = source[index[i]];
+  for (int64_t i = first_number(); i < num_cleared; i += step_of_grid()) cleared[i] = 0;
 }
 
 // out[index[i]] = source[i]

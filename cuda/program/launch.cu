@@ -1,6 +1,7 @@
 #include "common/prepared.h"
 #include "program/kernel.cuh"
 #include "program/launch.h"
+#include "program/push.cuh"
 
 namespace pmoe::program {
 namespace {
@@ -16,6 +17,12 @@ struct Type {
   using type = T;
 };
 
+__global__ void __launch_bounds__(kPushThreads) push_kernel(const __grid_constant__ Push push) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int first = static_cast<int>(blockIdx.x) * (kPushThreads / kWarp);
+  push_channel(push, {thread % kWarp, kWarp, first + thread / kWarp, kMostChannels});
+}
+
 // Calls `use` with the type of the numbers.
 template <class Use>
 void with_type(Element type, const Use& use) {
@@ -29,8 +36,10 @@ constexpr int kSumBytes = 2 * kThreads * static_cast<int>(sizeof(float));  // of
 
 }  // namespace
 
-void take_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count) {
-  Prepared("program.take", take_kernel, grid_of(count), stream).launch(source, index, out, count);
+void take_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count,
+                  uint32_t* cleared, int32_t num_cleared) {
+  const Grid grid = grid_of(larger(count, int64_t{num_cleared}));
+  Prepared("program.take", take_kernel, grid, stream).launch(source, index, out, count, cleared, num_cleared);
 }
 
 void put_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count) {
@@ -68,6 +77,18 @@ void sum_parts(void* stream, int num_parts, const PartialSums& first, const Part
       .launch(PairOfSums{{first, second}}, num_parts);
 }
 
+void push_rows(void* stream, const Push& push) {
+  int64_t most_bytes = 0;
+  for (int i = 0; i < push.messages; ++i) {
+    const Message& message = push.message[i];
+    for (const int64_t* ends : {message.send_end, message.recv_end})
+      for (int rank = 0; rank < push.ranks; ++rank)
+        most_bytes = larger(most_bytes, (ends[rank] - (rank ? ends[rank - 1] : 0)) * message.row_bytes);
+  }
+  const int blocks = ceil_div(1 << channel_shift(most_bytes), kPushThreads / kWarp);
+  Prepared("program.push", push_kernel, {blocks, kPushThreads}, stream).launch(push);
+}
+
 void list_kernels(std::vector<KernelInfo>& found) {
   found.push_back({"program.take", reinterpret_cast<const void*>(take_kernel), kThreads, 0});
   found.push_back({"program.put", reinterpret_cast<const void*>(put_kernel), kThreads, 0});
@@ -80,6 +101,7 @@ void list_kernels(std::vector<KernelInfo>& found) {
   add("program.scale.fp16", reinterpret_cast<const void*>(scale_kernel<fp16>), 0);
   add("program.bias_gradient.bf16", reinterpret_cast<const void*>(bias_gradient_kernel<bf16>), kSumBytes);
   add("program.bias_gradient.fp16", reinterpret_cast<const void*>(bias_gradient_kernel<fp16>), kSumBytes);
+  found.push_back({"program.push", reinterpret_cast<const void*>(push_kernel), kPushThreads, 0});
   found.push_back({"program.sum_parts", reinterpret_cast<const void*>(sum_parts_kernel), kThreads, 0});
 }
 

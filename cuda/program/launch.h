@@ -12,8 +12,9 @@
 
 namespace pmoe::program {
 
-// out[i] = source[index[i]] for `count` numbers.
-void take_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count);
+// out[i] = source[index[i]] for `count` numbers. It also sets `num_cleared` words at `cleared` to 0.
+void take_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count,
+                  uint32_t* cleared = nullptr, int32_t num_cleared = 0);
 
 // out[index[i]] = source[i] for `count` numbers.
 void put_numbers(void* stream, const float* source, const int32_t* index, float* out, int64_t count);

@@ -28,7 +28,7 @@
 
 #include "common/on_device.h"
 #include "program/events.h"
-#include "program/interpreter.h"
+#include "program/exchanger.h"
 
 #ifndef PMOE_NCCL_LIBRARY  // tests name a stand-in
 #define PMOE_NCCL_LIBRARY "libnccl.so.2"
@@ -132,7 +132,7 @@ class NcclGroup {
 //
 // NCCL has communicators whose calls never wait on the host. They start a thread for each group of calls,
 // which takes longer than the rest of an exchange.
-class Communicator {
+class Communicator final : public Exchanger {
  public:
   // Waits until all ranks have come, at most for half of the time limit. A rank that failed does not come: it
   // waits for the others in a collective of torch, which has the whole time limit. So the others give up here
@@ -167,26 +167,28 @@ class Communicator {
                                     ": another rank never came"));
     communicator_ = connected.get();
   }
-  ~Communicator() {
+  ~Communicator() override {
     for (const Pass& pass : passes_) unused_.push_back(pass.ends);
     destroy_events(device_, unused_);
   }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  int ranks() const { return ranks_; }
-  int rank() const { return rank_; }
+  int ranks() const override { return ranks_; }
+  int rank() const override { return rank_; }
+  size_t most_calls() const override { return 1; }
 
   // Throws std::runtime_error if an earlier exchange has failed on the device or in the network, or has not
   // ended in time.
-  void check() {
+  void begin(cudaStream_t) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_whole();
     nccl_.check(async_error(), "an earlier exchange");
   }
 
   // Issues an all-to-all on the call's stream. Rows for this rank itself are copied, not sent.
-  void exchange(const Call& call) {
+  void exchange(const std::vector<Call>& calls) override {
+    const Call& call = calls.front();
     const auto stream = reinterpret_cast<cudaStream_t>(call.stream);
     if (leaves(call.send) || leaves(call.recv)) send_and_receive(call, stream);
     if (const int64_t rows = call.send[rank_])
@@ -198,7 +200,7 @@ class Communicator {
 
   // Begins to watch a pass, all calls of which have been issued. The pass ends when the device reaches the
   // event that this function records.
-  void watch(cudaStream_t stream) {
+  void end(cudaStream_t stream) override {
     const cudaEvent_t end = take_event();
     // The lock is not held here, because this call waits while the queue of launches is full. Then only
     // abort_if_late() can end the wait, and it takes the lock.

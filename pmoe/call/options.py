@@ -56,6 +56,9 @@ class Switches:
     program: whether compiled programs run both passes on CUDA devices, in place of Python's engine
         (`pmoe.program`). Layers and calls that programs do not take run by the engine, with a warning once
         for each reason. Programs have never run on a GPU.
+    program_heaps: whether programs (``program``) write rows into symmetric heaps of the other ranks, in place
+        of NCCL's sends and receives. All ranks must be on one node. If they cannot have heaps, programs use
+        NCCL, with a warning. Without ``program`` nothing changes.
 
     All ranks must set the same switches. Raises TypeError for a value that is not True or False.
 
@@ -66,6 +69,7 @@ class Switches:
     sequential: bool = False
     one_lane: bool = False
     program: bool = False
+    program_heaps: bool = False
 
     def __post_init__(self) -> None:
         for switch in fields(self):

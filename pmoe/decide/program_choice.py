@@ -22,6 +22,7 @@ from torch import Tensor
 from pmoe.call.modules import LayerModules
 from pmoe.comm.agreement import gathered
 from pmoe.comm.counts import RankCounts
+from pmoe.comm.heap.program_heap import num_closings
 from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts
 from pmoe.planner.degree import Choice
@@ -168,7 +169,9 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     life = (
         ranks.record.life if ranks.size > 1 else 0
     )  # a group made again may have the name of an earlier one
-    key = (ranks.name, life, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape)
+    heaps = modules.options.switches.program_heaps
+    way = (heaps, num_closings(ranks) if heaps else 0)  # ranks make new heaps after they have closed some
+    key = (ranks.name, life, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape, way)
     pause = _pauses.get(key)
     if pause is not None and pause.left:
         pause.left -= 1
@@ -198,7 +201,10 @@ def _connected(backend: ProgramBackend, modules: LayerModules, shape: LayerShape
     Raises RuntimeError, on all ranks, if no communicator could be made.
     """
     ranks = modules.ranks
-    communicator = backend.connect(ranks, x_TM.device) if shape.sends and ranks.size > 1 else None
+    communicator = None
+    if shape.sends and ranks.size > 1:
+        heaps = modules.options.switches.program_heaps
+        communicator = backend.connect(ranks, x_TM.device, heaps=heaps)
     return Programs(
         backend=backend,
         shape=shape,

@@ -11,7 +11,7 @@ engine on the CPU.
     operands      where the buffers of a pass lie
     layer_shape   the facts of a layer that a program depends on
     backend       the interface of backends, which issue programs, and the programs of a layer
-    on_cuda       the backend for CUDA devices: issues passes over CUDA and NCCL
+    on_cuda       the backend for CUDA devices: issues passes over CUDA, and over NCCL or symmetric heaps
 
 A record is one call of a kernel, a copy or an all-to-all on one lane. It waits for events of other lanes, and
 may signal one. These are the first records of a forward pass on two ranks, in two chunks:

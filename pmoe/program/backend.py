@@ -38,7 +38,7 @@ class PassCut(Protocol):
 
 
 class LoadedPass(Protocol):
-    """The interface of a program that a backend has loaded. A call uses its three methods in this order."""
+    """The interface of a program that a backend has loaded. A call uses its methods in this order."""
 
     def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> PassCut:
         """Returns the numbers of a call: where the rows of each chunk begin and end, and sizes of buffers.
@@ -56,6 +56,18 @@ class LoadedPass(Protocol):
 
         cut: the numbers of the call, from `cut`.
         """
+
+    def take_arena(self, cut: Any) -> int:
+        """Returns the address of memory for the ring slots of a pass; 0 if the caller must allocate it.
+
+        The memory lies in a heap, so other ranks write rows into it. `give_back_arena` must follow when the
+        pass has been enqueued.
+
+        cut: the numbers of the call, from `cut`.
+        """
+
+    def give_back_arena(self) -> None:
+        """Ends the use of the memory that `take_arena` returned."""
 
     def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
         """Enqueues all work of a pass. The host does not wait for the device.
@@ -87,8 +99,10 @@ class ProgramBackend(Protocol):
         rows: a tensor with the dtype and device of the rows.
         """
 
-    def connect(self, ranks: Ranks, device: torch.device) -> Any:
+    def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Any:
         """Returns a communicator, by which programs send rows between these ranks. Collective.
+
+        heaps: whether rows are written into heaps of the other ranks, if the ranks can have heaps.
 
         If it fails on one rank, it raises on all ranks.
         """

@@ -1,4 +1,4 @@
-"""The backend of pass programs for CUDA devices: loads programs, and issues them over CUDA and NCCL.
+"""The backend of pass programs for CUDA devices: issues them over CUDA, and over NCCL or symmetric heaps.
 
 The C++ side is ``cuda/program/cuda_backend.h``. A loaded program holds the arguments of all launches that do
 not change from call to call. A call passes row counts, addresses and streams, and Python then makes three
@@ -26,6 +26,7 @@ from torch import Tensor
 from pmoe.comm.agreement import all_fail_together, from_first
 from pmoe.comm.group_options import timeout_of
 from pmoe.comm.group_record import collectives
+from pmoe.comm.heap.program_heap import ARENA_MIB, program_heap
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.stacked import StackedExperts
@@ -58,7 +59,12 @@ class CudaBackend:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def connect(self, ranks: Ranks, device: torch.device) -> Any:
+    def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Any:
+        if heaps:
+            try:
+                return program_heap(ranks, device).exchanger
+            except (RuntimeError, ValueError) as error:  # all ranks raise it
+                warn_once(f"programs send rows by NCCL, because there are no heaps: {error}")
         return make_communicator(ranks, device)
 
     def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
@@ -168,7 +174,7 @@ class LoadedProgram:
     activation: name of the experts' nonlinearity (`StackedExperts.fused_activation`).
     spare: multiprocessors that products leave free for communication (`pmoe.kernels.gemm.SPARE`); 0 if
         nothing runs beside them.
-    communicator: the result of `make_communicator`; None if the program sends no rows.
+    communicator: the result of `CudaBackend.connect`; None if the program sends no rows.
 
     Raises ValueError, with the record's name, for a record that has no kernel on CUDA devices.
     """
@@ -188,6 +194,7 @@ class LoadedProgram:
         self._shape = (program.chunks, program.ranks, program.local_experts)
         exchanges = {record.task for record in program.records if record.kernel is Kernel.EXCHANGE}
         self._num_exchanges = len(exchanges)
+        self._communicator = communicator
         self._loaded = extension.module().PassProgram(
             words=program.words(),
             labels=record_labels(program, schedule),
@@ -225,6 +232,29 @@ class LoadedProgram:
         """
         size: int = self._loaded.workspace_bytes(cut)
         return size
+
+    def take_arena(self, cut: Any) -> int:
+        """Returns the address of memory in a heap for the ring slots of a pass; 0 if there is none.
+
+        Warns once if the slots need more memory than the heap has. Rows then travel in pieces, which takes
+        longer.
+
+        cut: the numbers of the call, from `cut`.
+        """
+        if self._communicator is None:
+            return 0
+        most = self._communicator.arena_bytes
+        if 0 < most < cut.arena_bytes:
+            warn_once(
+                "programs send rows in pieces, which is slower, because the ring slots of a pass do not fit "
+                f"into its heap: {cut.arena_bytes} bytes in {most}; {ARENA_MIB} sets the size in MiB"
+            )
+        address: int = self._communicator.take_arena(cut.arena_bytes)
+        return address
+
+    def give_back_arena(self) -> None:
+        """Ends the use of the memory that `take_arena` returned."""
+        self._communicator.give_back_arena()
 
     def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
         """Enqueues all work of a pass. The host does not wait for the device.

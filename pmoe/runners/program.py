@@ -3,7 +3,7 @@
 A program (`pmoe.program`) is compiled from the same schedule that the engine runs, so it sends the same
 messages and gives the same results. The runner allocates what the engine allocates, and passes the addresses:
 
-    ring slots           one block, from the pool of the device
+    ring slots           one block, from the pool of the device, or in a heap that other ranks can write
     T_DI, T_M            kept for backward: one tensor for received rows, and one for rows that stay
     indices              the plan's indices that sort and gather rows, as int32
     ends                 where each expert's rows end in each chunk, as int32
@@ -239,15 +239,22 @@ class _PassCall:
         ranks = self.plan.modules.grid.all
         loaded = compiled.loaded
         cut = loaded.cut(self.like.shape[0], ranks.rank, runner.send_nWE, runner.recv_nWE)
-        arena = self.pool.take(cut.arena_bytes // self.like.element_size(), self.like, self)
+        lent = loaded.take_arena(cut)
+        arena: Tensor | None = None
+        if not lent:
+            arena = self.pool.take(cut.arena_bytes // self.like.element_size(), self.like, self)
         try:
             workspace = torch.empty(loaded.workspace_bytes(cut), dtype=torch.uint8, device=self.like.device)
             bases = {base: tensor.data_ptr() for base, tensor in self.memory.items()}
             streams = programs.backend.streams(programs.device, compiled.schedule)
             with at_stage(f"the program of a {self.direction} pass", ranks):
-                loaded.run(cut, bases | {Base.ARENA: arena.data_ptr()}, streams, workspace.data_ptr())
+                bases[Base.ARENA] = lent if arena is None else arena.data_ptr()
+                loaded.run(cut, bases, streams, workspace.data_ptr())
         finally:
-            self.pool.give_back(self)
+            if lent:
+                loaded.give_back_arena()
+            else:
+                self.pool.give_back(self)
         self._count_traffic()
 
     def _count_traffic(self) -> None:

@@ -100,7 +100,7 @@ CASES: list[tuple[str, tuple[Any, Any], dict[str, Any], str, tuple[str, str]]] =
     ("nodes", (1, 2), {"dispatch": "hierarchical_1d"}, "dispatch", ("'nodes (1)'", "'nodes (2)'")),
     *(
         ("switches", (Switches(), Switches(**{name: not getattr(Switches(), name)})), {}, "", (name, name))
-        for name in ("bypass_local", "one_lane", "program", "sequential")
+        for name in ("bypass_local", "one_lane", "program", "program_heaps", "sequential")
     ),
 ]
 

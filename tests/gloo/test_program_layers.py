@@ -117,12 +117,12 @@ class Unconnected(CpuBackend):
         self.failures = failures
         self.attempts = 0
 
-    def connect(self, ranks: Ranks, device: torch.device) -> Exchange:
+    def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Exchange:
         self.attempts += 1
         with all_fail_together(ranks, stage="connect"):
             if self.attempts <= self.failures and ranks.rank == 1:
                 raise RuntimeError("number 17 is busy")
-        return super().connect(ranks, device)
+        return super().connect(ranks, device, heaps=heaps)
 
 
 def unconnected_job(rank: int, world: int) -> tuple[list[str], list[str], int]:

@@ -27,15 +27,28 @@ def test_each_pass_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "passes" in (tmp_path / "program.json").read_text()
 
 
-def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time() -> None:
+@pytest.mark.parametrize("heaps", [False, True])
+def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time(heaps: bool) -> None:
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    _, _, rest = page.partition("<!-- calls of programs -->\n")
+    _, _, rest = page.partition(f"<!-- calls of programs{' over heaps' * heaps} -->\n")
     shown = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in rest.partition("\n\n")[0].splitlines()[2:]
     ]
-    counted = [line.split() for line in bench_program.prediction_table(library()).splitlines()[1:]]
+    table = bench_program.prediction_table(library(), heaps=heaps)
+    counted = [line.split() for line in table.splitlines()[1:]]
     assert shown == counted
+
+
+@pytest.mark.parametrize(
+    ("heaps", "direction", "goal"),
+    [(False, "forward", 190), (False, "backward", 295), (True, "forward", 120), (True, "backward", 205)],
+)
+def test_the_predictions_for_two_ranks_and_four_chunks_meet_their_goals(
+    heaps: bool, direction: str, goal: int
+) -> None:
+    calls = bench_program.host_calls(library(), 2, 4, direction, heaps=heaps)
+    assert calls.predicted_microseconds <= goal
 
 
 @pytest.mark.parametrize(
@@ -43,6 +56,7 @@ def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time() -> None:
     [
         ("permute/launch.h", "kMostCopies", bench_program.PLACES_OF_LAUNCH),
         ("program/cuda_backend.h", "kMostUnsummed", bench_program.SUMS_OF_LAUNCH),
+        ("program/push.h", "kMostMessages", bench_program.EXCHANGES_OF_LAUNCH),
     ],
 )
 def test_the_prediction_shares_launches_as_the_source_does(file: str, name: str, number: int) -> None:

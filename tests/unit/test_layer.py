@@ -387,7 +387,7 @@ def test_switches_have_one_place() -> None:
         layer.switches = Switches(sequential=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"switches \(None\) must be a pmoe.call.options.Switches"):
         layer.switches = None  # type: ignore[assignment]
-    for name in ("bypass_local", "sequential", "one_lane", "program"):
+    for name in ("bypass_local", "sequential", "one_lane", "program", "program_heaps"):
         with pytest.raises(AttributeError, match=rf"{name} \(True\) must be set in layer.switches"):
             setattr(layer, name, True)
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):

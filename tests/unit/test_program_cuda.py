@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.bench_program import num_launches
+from bench.bench_program import num_launches, num_pushes
 from bench.recorded_program import Issue, RecordedProgram, Wait
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
-from pmoe.program.records import Base, PassProgram
+from pmoe.program.records import Base, Kernel, PassProgram
 from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
@@ -86,6 +86,7 @@ class DevicePass:
     calls: the calls of CUDA and NCCL, on the lanes of their streams.
     seconds: the time limit of the communicator.
     device: the number of the device.
+    heaps: whether rows travel over heaps, and not by NCCL.
     """
 
     module: ModuleType
@@ -97,6 +98,7 @@ class DevicePass:
     spare: int = 0
     seconds: float = 60.0
     device: int = 0
+    heaps: bool = False
     streams: dict[Lane, int] = field(default_factory=lambda: dict(STREAMS))
 
     def __post_init__(self) -> None:
@@ -111,7 +113,10 @@ class DevicePass:
         self.arena_bytes = recorded.cut(self.tokens, self.rank, *flat)
         self.recorded = recorded.run(ADDRESSES)
         self.communicator = None
-        if self.stages.remote:
+        if self.stages.remote and self.heaps:
+            self.report = torch.zeros(8, dtype=torch.int32)
+            self.communicator = heap_exchanger(self.module, ranks, self.rank, self.report, self.seconds)
+        elif self.stages.remote:
             identity = self.module.nccl_id()
             self.communicator = self.module.Communicator(
                 identity, ranks, self.rank, self.device, self.seconds
@@ -140,25 +145,63 @@ class DevicePass:
         self.run()
         assert self.module.stub_refused() == []
         noted = journal(self.module)
-        reader = Reader(noted)
-        if self.communicator is not None:
-            reader.take("ncclCommGetAsyncError")
         if self.spare:
-            cleared = reader.take("set")
             num_products = sum(record.kernel.name in PRODUCT_NAMES for record in self.program.records)
-            assert (cleared.stream, cleared.numbers[1]) == (STREAMS[Lane.COMPUTE], 4 * num_products)
-        if self.communicator is not None:
+            fills = [call for call in noted if call.what == "set"]
+            assert len(fills) == self.needs_fill()
+            assert all(call.numbers[1] == 4 * num_products for call in fills)
+            assert all(call.stream == STREAMS[Lane.COMPUTE] for call in fills)
+            noted = [call for call in noted if call.what != "set"]
+        reader = Reader(noted, heaps=self.heaps)
+        by_nccl = self.communicator is not None and not self.heaps
+        if by_nccl:
+            reader.take("ncclCommGetAsyncError")
+        if by_nccl:
             end = noted.pop()  # the event by which the end of the pass is watched
             assert (end.what, end.stream) == ("record", self.streams[Lane.COMPUTE])
             reader.noted.pop()
         return reader.read(self.recorded, parts=PARTS, own_rank=self.rank)
+
+    def needs_fill(self) -> bool:
+        """Returns whether a fill of memory sets the products' counters to 0.
+
+        It does not if a launch before the first product takes numbers on the compute lane: this launch does.
+        """
+        issues = [call for call in self.recorded if isinstance(call, Issue)]
+        is_product = [call.kernel.name in PRODUCT_NAMES for call in issues]
+        before = issues[: is_product.index(True)] if any(is_product) else []
+        takes = [call for call in before if call.kernel is Kernel.TAKE and call.operands[0].columns == 1]
+        return any(is_product) and not takes
+
+
+def heap_exchanger(
+    module: ModuleType, ranks: int, rank: int, report: Tensor, seconds: float, arena: int = 0
+) -> Any:
+    """Returns an exchanger over heaps at addresses that nothing reads.
+
+    arena: bytes of the arena.
+    """
+    return module.HeapExchanger(
+        heaps=[(1 << 52) + (number << 44) for number in range(ranks)],
+        rank=rank,
+        device=0,
+        bytes=module.program_heap_bytes(ranks) + arena,
+        report=report.data_ptr(),
+        seconds=seconds,
+    )
 
 
 PRODUCT_NAMES = {"HIDDEN", "OUTPUT", "RECOMPUTE", "HIDDEN_GRADIENT", "INPUT_GRADIENT", "WEIGHT_GRADIENT"}
 
 
 def passes(
-    module: ModuleType, ranks: int, n: int, *, local: bool = True, pairs: Any = (*ALL_PAIRS, None)
+    module: ModuleType,
+    ranks: int,
+    n: int,
+    *,
+    local: bool = True,
+    pairs: Any = (*ALL_PAIRS, None),
+    heaps: bool = False,
 ) -> Iterator[DevicePass]:
     """Yields both passes of all restore pairs, and forward without a backward pass, of one rank each."""
     stages = Stages(local=local, remote=ranks > 1 or not local)
@@ -166,7 +209,9 @@ def passes(
         counts = counts_of_all(ranks, n, 100 * ranks + 10 * n + seed)
         for direction in ("forward", "backward")[: 2 if restore else 1]:
             schedule = rotating(direction, n, stages, restore=restore)
-            yield DevicePass(module, counts, seed % ranks, schedule, restore, stages, spare=seed % 2)
+            yield DevicePass(
+                module, counts, seed % ranks, schedule, restore, stages, spare=seed % 2, heaps=heaps
+            )
 
 
 def s4(
@@ -176,33 +221,42 @@ def s4(
     n: int = 4,
     seconds: float = 60.0,
     device: int = 0,
+    heaps: bool = False,
 ) -> DevicePass:
     """Returns a pass in which every rank sends rows to every other in every chunk."""
     stages = Stages(local=True, remote=ranks > 1)
     counts = torch.ones(ranks, n, ranks, EXPERTS, dtype=torch.int64)
     restore = STRATEGIES["S4"]
     schedule = rotating(direction, n, stages, restore=restore)
-    return DevicePass(module, counts, 0, schedule, restore, stages, seconds=seconds, device=device)
+    return DevicePass(
+        module, counts, 0, schedule, restore, stages, seconds=seconds, device=device, heaps=heaps
+    )
 
 
 # ---- the order of calls
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_calls_of_cuda_and_nccl_keep_the_order_of_the_schedule(cuda: ModuleType, ranks: int) -> None:
+@pytest.mark.parametrize(
+    "ranks, heaps", [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)]
+)
+def test_calls_keep_the_order_of_the_schedule(cuda: ModuleType, ranks: int, heaps: bool) -> None:
     for n in (1, 2, 4):
-        for one in passes(cuda, ranks, n, local=n != 2):
+        for one in passes(cuda, ranks, n, local=n != 2, heaps=heaps):
             problem = order_problem(one.calls(), one.program, one.schedule)
             assert problem is None, (str(one.restore), one.schedule.direction, n, problem)
 
 
+@pytest.mark.parametrize("heaps", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_the_launches_of_the_prediction_are_those_of_the_backend(cuda: ModuleType, direction: str) -> None:
+def test_the_launches_of_the_prediction_are_those_of_the_backend(
+    cuda: ModuleType, direction: str, heaps: bool
+) -> None:
     for ranks, n in ((1, 1), (1, 4), (2, 4), (3, 2)):
-        one = s4(cuda, direction, ranks, n)
+        one = s4(cuda, direction, ranks, n, heaps=heaps)
         one.run()
         launches = [call for call in journal(cuda) if call.what == "launch"]
-        assert len(launches) == num_launches(one.recorded), (ranks, n)
+        expected = num_launches(one.recorded) + heaps * num_pushes(one.recorded)
+        assert len(launches) == expected, (ranks, n)
 
 
 def test_a_pass_has_an_event_for_each_signal_and_two_more(cuda: ModuleType) -> None:
@@ -220,12 +274,16 @@ def test_a_pass_has_an_event_for_each_signal_and_two_more(cuda: ModuleType) -> N
     assert cuda.stub_num_events() == before
 
 
+@pytest.mark.parametrize("heaps", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_each_missing_wait_and_each_call_on_a_wrong_stream_is_found(cuda: ModuleType, direction: str) -> None:
+def test_each_missing_wait_and_each_call_on_a_wrong_stream_is_found(
+    cuda: ModuleType, direction: str, heaps: bool
+) -> None:
     stages = Stages(local=True, remote=True)
     restore = STRATEGIES["S1"]
     counts = torch.ones(3, 4, 3, EXPERTS, dtype=torch.int64)
-    one = DevicePass(cuda, counts, 0, rotating(direction, 4, stages, restore=restore), restore, stages)
+    schedule = rotating(direction, 4, stages, restore=restore)
+    one = DevicePass(cuda, counts, 0, schedule, restore, stages, heaps=heaps)
     calls = one.calls()
 
     def is_found(changed: Calls) -> bool:

@@ -7,10 +7,12 @@ functions make heaps from memory of different sources:
     process_heap    one process for each rank, all on one node, by CUDA IPC; ranks may share a device
     nvshmem_heap    NVSHMEM, if pmoe was built with it; also ranks of other nodes that NVLink reaches
 
+Pass programs have heaps of their own (`pmoe.comm.heap.program_heap`), one for each process of a node.
+
 A heap exists until `close_heaps`, or until its process ends. A heap that no Python object uses any longer is
 not closed, because peers may still write into it.
 """
 
-from pmoe.comm.heap.providers import close_heaps
+from pmoe.comm.heap.closing import close_heaps
 
 __all__ = ["close_heaps"]

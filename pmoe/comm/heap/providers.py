@@ -65,7 +65,7 @@ def virtual_heaps(
         ]
     except RuntimeError as error:
         for base in bases:
-            _quietly(memory.free, device, base)
+            quietly(memory.free, device, base)
         who = f"rank {len(bases)}: " if len(bases) < shape.num_ranks else ""
         raise RuntimeError(
             f"pmoe: could not make heaps of {shape.num_ranks} virtual ranks: {who}{error}"
@@ -311,12 +311,12 @@ class _HeapBuilder(CollectiveSteps):
         has this memory open. With NVSHMEM, freeing is collective. So if some rank has no memory to free, no
         rank frees its memory.
         """
-        _quietly(heap_module.synchronize, self.device)
+        quietly(heap_module.synchronize, self.device)
         for peer in self.opened.values():
-            _quietly(self.memory.close, self.device, peer)
+            quietly(self.memory.close, self.device, peer)
         having = self.gather(self.base is not None)
         if self.base is not None and (all(having) or not self.memory.collective):
-            _quietly(self.memory.free, self.device, self.base)
+            quietly(self.memory.free, self.device, self.base)
 
 
 def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> int:
@@ -331,11 +331,11 @@ def _allocate(memory: DeviceMemory, device: torch.device, shape: HeapShape) -> i
 
 
 def _free(memory: DeviceMemory, device: torch.device, base: int) -> None:
-    _quietly(heap_module.synchronize, device)
-    _quietly(memory.free, device, base)
+    quietly(heap_module.synchronize, device)
+    quietly(memory.free, device, base)
 
 
-def _quietly(work: Callable[..., object], *args: object) -> None:
+def quietly(work: Callable[..., object], *args: object) -> None:
     """Calls work(*args), which frees memory. If it raises an error, only a warning is issued.
 
     So this error does not replace an error that was raised before.
@@ -461,11 +461,8 @@ def _may_close(heap: Heap, ranks: Ranks) -> bool:
     return not any(is_in_graph for is_in_graph, _ in answers)
 
 
-def close_heaps(ranks: Ranks) -> None:
-    """Closes all heaps that the layers of this group share. Collective.
-
-    Call it on every rank before the group is destroyed, or after a HeapError.
-    """
+def close_layer_heaps(ranks: Ranks) -> None:
+    """Closes all heaps of fused kernels that the layers of this group share. Collective."""
     kept = heaps_of(ranks)
     while kept:
         kept.pop(next(iter(kept))).close()

@@ -1,0 +1,161 @@
+// Exchanges rows by writing them into the heaps of the other ranks. A launch of one kernel is an exchange, or
+// two that directly follow each other (push.h).
+//
+// A kernel that waits too long for another rank writes a report into memory of the host, and ends. The next
+// pass throws the report. The heap cannot be used any more then.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "common/on_device.h"
+#include "program/events.h"
+#include "program/exchanger.h"
+#include "program/push.h"
+
+namespace pmoe::program {
+
+// One rank's heap, and the addresses of all ranks' heaps in this process.
+struct HeapPlace {
+  std::vector<int64_t> heaps;  // by rank
+  int rank;
+  int device;
+  int64_t bytes;          // of this rank's heap, which is zeroed at first
+  peers::Report* report;  // memory of the host that the device can write
+  double seconds;         // longest wait for another rank
+};
+
+class HeapExchanger final : public Exchanger {
+ public:
+  // Throws std::invalid_argument for numbers of ranks and for ranks that are out of range, and for a heap
+  // that is too small.
+  explicit HeapExchanger(HeapPlace place)
+      : place_(std::move(place)), regions_(HeapRegions::of(ranks())), switched_(1, place_.device) {
+    if (ranks() < 1 || ranks() > kMostHeaps)
+      throw std::invalid_argument("heaps (" + std::to_string(ranks()) + ") must be from 1 to " +
+                                  std::to_string(kMostHeaps));
+    if (rank() < 0 || rank() >= ranks())
+      throw std::invalid_argument("rank (" + std::to_string(rank()) + ") must be below ranks (" +
+                                  std::to_string(ranks()) + ")");
+    if (place_.bytes < regions_.arena)
+      throw std::invalid_argument("a heap of " + std::to_string(place_.bytes) + " bytes must have at least " +
+                                  std::to_string(regions_.arena) + " bytes for flags and landing places");
+  }
+
+  int ranks() const override { return static_cast<int>(place_.heaps.size()); }
+  int rank() const override { return place_.rank; }
+  size_t most_calls() const override { return kMostMessages; }
+
+  // Returns 0 if the arena is too small, or if another pass has it.
+  int64_t take_arena(int64_t bytes) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (is_taken_ || bytes > arena_bytes()) return 0;
+    is_taken_ = true;
+    return place_.heaps[static_cast<size_t>(place_.rank)] + regions_.arena;
+  }
+
+  void give_back_arena() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_taken_ = false;
+  }
+
+  int64_t arena_bytes() const override { return place_.bytes - regions_.arena; }
+
+  // Makes this object unusable: begin() throws from now on. Its memory will be freed.
+  void close() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_closed_ = true;
+  }
+
+  // Throws std::runtime_error if an exchange has waited too long, or after close(). Passes use the arena one
+  // after another, so a pass on another stream than the last one waits for the last one.
+  void begin(cudaStream_t compute) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_usable();
+    if (has_run_ && compute != last_) {
+      check(cudaEventRecord(switched_[0], last_), "cudaEventRecord of an earlier pass");
+      check(cudaStreamWaitEvent(compute, switched_[0], 0), "cudaStreamWaitEvent for an earlier pass");
+    }
+    last_ = compute;
+    has_run_ = true;
+  }
+
+  void exchange(const std::vector<Call>& calls) override {
+    Push push = {};
+    for (const Call& call : calls)
+      if (has_rows(call)) push.message[push.messages++] = message_of(call);
+    if (!push.messages) return;
+    push.ranks = ranks();
+    for (int rank = 0; rank < ranks(); ++rank)
+      push.heaps[rank] = reinterpret_cast<uint8_t*>(place_.heaps[static_cast<size_t>(rank)]);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    push.watch = {};
+    push.watch.failed = reinterpret_cast<uint32_t*>(push.heaps[rank()]);
+    push.watch.report = place_.report;
+    push.watch.rank = rank();
+    push.watch.epoch = ++num_launches_;
+    push.watch.bound = static_cast<uint64_t>(std::llround(place_.seconds * 1e9));
+    push_rows(reinterpret_cast<void*>(calls.front().stream), push);
+  }
+
+  // Nothing watches a pass, because its kernels end by themselves.
+  void end(cudaStream_t) override {}
+
+ private:
+  bool has_rows(const Call& call) const {
+    const auto any = [this](const int64_t* rows) {
+      return std::any_of(rows, rows + ranks(), [](int64_t count) { return count != 0; });
+    };
+    return any(call.send) || any(call.recv);
+  }
+
+  Message message_of(const Call& call) const {
+    const Memory& source = call.operand[0];
+    const Memory& target = call.operand[1];
+    Message message = {};
+    message.source = reinterpret_cast<const uint8_t*>(source.address);
+    message.target = reinterpret_cast<uint8_t*>(target.address);
+    message.row_bytes = source.row_bytes;
+    int64_t sent = 0;
+    int64_t received = 0;
+    for (int rank = 0; rank < ranks(); ++rank) {
+      message.send_end[rank] = sent += call.send[rank];
+      message.recv_end[rank] = received += call.recv[rank];
+    }
+    const int64_t offset = target.address - place_.heaps[static_cast<size_t>(place_.rank)];
+    const bool is_inside = offset >= 0 && offset + received * message.row_bytes <= place_.bytes;
+    message.target_offset = is_inside ? offset : -1;
+    return message;
+  }
+
+  void check_usable() const {
+    if (is_closed_) throw std::runtime_error("the heap of pass programs is closed");
+    const volatile int32_t& wait = place_.report->wait;  // the kernel writes it last
+    if (wait == 0) return;
+    const bool is_grant = wait == static_cast<int32_t>(peers::Wait::kGrant);
+    std::ostringstream text;
+    text << "rank " << place_.rank << " of " << ranks() << ": an exchange of a pass program has waited "
+         << place_.seconds << " s in vain for rank " << place_.report->peer << ": "
+         << (is_grant ? "it has not granted memory for this rank's rows" : "its rows have not arrived")
+         << ". That rank has ended, has failed before, or needs more time (PMOE_WAIT_SECONDS sets the "
+         << "limit). Results of that pass are not valid. To go on, call pmoe.comm.heap.close_heaps on every "
+         << "rank";
+    throw std::runtime_error(text.str());
+  }
+
+  const HeapPlace place_;
+  const HeapRegions regions_;
+  const Events switched_;
+  std::mutex mutex_;             // for all members below
+  cudaStream_t last_ = nullptr;  // the compute lane of the last pass
+  bool has_run_ = false;
+  bool is_taken_ = false;  // the arena
+  bool is_closed_ = false;
+  uint32_t num_launches_ = 0;
+};
+
+}  // namespace pmoe::program

@@ -172,9 +172,9 @@ class CudaBackend {
     }
   }
 
-  // Launches the sums of routing weights' gradients that were put off. They must be launched before anything
-  // reads their results: a call of another lane, which waits for an event of this lane, or a call that moves
-  // numbers.
+  // Launches the sums of routing weights' gradients that were put off, at most two. It is called before
+  // anything can read their results: in signal(), because another lane may wait for that event; before TAKE
+  // and PUT of numbers; and before BIAS_DOTS, which adds to them. It is also called as soon as two wait.
   void launch_sums() {
     if (unsummed_.empty()) return;
     const PartialSums none = {nullptr, nullptr, 0};

@@ -316,7 +316,7 @@ __device__ __forceinline__ void store_blocks(Stores& store, const float* d, int 
                                              typename Stores::Ahead& ahead) {
   // kApart: distance, in floats, between the two groups of accumulators that one call of block() takes. With
   // kHalves they are the same columns of gate and of up, half of this thread's accumulators apart. Otherwise
-  // they are neighbouring groups of 32 columns, 16 floats apart. A gradient takes one group only: kApart is 0.
+  // they are neighbouring groups of 32 columns, 16 floats apart. A gradient takes one group, and kApart is 0.
   constexpr int kStep = Stores::kBlockColumns, kBlocks = kTileColumns / kStep;
   constexpr int kApart = Stores::kHalves ? kTileColumns / 2 : kStep == 64 ? 16 : 0;
   unrolled<kBlocks>([&](auto index) {

@@ -58,11 +58,12 @@ class HeapBackend(CpuBackend):
 
     def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Exchange:
         assert heaps
-        self.exchanger = program_heap.program_heap(ranks, device, memory=self.memory).exchanger
+        self.exchanger = exchanger = program_heap.program_heap(ranks, device, memory=self.memory).exchanger
 
         def exchange(rows: Tensor, send: Sequence[int], out: Tensor, recv: Sequence[int]) -> None:
+            # A program keeps the exchanger with which it was loaded, also after its heap was closed.
             row_bytes = rows.shape[1] * rows.element_size()
-            self.exchanger.exchange(STREAM, rows.data_ptr(), out.data_ptr(), row_bytes, send, recv)
+            exchanger.exchange(STREAM, rows.data_ptr(), out.data_ptr(), row_bytes, send, recv)
 
         return exchange
 

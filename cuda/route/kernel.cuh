@@ -16,8 +16,8 @@
 
 namespace pmoe::route {
 
-// The launch has at most one block for each multiprocessor, or one for each chunk: with more blocks, each block
-// of the second kernel would have to read more counts.
+// The launch has at most one block for each multiprocessor, or one for each chunk: with more blocks, each
+// block of the second kernel would have to read more counts.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) choose_kernel(const __grid_constant__ Forward a) {
   const Place<S> at;

@@ -22,7 +22,7 @@ namespace pmoe::route {
 
 constexpr int kMostExperts = 1024;
 constexpr int kMostChoices = 32;
-constexpr int kMostChunks = 256;  // MAX_BINS of pmoe/comm/counts.py
+constexpr int kMostChunks = 256;                        // MAX_BINS of pmoe/comm/counts.py
 constexpr int64_t kMostSlots = (int64_t{1} << 31) - 1;  // positions are int32
 
 // Returns the first token of part i, if the tokens are divided into `parts` parts.

@@ -132,23 +132,6 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
   for (Tile tile; next(tile);) load_tile(loader, shared, tile, ring);
 }
 
-// Signals that stages of gathered rows are full: all whose copies have begun, but the last `left`. Every
-// loading thread calls it when its own copies of these stages have arrived.
-//
-// issued: number of stages, since the start, whose copies have begun.
-// announced: number of stages, since the start, that are signalled as full; is increased.
-// thread: index of the calling thread among the loading ones.
-template <class Memory>
-__device__ __forceinline__ void announce_but(uint32_t left, uint32_t issued, uint32_t& announced,
-                                             Memory& shared, int thread) {
-#pragma unroll 1
-  for (; announced + left < issued; ++announced) {
-    fence_proxy_async();
-    sync_warp();
-    if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
-  }
-}
-
 // Loads the operands of all tiles of a block whose rows of A are gathered.
 //
 // All loading threads copy rows of A by cp.async; the first thread also starts the loads of B. The full
@@ -165,6 +148,14 @@ __device__ __forceinline__ void load_by_copies(
   // whose full barrier has been signalled. A stage's index and its parity are computed from these numbers,
   // because there are no registers for a Ring.
   uint32_t issued = 0, announced = 0;
+  const auto announce_but = [&](uint32_t left) {
+#pragma unroll 1
+    for (; announced + left < issued; ++announced) {
+      fence_proxy_async();
+      sync_warp();
+      if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
+    }
+  };
   const auto next = [&](Tile& found) {
     if (thread == 0) walk.publish_tile(p);
     sync_warp();
@@ -188,11 +179,11 @@ __device__ __forceinline__ void load_by_copies(
       cp_async_commit();
       ++issued;
       cp_async_wait<kLag>();
-      announce_but(kLag, issued, announced, shared, thread);
+      announce_but(kLag);
     }
   }
   cp_async_wait<0>();
-  announce_but(0, issued, announced, shared, thread);
+  announce_but(0);
 }
 
 // Loads the operands of all tiles of a block of weight gradients whose rows of B are gathered.
@@ -207,7 +198,16 @@ __device__ __forceinline__ void load_rows_of_b_by_copies(
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kDepth> boxes(thread);
-  uint32_t issued = 0, announced = 0;  // as in load_by_copies()
+  // These three are those of load_by_copies(). A function for both changes the machine code of its kernels.
+  uint32_t issued = 0, announced = 0;
+  const auto announce_but = [&](uint32_t left) {
+#pragma unroll 1
+    for (; announced + left < issued; ++announced) {
+      fence_proxy_async();
+      sync_warp();
+      if (thread % 32 == 0) mbarrier_arrive(&shared.full[announced % kStages]);
+    }
+  };
   const auto next = [&](Tile& found) {
     if (thread == 0) walk.publish_tile(p);
     sync_warp();
@@ -228,7 +228,7 @@ __device__ __forceinline__ void load_rows_of_b_by_copies(
       // in the ring of tiles. (Other products have at least one step in each tile, and two places for tiles,
       // so kLag = 2 later stages are always loaded.)
       cp_async_wait<0>();
-      announce_but(0, issued, announced, shared, thread);
+      announce_but(0);
       continue;
     }
     find(0);
@@ -248,11 +248,11 @@ __device__ __forceinline__ void load_rows_of_b_by_copies(
       ++issued;
       if (step + 1 < end) find(step + 1);
       cp_async_wait<kLag>();
-      announce_but(kLag, issued, announced, shared, thread);
+      announce_but(kLag);
     }
   }
   cp_async_wait<0>();
-  announce_but(0, issued, announced, shared, thread);
+  announce_but(0);
 }
 
 // Returns the matrix descriptor of an operand in shared memory (PTX ISA, "matrix descriptor"). It says that

@@ -346,8 +346,8 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
     A trial (a timed run of both passes) on a part of the batch does not show whether the memory is enough for
     the whole batch. So the memory of a step with the fastest choice is allocated and freed again. If that
     fails on any rank, the choice is removed, and the next fastest choice is tested. The test ends at the
-    first choice with enough memory. The slower choices stay in the result untested, because the caller takes
-    the fastest one.
+    first choice with enough memory. The slower choices stay in the result untested. If the caller takes one
+    of them, it must test the memory first.
 
     batch: the routed batch of all tokens.
     measured: the seconds of each choice (numbers of chunks, and how backward gets the rows and the hidden

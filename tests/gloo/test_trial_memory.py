@@ -136,7 +136,7 @@ def test_fewer_chunks_that_are_about_as_fast_are_not_taken_where_they_are_too_la
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]
     for got in ranks(2).run(job, "torch", None, float("inf"), {"memory_reuse": "S4"}, many_hardly_faster):
-        assert got["ran"] == (1, 1)
+        assert got["ran"][0] <= 2
 
 
 def test_an_n_of_other_batch_sizes_is_not_taken_where_it_is_too_large_for_one_rank() -> None:

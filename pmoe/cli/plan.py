@@ -247,8 +247,8 @@ def _about_copies(fields: Mapping[str, Any]) -> list[str]:
     ]
     if kept not in (None, once):
         lines.append(
-            "a copy that later calls use again (gradient accumulation) pays if it saves the busiest rank more "
-            f"than {_prices(kept)}; the later calls pay nothing for it"
+            "a copy that later calls use again (gradient accumulation) pays if it saves the busiest rank "
+            f"more than {_prices(kept)}; the later calls pay nothing for it"
         )
     return lines
 

@@ -201,7 +201,9 @@ class SortedOrder(Order):
         columns = rows.shape[-1]
         row_bytes = columns * rows.element_size()
         why = permute.refusal(rows.device, rows.dtype, top_k)
-        if why is None and (row_bytes == 0 or row_bytes % VECTOR_BYTES):
+        if row_bytes == 0:  # there is nothing to copy
+            return False
+        if why is None and row_bytes % VECTOR_BYTES:
             why = f"rows of {columns} columns have {row_bytes} bytes, no multiple of {VECTOR_BYTES}"
         if why is not None:
             warn_of_fallback("rows are copied and summed", why)

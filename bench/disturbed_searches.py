@@ -383,7 +383,10 @@ KINDS: dict[str, Callable[[int, Disturbance], Outcome]] = {
     "`pipeline=True, memory_reuse=True`": functools.partial(search_once, has_budget=False),
     "the same with a `memory_budget`": functools.partial(search_once, has_budget=True),
 }
-"""Maps each kind of layer to a function that searches once for it. The names are those of the table in docs/choosing.md."""
+"""Maps each kind of layer to a function that searches once for it.
+
+The names are those of the table in docs/choosing.md.
+"""
 
 
 # ---- the report

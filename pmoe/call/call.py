@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class CalledLayer(nn.Module):
-    """Base class of the layers that calls are made of, for code that has a `Call` only.
+    """Base class of a layer, which keeps a record of its last call.
 
-    last: the record that the layer keeps of its last call. Its fields are None before the first call.
+    last: the record. Its fields are None before the first call.
     """
 
     last: LastCall

@@ -127,8 +127,8 @@ def further_degrees(
     """Returns the degrees (numbers of chunks of both passes) to try next, which follow from measurements.
 
     If the smallest or largest n that was tried is the fastest, and clearly faster than its neighbour among
-    the n that were tried, the next n beyond it is tried. If forward and backward are fastest with different n,
-    the pair of both n is tried.
+    the n that were tried, the next n beyond it is tried. If forward and backward are fastest with different
+    n, the pair of both n is tried.
 
     times: measured times of a step by degrees.
     numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.

@@ -11,7 +11,8 @@ within the limit. A stage tries at most three n: the fastest so far, and the nex
 
 If a stage finds that n = 2 is faster than larger n, the layer's later steps will have at most 2 chunks. So
 they will need at least the memory of a step with n = 2. The next stage may take this much memory, so more
-tokens fit. The stages end when the fastest n of a stage also needs the least memory of all n in this stage:
+tokens fit. The stages end when the fastest n of a stage needs the least memory of all n in this stage, and a
+step with it needs no more memory than the stage was allowed:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  8, 4, 2              2

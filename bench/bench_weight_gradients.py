@@ -13,11 +13,12 @@ Both ways read all rows once for each tile, so these bytes cancel. One product m
 rows until it runs: the experts' input, the gradients of their output and of the hidden columns, and the
 activated hidden columns. With ring slots, a pass holds two chunks of the first two and one of the others.
 
-    added ms      time of the bytes that one product saves, at the stored rate of a copy
-    measured ms   what n - 1 stored products that add took longer than products that overwrite: the time of 6
-                  of the 8 bytes of each further chunk
-    of products   added ms, as a share of the stored time of the weight gradients of all rows
-    held MB       what one product holds in addition
+    added ms            time of the bytes that one product saves, at the stored rate of a copy
+    measured ms         what n - 1 stored products that add took longer than products that overwrite, which
+                        write 2 bytes: the time of 6 of the 8 bytes of each further chunk. It may exceed
+                        added ms, if a product moves these bytes at a lower rate than a copy
+    added / products    added ms, as a share of the stored time of the weight gradients of all rows
+    held MB             what one product holds in addition
 
 The stored products have all rows in one chunk, so n chunks of them are n times as many rows.
 """
@@ -80,7 +81,7 @@ def rows_of(document: dict[str, Any], chunks: Sequence[int]) -> list[dict[str, A
                     "bytes an element": bytes_of_sum(n),
                     "added ms": round(added_ms, 1),
                     "measured ms": round((n - 1) * (adding - overwriting), 1),
-                    "of products": f"{added_ms / (n * overwriting):.0%}",
+                    "added / products": f"{added_ms / (n * overwriting):.0%}",
                     "held MB": round(
                         held_bytes(n * document["rows"], model["d_model"], model["d_hidden"], n) / 1e6
                     ),

@@ -12,9 +12,9 @@ measurement, and the profile says that it describes the machine badly.
 
 It prints a row for each kind of layer:
 
-    pipeline=True  chooses n, without reuse, and has no profile, so that all n are tried
-    both True      pipeline=True and memory_reuse=True: chooses n and the restore pair
-    a budget       both True, with a memory budget
+    `pipeline=True`                     chooses n, without reuse, and has no profile
+    `pipeline=True, memory_reuse=True`  chooses n and the restore pair
+    the same with a `memory_budget`     chooses n and the restore pair within the budget
 
 The columns:
 
@@ -378,6 +378,17 @@ def _stored() -> Any:
     return json.loads(STORED.read_text(encoding="utf-8"))
 
 
+KINDS: dict[str, Callable[[int, Disturbance], Outcome]] = {
+    "`pipeline=True`": search_without_reuse,
+    "`pipeline=True, memory_reuse=True`": functools.partial(search_once, has_budget=False),
+    "the same with a `memory_budget`": functools.partial(search_once, has_budget=True),
+}
+"""Maps each kind of layer to a function that searches once for it.
+
+The names are those of the table in docs/choosing.md.
+"""
+
+
 # ---- the report
 
 
@@ -392,7 +403,7 @@ def row_of(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "99th percentile %": regrets[int(0.99 * len(regrets))],
         "worst %": regrets[-1],
         "steps, median": statistics.median(outcome.steps for outcome in outcomes),
-        "mean": statistics.fmean(outcome.steps for outcome in outcomes),
+        "steps, mean": statistics.fmean(outcome.steps for outcome in outcomes),
         "pairs, mean": statistics.fmean(outcome.pair_steps for outcome in outcomes),
         "runs, median": statistics.median(outcome.runs for outcome in outcomes),
     }
@@ -408,14 +419,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="folder for JSON")
     args = parser.parse_args()
     disturbance = Disturbance(noise=args.noise, share=args.share)
-    kinds: dict[str, Callable[[int, Disturbance], Outcome]] = {
-        "pipeline=True": search_without_reuse,
-        "both True": functools.partial(search_once, has_budget=False),
-        "a budget": functools.partial(search_once, has_budget=True),
-    }
     logging.getLogger("pmoe").setLevel(logging.WARNING)  # thousands of searches would log their results
     rows = []
-    for name, search_of in kinds.items():
+    for name, search_of in KINDS.items():
         outcomes = [search_of(number, disturbance) for number in range(args.searches)]
         rows.append(row_of(name, outcomes))
     print(f"noise {disturbance.noise:.0%}, {disturbance.share:.0%} of the runs slowed")

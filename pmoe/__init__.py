@@ -8,12 +8,23 @@ import torch
 from pmoe.warn import warn_of_untested_release
 
 if TYPE_CHECKING:
-    # `_PARTS` has these modules, so pmoe.gates.TopKGate works. pyright learns it from these lines.
+    # `_PARTS` has these modules, so pmoe.gates.TopKGate works. Type checkers learn it from these lines.
+    from pmoe import arguments as arguments
+    from pmoe import call as call
+    from pmoe import checkpointing as checkpointing
     from pmoe import comm as comm
+    from pmoe import decide as decide
+    from pmoe import engine as engine
     from pmoe import experts as experts
     from pmoe import gates as gates
+    from pmoe import kernels as kernels
     from pmoe import layer as layer
     from pmoe import ordering as ordering
+    from pmoe import planner as planner
+    from pmoe import runners as runners
+    from pmoe import schedule as schedule
+    from pmoe import settings as settings
+    from pmoe import text as text
     from pmoe.checkpointing.contexts import checkpoint_contexts
     from pmoe.comm.base import Combine, Dispatch
     from pmoe.convert.fewer_experts import (

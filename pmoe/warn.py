@@ -29,21 +29,29 @@ if log.level == logging.NOTSET:
     log.setLevel(logging.INFO)
 
 GIVEN: set[str] = set()
-"""Beginnings of the warnings that this process has issued, and reasons of fallbacks that it has told.
+"""Beginnings of the warnings of this process, and the reasons of fallbacks of which it has warned.
 
 Clear it to have them issued again.
 """
 
 
-def warn_once(message: str, category: type[Warning] = UserWarning, *, for_each_reason: bool = False) -> None:
+def warn_once(
+    message: str,
+    category: type[Warning] = UserWarning,
+    *,
+    for_each_reason: bool = False,
+    key: str | None = None,
+) -> None:
     """Issues a warning, unless this process has issued one with the same text up to the first colon.
 
     for_each_reason: True compares the whole text, so that the same warning with another reason after the
         colon is issued, too.
+    key: a text that is compared in place of the message; None for none.
     """
-    start = message if for_each_reason else message.partition(":")[0]
-    if start not in GIVEN:
-        GIVEN.add(start)
+    if key is None:
+        key = message if for_each_reason else message.partition(":")[0]
+    if key not in GIVEN:
+        GIVEN.add(key)
         warnings.warn(f"pmoe: {message}", category, stacklevel=2)
 
 
@@ -55,10 +63,7 @@ def warn_of_fallback(work: str, reason: str) -> None:
     work: the work, as the beginning of a sentence, such as "tokens are routed".
     reason: why no kernel does this work.
     """
-    key = f"fallback: {reason}"
-    if key not in GIVEN:
-        GIVEN.add(key)
-        warnings.warn(f"pmoe: {work} without pmoe's kernels: {reason}", stacklevel=2)
+    warn_once(f"{work} without pmoe's kernels: {reason}", key=f"fallback: {reason}")
 
 
 TESTED = {"torch": ((2, 13), (2, 14)), "transformers": ((5, 23), (5, 24))}

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from pmoe.call.modules import LayerModules
 from pmoe.checkpointing.replay import Replay
+
+if TYPE_CHECKING:
+    from pmoe.call.decision import LastCall
+
+
+class CalledLayer(nn.Module):
+    """Base class of a layer, which keeps a record of its last call.
+
+    last: the record. Its fields are None before the first call.
+    """
+
+    last: LastCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +49,7 @@ class Call:
                           activation checkpointing it returns the decisions of the first pass
     """
 
-    layer: nn.Module
+    layer: CalledLayer
     modules: LayerModules
     scheduled: LayerModules
     x: Tensor

@@ -199,12 +199,18 @@ def agreed_sizes(modules: LayerModules, rows_TM: Tensor, *, sorts_results: bool 
     )
 
 
-def copies_at_most(modules: LayerModules) -> CopyNumbers:
-    """Returns upper bounds of the copies of busy experts in a call; zeros without ``balance``."""
+def copies_at_most(modules: LayerModules, per_rank: int | None = None) -> CopyNumbers:
+    """Returns upper bounds of the copies of busy experts in a call; zeros without ``balance``.
+
+    modules: the modules and options of the layer.
+    per_rank: the most copies that a rank hosts; None for those that the options allow.
+    """
     num_ranks = modules.grid.ep.size
     if not modules.options.balance:
         return CopyNumbers()
-    per_rank = modules.options.most_copies(num_ranks)
+    if per_rank is None:
+        per_rank = modules.options.most_copies(num_ranks)
+    # With a budget no copies are kept for later calls. Those of experts that are modules stay until backward.
     may_stay = modules.options.budget is None or modules.experts.are_modules
     return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks, stay=may_stay)
 

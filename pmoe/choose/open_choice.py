@@ -4,8 +4,8 @@ A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_D
 activation (T_M) are kept, offloaded or made again for backward.
 
 With a memory budget, n and the pair are chosen together. The result is the fastest choice whose memory stays
-within the budget for any routing. Without a budget, the pair is chosen first, then n. If trials find n, the
-cost model alone chooses the first pair, and trials with this n then choose the pair that is taken:
+within the budget for any routing. Without a budget: a pair by the cost model, then n; if trials
+found n, trials then choose the pair:
 
     option               value     how the pair or n is chosen
     memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import agreed_sizes
+from pmoe.call.sizes import agreed_sizes, copies_at_most
 from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
@@ -40,7 +40,7 @@ from pmoe.measure.profile import PROFILES
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
-from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
+from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.priced_choices import Chooser, Measured, rounded_up, without_offload
 from pmoe.planner.timed_rounds import MOST_ROUNDS, OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
@@ -100,9 +100,9 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.
 
-    With a memory budget, the result is the fastest choice within the budget. Otherwise a cost model chooses
-    the pair first, and then trials (timed runs) or FSMoE's solver find the numbers of chunks. If trials found
-    the numbers, further trials compare restore pairs with these numbers, and the fastest pair is taken.
+    With a memory budget, the result is the fastest choice within the budget. Without a budget: a pair by the
+    cost model, then the numbers of chunks, by trials (timed runs) or by FSMoE's solver; if trials found them,
+    trials then choose the pair.
 
     batch: the routed batch, on which trials run.
     restore: the pair, if the caller has chosen it; None if this function chooses it.
@@ -243,9 +243,8 @@ def _copies_that_fit(modules: LayerModules, sizes: LayerSizes, tokens: int, per_
     chooser = Chooser(
         pairs=modules.pairs, budget=budget, slack=options.slack, bins=modules.bins_for(options.degrees)
     )
-    num_local = modules.experts.num_local_experts
     for copies in range(per_rank, 0, -1):
-        with_copies = replace(sizes, copies=CopyNumbers.at_most(copies, num_local, modules.grid.ep.size))
+        with_copies = replace(sizes, copies=copies_at_most(modules, copies))
         if all(chooser.fits(with_copies, tokens, some) for some in (any_host, without_offload(any_host))):
             return copies
     return 0
@@ -291,12 +290,13 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
 
 
 def _cheapest_pair(batch: TrialBatch, degrees: PassDegrees, one_is_taken: bool = False) -> Restore:
-    """Returns the restore pair with which a step takes the fewest seconds (MPipeMoE, Eq. 10, and trials).
+    """Returns the fastest restore pair by the cost model; if several are nearly the fastest, by trials.
 
-    Eq. 10 predicts that a pass takes as long as the slowest of three things: computation, communication, and
-    copies to or from the host. The rates of all three are measured on this machine. If the predictions of
-    several pairs are close to the fastest, trials (timed runs of both passes) decide among these pairs
-    (`Chooser.pair`). Nothing is tried twice for about the same number of tokens.
+    The cost model is Eq. 10 of MPipeMoE. It predicts that a pass takes as long as the slowest of three
+    things: computation, communication, and copies to or from the host. The rates of all three are measured on
+    this machine. If the predictions of several pairs are close to the fastest, trials (timed runs of both
+    passes) decide among these pairs (`Chooser.pair`). Nothing is tried twice for about the same number of
+    tokens.
 
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.

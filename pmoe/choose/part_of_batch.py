@@ -11,7 +11,8 @@ within the limit. A stage tries at most three n: the fastest so far, and the nex
 
 If a stage finds that n = 2 is faster than larger n, the layer's later steps will have at most 2 chunks. So
 they will need at least the memory of a step with n = 2. The next stage may take this much memory, so more
-tokens fit. The stages end when the fastest n of a stage also needs the least memory of all n in this stage:
+tokens fit. The stages end when the fastest n of a stage needs the least memory of all n in this stage, and a
+step with it needs no more memory than the stage was allowed:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  8, 4, 2              2
@@ -346,8 +347,8 @@ def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) 
     A trial (a timed run of both passes) on a part of the batch does not show whether the memory is enough for
     the whole batch. So the memory of a step with the fastest choice is allocated and freed again. If that
     fails on any rank, the choice is removed, and the next fastest choice is tested. The test ends at the
-    first choice with enough memory. The slower choices stay in the result untested, because the caller takes
-    the fastest one.
+    first choice with enough memory. The slower choices stay in the result untested. If the caller takes one
+    of them, it must test the memory first.
 
     batch: the routed batch of all tokens.
     measured: the seconds of each choice (numbers of chunks, and how backward gets the rows and the hidden

@@ -47,14 +47,15 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
 
     Trials are timed runs of both passes with several n.
 
-    1. If earlier trials found the fastest n for about this number of tokens, the memory is tested: a step of
-       this batch with this n may need more memory than the earlier trials. If the memory is enough, this n is
-       returned, else a larger n (`n_with_enough_memory`).
+    1. If earlier trials found the fastest n for about this number of tokens, this n is taken.
     2. Otherwise new trials run, if they are allowed (`TrialBatch.trials_allowed`). Their result is recorded
        for later batches, and written to a file if $PMOE_CACHE is set.
     3. If no trials run, `adaptive_degree` computes one n for both passes from the number of rows. If trials
        were allowed but too little memory was left for them, this n is recorded too, so that later batches of
        this size attempt no trials.
+
+    If trials are allowed, the memory of a step of this batch with this n is tested: it may need more memory
+    than the trials. If the memory is enough, this n is returned, else a larger n (`n_with_enough_memory`).
 
     batch: the routed batch, on which trials run.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -75,12 +76,12 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
         )
-        if degrees is not None:
+        if degrees is None:
+            degrees = degrees_by_rule(batch)
+            table.remember(batch.counts.max_tokens, degrees)
+        else:
             learned.keep()
-            learned.with_enough_memory[(*tested, degrees)] = degrees
-            return degrees
-        degrees = degrees_by_rule(batch)
-        table.remember(batch.counts.max_tokens, degrees)
+    # A search tests the memory of the fastest numbers only. It may return others that are about as fast.
     key = (*tested, degrees)
     if key not in learned.with_enough_memory:
         learned.with_enough_memory[key] = n_with_enough_memory(batch, restore, degrees)

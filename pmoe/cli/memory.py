@@ -57,7 +57,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add("--n-backward", type=whole_number, help="micro-batches of the backward pass (default n)")
     add("--memory-reuse", type=restore_pair, metavar="PAIR", help=pairs)
     add_allow(add)
-    add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
+    copies = "copies of busy experts on a rank (default 0), as if later calls use the copies"
+    add("--balance", type=int, default=0, metavar="K", help=copies)
     add(
         "--shard-experts",
         type=int,

@@ -40,8 +40,9 @@ ABOUT = "choose n and the restore pair for a layer, by a stored profile or for m
 def add_arguments(command: argparse.ArgumentParser) -> None:
     layer.add_layer_sizes(command)
     add = command.add_argument
+    copies = "copies of busy experts on a rank (default 0); without --budget as if later calls use the copies"
     add("--budget", type=byte_count, help="limit of bytes on the device, such as 2GiB or '500 MB'")
-    add("--balance", type=int, default=0, metavar="K", help="copies of busy experts on a rank (default 0)")
+    add("--balance", type=int, default=0, metavar="K", help=copies)
     add_allow(add)
     add("--profile", type=Path, metavar="FILE", help="profile to use (default: the stored one that fits)")
     add("--folder", type=Path, help="folder of stored profiles (default $PMOE_CACHE, ~/.cache/pmoe)")
@@ -73,6 +74,8 @@ def run_command(args: argparse.Namespace) -> Output:
     except ValueError as error:
         raise ValueError(str(error).replace("memory_budget", "--budget", 1)) from None
     advice = plans[0]
+    # With a budget, a layer keeps no copies for later calls.
+    copies_may_stay = args.balance > 0 and args.budget is None
     fields = {
         **layer.layer_fields(args),
         "slack": args.slack,
@@ -81,7 +84,7 @@ def run_command(args: argparse.Namespace) -> Output:
         "allow": args.allow,
         "balance": args.balance,
         "copy_price_rows": _copy_prices(advice, rates, stay=False) if args.balance else None,
-        "kept_copy_price_rows": _copy_prices(advice, rates, stay=True) if args.balance else None,
+        "kept_copy_price_rows": _copy_prices(advice, rates, stay=True) if copies_may_stay else None,
         "profile": {"path": str(path), **asdict(advice.profile.identity), "when": advice.profile.when},
         "ways": [*map(_advice_fields, plans)],
         "sensitivity": list(sensitivity(rates, plans, **options)) if isinstance(rates, Cluster) else [],
@@ -173,6 +176,8 @@ def _python(args: argparse.Namespace, advice: Advice) -> str:
     if advice.dispatch != "flat":
         options |= {"dispatch": advice.dispatch, "nodes": profile.num_ranks // profile.num_nodes}
     options["balance"] = args.balance or None
+    if args.balance:  # without the budget, the layer would keep copies, whose bytes the plan did not count
+        options["memory_budget"] = args.budget
     line = layer.python_line(args, pipeline=advice.decision.forward, **options)
     if esp == 1:
         return line
@@ -237,13 +242,13 @@ def _about_copies(fields: Mapping[str, Any]) -> list[str]:
     once = fields["copy_price_rows"]
     kept = fields["kept_copy_price_rows"]
     lines = [
-        f"a copy of a busy expert pays where it saves the busiest rank more than {_prices(once)}; the bytes "
+        f"a copy of a busy expert pays if it saves the busiest rank more than {_prices(once)}; the bytes "
         f"count {fields['balance']} on each rank"
     ]
-    if kept != once:
+    if kept not in (None, once):
         lines.append(
-            f"if later calls use the copy again (gradient accumulation), it pays from {_prices(kept)} on; it "
-            "costs these calls nothing"
+            "a copy that later calls use again (gradient accumulation) pays if it saves the busiest rank "
+            f"more than {_prices(kept)}; the later calls pay nothing for it"
         )
     return lines
 

@@ -656,8 +656,25 @@ CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Returns whether an error of torch says that the device or the host has too little memory."""
+    """Returns whether an error says that this rank's device or host has too little memory."""
+    if isinstance(error, PeerError):  # it quotes the error of another rank
+        return False
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in CPU_ALLOCATOR)
+
+
+def _why_failed(error: RuntimeError, ranks: Ranks) -> str:
+    """Returns why a collective failed: which peer did, or that this rank lacks memory, with hints."""
+    if isinstance(error, PeerError):
+        return str(error)
+    if lacks_memory(error):
+        # A trial that lacks memory goes on with its collectives. After this error one of them is missing, so
+        # the text must not be one by which `lacks_memory` finds such errors.
+        return "this rank has too little memory for the messages (the error before this one says how much)"
+    shared_gpu = shared_gpu_hint(error)
+    if shared_gpu:
+        return f"{shared_gpu}{error}"
+    late = "a peer has died, never arrived, or took longer than the group's timeout: "
+    return f"{late}{error}{_missing_hint(ranks)}{_left_out_hint(ranks)}{_order_hint(ranks)}"
 
 
 @contextlib.contextmanager
@@ -665,14 +682,8 @@ def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        late = "a peer has died, never arrived, or took longer than the group's timeout: "
-        cause = "" if isinstance(error, PeerError) else shared_gpu_hint(error) or late
-        hint = _missing_hint(ranks) + _left_out_hint(ranks) + _order_hint(ranks) if cause == late else ""
         layer = f" of {ranks.layer}" if ranks.layer else ""
-        # A trial that lacks memory goes on with its collectives. This error must not look like that one,
-        # because one of the collectives is missing.
-        why = "this rank has too little memory for the messages" if lacks_memory(error) else f"{cause}{error}"
-        failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {why}{hint}")
+        failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {_why_failed(error, ranks)}")
         leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
     except BaseException as error:
@@ -867,7 +878,7 @@ def _published_backward(ranks: Ranks, number: int) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # torch has freed the graph: the pass has run before, so no peer waits for it.
+            # If torch has freed the graph, this rank has run the pass before, and so have its peers.
             if FREED_GRAPH not in str(error):
                 leave(error, ranks, "a backward pass")
             raise

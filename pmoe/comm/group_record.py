@@ -183,15 +183,15 @@ class GroupRecord:
         self.last_backward = self.exchanges
         before = self.backward_of, self.backward_of_layer
         passes = self.passes
+        last_passes = self.last_passes.copy()
         self.backward_of = number
         self.backward_of_layer = layer
         try:
             yield
         except BaseException:
             # Ranks may fail at different points of a pass. So no rank counts a pass that has failed.
-            if self.passes != passes:
-                self.passes = passes
-                self.last_passes.pop()
+            self.passes = passes
+            self.last_passes = last_passes
             raise
         finally:
             self.backward_of, self.backward_of_layer = before

@@ -90,8 +90,8 @@ class BalancedCounts(ExactCounts):
     rows_E      (E,) on the device, how many rows of this rank's tokens go to each of E experts; None without
                 copies
     is_planned  whether the copies of this call are decided already
-    may_stay    whether this rank's call may use copies of an earlier call, and later calls its copies. Ranks
-                use and keep copies only if all of them may
+    may_stay    whether this rank allows two things: this call uses copies of an earlier call, and later calls
+                use copies of this one. Ranks use and keep copies only if all of them allow it
     state       a record of this rank's experts. If the next call has a different record, the experts have
                 changed. None means that there is no record; the experts then count as changed
     """
@@ -705,8 +705,8 @@ def limits_of(
         expert_elements = sum(value.numel() for value in modules.experts.copied_parameters(()))
     # If pmoe chooses the restore pair, it does so after the plan of copies: weights and rows then count once,
     # unless all pairs send them again.
-    sends_again = [pair for pair in modules.pairs if pair.dispatched == "communicate"]
-    restore = sends_again[0] if sends_again == list(modules.pairs) else KEEP
+    all_send_again = all(pair.dispatched == "communicate" for pair in modules.pairs)
+    restore = modules.pairs[0] if modules.pairs and all_send_again else KEEP
     near, far = copy_prices(
         profile,
         links_of(profile),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from pmoe.call.call import Call
+from pmoe.call.call import Call, CalledLayer
 from pmoe.call.module_calls import check_callbacks
 from pmoe.call.modules import LayerModules
 from pmoe.call.shape_run import is_shape_run
@@ -14,7 +14,7 @@ from pmoe.engine.lanes.run import is_captured
 
 
 def begin_call(
-    layer: nn.Module, modules: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
+    layer: CalledLayer, modules: LayerModules, x: Tensor, token_ids: Tensor | None, mask: Tensor | None
 ) -> Call:
     """Runs the checks that are possible before routing, and returns the record of the call.
 

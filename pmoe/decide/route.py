@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from pmoe.gates.switch import SwitchGate
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.route.launches import refusal
 from pmoe.warn import warn_of_fallback
-
-if TYPE_CHECKING:
-    from pmoe.call.decision import LastCall
 
 
 def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
@@ -292,8 +288,8 @@ def _expected_degree(call: Call) -> int | None:
     fixed = call.modules.options.fixed_degree
     if fixed is not None or call.may_run_again:
         return fixed
-    last: LastCall = cast(Any, call.layer).last
-    return None if last.ran is None else last.ran.forward
+    last_run = call.layer.last.ran
+    return None if last_run is None else last_run.forward
 
 
 def sorts_results(modules: LayerModules, x_TM: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pmoe.call.call import Call, CalledLayer
 from pmoe.call.decision import LastCall, RunReport
 from pmoe.call.module_calls import SharedGate, experts_inside, gate_inside, traced_as
 from pmoe.call.modules import LayerCache, LayerModules
@@ -36,7 +37,6 @@ from pmoe.schedule.restore import AllowName, Restore, StrategyName
 from pmoe.schedule.wire import WireName
 
 if TYPE_CHECKING:
-    from pmoe.call.call import Call
     from pmoe.call.latent import LatentProjections
     from pmoe.engine.plan.callbacks import Callback
     from pmoe.planner.memory import PredictedMemory
@@ -49,7 +49,7 @@ def _traced(*args: Any, **kwargs: Any) -> Tensor:
     return forward_in_graph(*args, **kwargs)
 
 
-class MoELayer(OldAttributes, nn.Module):
+class MoELayer(OldAttributes, CalledLayer):
     """A Mixture-of-Experts layer: experts are spread over ranks, tokens are sent to them in micro-batches.
 
     The gate sends each token to top_k experts. The token's output is the sum of these experts' outputs, each

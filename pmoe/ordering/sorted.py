@@ -196,12 +196,12 @@ class SortedOrder(Order):
         rows: a tensor (..., M), M = d_model. Only its width, dtype and device matter.
         top_k: K, the number of choices of a token.
         """
-        if not rows.is_cuda:
-            return False
         columns = rows.shape[-1]
+        if not rows.is_cuda or columns == 0:  # without columns there is nothing to copy
+            return False
         row_bytes = columns * rows.element_size()
         why = permute.refusal(rows.device, rows.dtype, top_k)
-        if why is None and (row_bytes == 0 or row_bytes % VECTOR_BYTES):
+        if why is None and row_bytes % VECTOR_BYTES:
             why = f"rows of {columns} columns have {row_bytes} bytes, no multiple of {VECTOR_BYTES}"
         if why is not None:
             warn_of_fallback("rows are copied and summed", why)

@@ -6,14 +6,16 @@ range, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
     B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
-    no range yet             every n but the largest
+    no range, no profile     every n but the largest
+    no range, but a profile  every n
 
 If the rates of the machine were measured (a profile), the seconds of each n are predicted. An n is left out
 if it is predicted to take more than NEAR times the seconds of the n that is predicted to be the fastest.
 After the trials, further n are tried in these cases:
 
     the trials show                                        further n
-    the smallest or largest n tried is the fastest         the next smaller or the next larger n
+    the smallest or largest n tried is clearly faster      the next smaller or the next larger n
+    than its neighbour among the n that were tried
     forward is fastest with another n than backward        this pair of n, one for each pass
     measured and predicted seconds are far apart           all n that were left out by the prediction
 
@@ -89,8 +91,8 @@ def degrees_to_try(
     predicted: predicted seconds of a step by n; None if nothing is predicted.
 
     The n with the fewest predicted seconds, and the degrees of the ranges next to B, are always tried. The
-    largest n is left out if nothing is known: `further_degrees` asks for it if the second largest is the
-    fastest.
+    largest n is left out if the table has no range and nothing is predicted: `further_degrees` asks for it if
+    the second largest is clearly the fastest.
 
     Examples, for numbers (1, 2, 4, 8, 16), without a prediction:
 
@@ -101,7 +103,7 @@ def degrees_to_try(
     neighbours = [neighbour.degrees for neighbour in table.neighbours(rounded(B)) if neighbour is not None]
     lowest, highest = 0, len(numbers) - 1
     if not neighbours and predicted is None:
-        # The largest number is rarely the fastest. It is tried next if the second largest is the fastest.
+        # The largest number is rarely the fastest. It is tried next if the second largest is clearly fastest.
         highest = max(highest - 1, 0)
     if neighbours:
         known = [numbers.index(n) for degrees in neighbours for n in (degrees.forward, degrees.backward)]
@@ -124,8 +126,9 @@ def further_degrees(
 ) -> list[PassDegrees]:
     """Returns the degrees (numbers of chunks of both passes) to try next, which follow from measurements.
 
-    If the smallest or largest n that was tried is the fastest, the next n beyond it is tried. If forward and
-    backward are fastest with different n, the pair of both n is tried.
+    If the smallest or largest n that was tried is the fastest, and clearly faster than its neighbour among
+    the n that were tried, the next n beyond it is tried. If forward and backward are fastest with different
+    n, the pair of both n is tried.
 
     times: measured times of a step by degrees.
     numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.

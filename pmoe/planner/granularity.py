@@ -137,9 +137,9 @@ class BatchRange:
         """The degrees (numbers of chunks of both passes) for batches in this range.
 
         After one measurement they are the degrees with the fewest chunks of those that were at most
-        `EQUALLY_FAST` standard errors slower than the fastest degrees. After several measurements they are
-        the degrees that lost least in all of them together: `Excess.total` is smallest. If totals are equal,
-        the degrees with fewer chunks are taken.
+        `EQUALLY_FAST` standard errors slower than the fastest degrees. Several measurements say more than one
+        does. After these, they are the degrees that lost least in all of them together: `Excess.total` is
+        smallest. If totals are equal, the degrees with fewer chunks are taken.
         """
 
         def loss(degrees: PassDegrees) -> tuple[float, int, PassDegrees]:

@@ -110,7 +110,7 @@ def test_what_trials_found_comes_along_with_the_checkpoint(session: Session) -> 
 
 
 def test_the_first_step_takes_no_more_memory_than_later_ones(session: Session) -> None:
-    """The first step measures rates of the machine and tries every n. Each rank's allocator is watched."""
+    """The first step measures rates of the machine and searches for n. Each rank's allocator is watched."""
     for steps in of_both(session, "peaks"):
         first, *later = (step.peak for step in steps)
         assert steps[0].sizes

@@ -389,6 +389,9 @@ def test_rows_of_a_width_that_kernels_do_not_take_are_told() -> None:
         assert not order.runs_kernels(torch.zeros(2, 3), 2)
     with as_cuda():
         assert order.runs_kernels(torch.zeros(2, 4), 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not order.runs_kernels(torch.zeros(2, 0), 2), "rows of no columns need no kernel"
     assert not order.runs_kernels(torch.zeros(2, 4), 2), "nothing is told of the CPU"
 
 

@@ -26,6 +26,7 @@ from pmoe.comm.agreement import largest
 from pmoe.comm.group_record import MOST_OPEN, GroupRecord
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan import make_plan
+from pmoe.engine.variants.trial import is_out_of_memory
 from tests.gloo.kit import error_of
 from tests.pool import Pool, ranks
 
@@ -181,8 +182,14 @@ def test_a_rank_without_memory_for_a_collective_blames_no_peer(error: RuntimeErr
     It is no OutOfMemoryError: a search would go on after it, without the collective that failed.
     """
     first, _ = ranks(2).run(memory_job, error)
-    why = "this rank has too little memory for the messages"
+    why = "this rank has too little memory for the messages (the error before this one says how much)"
     assert first == f"RuntimeError: pmoe: rank 0 of 2 failed in a test; {why}"
+
+
+def test_a_peers_lack_of_memory_is_not_taken_for_this_ranks_own() -> None:
+    quoted = failures.PeerError("global rank 1 raised RuntimeError: can't allocate memory")
+    assert not is_out_of_memory(quoted)
+    assert failures._why_failed(quoted, Ranks.single()) == str(quoted)
 
 
 def freed_job(rank: int, world: int) -> list[str]:

@@ -35,6 +35,15 @@ def few_fast(parts: Any) -> Any:
     }
 
 
+def many_hardly_faster(parts: Any) -> Any:
+    """Stands in for `part_of_batch.times_of_whole`: many chunks are faster, but by less than the noise."""
+    return {
+        choice: replace(timed, step=1.0 - 0.001 * choice.forward, noise=0.5)
+        for part in parts
+        for choice, timed in part.times.items()
+    }
+
+
 def step(layer: pmoe.MoELayer, rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(TOKENS, D_MODEL, generator=generator).requires_grad_()
@@ -52,11 +61,12 @@ def job(
     at: int | None,
     most: float,
     options: dict[str, Any],
-    few_are_fast: bool = False,
+    times_of_whole: Any = None,
     known: int | None = None,
 ) -> dict[str, Any]:
     """Runs a step in which allocations of rank 1 fail in trials.
 
+    times_of_whole: stands in for the function of this name; None for that of pmoe.
     known: number of chunks of a range of batch sizes that earlier trials found; None for no trials before.
     """
     search._LEARNED.clear()
@@ -72,8 +82,8 @@ def job(
     ):
         warnings.simplefilter("always")
         patches = failing.patches()
-        if few_are_fast:
-            patches.append(mock.patch.object(part_of_batch, "times_of_whole", few_fast))
+        if times_of_whole is not None:
+            patches.append(mock.patch.object(part_of_batch, "times_of_whole", times_of_whole))
         for patch in patches:
             patch.start()
         if known is not None:
@@ -112,7 +122,7 @@ def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) ->
 
     Few chunks count as the fastest.
     """
-    first, second = ranks(2).run(job, name, None, 1_200_000, {"memory_reuse": "S4"}, True)
+    first, second = ranks(2).run(job, name, None, 1_200_000, {"memory_reuse": "S4"}, few_fast)
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]
     assert first["warned"] and not second["warned"]
@@ -120,18 +130,27 @@ def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) ->
     assert first["in_use"] == second["in_use"] == 0
 
 
+def test_fewer_chunks_that_are_about_as_fast_are_not_taken_where_they_are_too_large() -> None:
+    """Of n that are about as fast, the smallest is taken. The search tested only the fastest."""
+    first, second = ranks(2).run(job, "torch", None, 1_200_000, {"memory_reuse": "S4"}, many_hardly_faster)
+    assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
+    assert first["same"] and second["same"]
+    for got in ranks(2).run(job, "torch", None, float("inf"), {"memory_reuse": "S4"}, many_hardly_faster):
+        assert got["ran"][0] <= 2
+
+
 def test_an_n_of_other_batch_sizes_is_not_taken_where_it_is_too_large_for_one_rank() -> None:
     """A range from 1,024 to 4,096 tokens has n = 1, whose ring slots are above rank 1's limit here."""
-    first, second = ranks(2).run(job, "torch", None, 1_200_000, {"memory_reuse": "S4"}, False, 1)
+    first, second = ranks(2).run(job, "torch", None, 1_200_000, {"memory_reuse": "S4"}, None, 1)
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]
     assert "n=1 " in first["warned"][0] and not second["warned"]
-    for got in ranks(2).run(job, "torch", None, float("inf"), {"memory_reuse": "S4"}, False, 1):
+    for got in ranks(2).run(job, "torch", None, float("inf"), {"memory_reuse": "S4"}, None, 1):
         assert got["ran"] == (1, 1) and got["allocations"] > 0 and not got["warned"]
 
 
 def test_if_no_n_has_room_for_a_batch_of_a_known_range_all_ranks_raise_one_error() -> None:
-    first, second = ranks(2).run(job, "torch", None, 0.0, {"memory_reuse": "S4"}, False, 1)
+    first, second = ranks(2).run(job, "torch", None, 0.0, {"memory_reuse": "S4"}, None, 1)
     assert first["error"] == second["error"]
     assert "n=16 with communicate/recompute: about" in first["error"]
 
@@ -186,7 +205,7 @@ def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
     """Does the same as `job`, with predictions that leave only n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
     with mock.patch.object(search, "predicted_seconds", lambda *_: predicted):
-        return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, True)
+        return job(rank, world, "torch", None, limit, {"memory_reuse": "S4"}, few_fast)
 
 
 def test_if_all_that_is_predicted_to_be_fast_is_too_large_the_other_choices_are_tried() -> None:

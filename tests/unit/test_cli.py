@@ -265,7 +265,7 @@ def test_plan_counts_copies_of_busy_experts_and_says_when_they_pay(
     assert "balance=2" in found["python"] and "balance" not in plain["python"]
     run(*common, "--balance", "2")
     lines = capsys.readouterr().out
-    assert f"a copy of a busy expert pays where it saves the busiest rank more than {near} rows;" in lines
+    assert f"a copy of a busy expert pays if it saves the busiest rank more than {near} rows;" in lines
     message = refused(capsys, *common, "--balance", "7")
     assert "--balance (7) must be at most 6, the number of experts of the other ranks" in message
     assert "--balance (-1) must be" in refused(capsys, *common, "--balance", "-1")
@@ -281,7 +281,21 @@ def test_plan_prices_copies_that_later_calls_use() -> None:
     assert kept == pytest.approx([price * 2 / 3 for price in once], abs=1)
     fields = {"balance": 2, "copy_price_rows": once, "kept_copy_price_rows": kept}
     _, of_later = plan._about_copies(fields)
-    assert f"it pays from {kept[0]} rows on; it costs these calls nothing" in of_later
+    assert f"saves the busiest rank more than {kept[0]} rows; the later calls pay nothing for it" in of_later
+
+
+def test_plan_within_a_budget_keeps_no_copies_in_its_price_and_its_python_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its line had no budget: that layer keeps copies for later calls, whose bytes the plan did not count."""
+    common = ["plan", *LAYER, "--ranks", "4", "--folder", str(folder), "--balance", "2"]
+    found = printed(capsys, *common, "--budget", "1GiB")
+    assert found["kept_copy_price_rows"] is None
+    assert "balance=2" in found["python"] and f"memory_budget={2**30}" in found["python"]
+    run(*common, "--budget", "1GiB")
+    lines = capsys.readouterr().out
+    assert "pays if it saves the busiest rank more than" in lines and "later calls" not in lines
+    assert "memory_budget" not in printed(capsys, *common)["python"]
 
 
 def test_plan_within_a_budget_takes_the_fastest_that_holds_it(

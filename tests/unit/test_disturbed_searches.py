@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.disturbed_searches import (
-    COUNT,
-    Disturbance,
-    Outcome,
-    row_of,
-    search_once,
-    search_without_reuse,
-)
+from bench.disturbed_searches import COUNT, KINDS, Disturbance, Outcome, row_of
 from bench.searches import BASE_TOKENS, SIZES, machine_profile
 from pmoe.choose import search
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.priced_choices import Chooser, PricedChoice, bound, within_budget
 from pmoe.planner.timed_rounds import PassTimes
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
-
-KINDS: dict[str, Callable[[int, Disturbance], Outcome]] = {
-    "`pipeline=True`": search_without_reuse,
-    "`pipeline=True, memory_reuse=True`": functools.partial(search_once, has_budget=False),
-    "the same with a `memory_budget`": functools.partial(search_once, has_budget=True),
-}
 
 
 @functools.cache

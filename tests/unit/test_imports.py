@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,6 +201,35 @@ def test_the_parts_are_those_that_a_layer_loads() -> None:
     fresh.run(program)
 
 
+IMPORTED_FIRST = sorted(
+    {module_of(path) for path in FILES if path.name == "__init__.py"}
+    | {f"pmoe.{part}" for part in pmoe._PARTS}
+    | set(pmoe._LATER.values())
+)
+"""Each package of pmoe, and each module that the first use of a name of pmoe imports."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", IMPORTED_FIRST)
+def test_any_part_of_pmoe_may_be_imported_first(module: str) -> None:
+    """Modules that import each other in a circle may fail only if one of them is the first.
+
+    Integrations may lack their framework here.
+    """
+    program = (
+        f"try:\n    import {module}\n"
+        "except ModuleNotFoundError as error:\n"
+        "    if error.name.split('.')[0] == 'pmoe':\n        raise"
+    )
+    fresh.run(program)
+
+
+def test_type_checkers_know_all_parts() -> None:
+    """They knew 5 of 16. A type checker does not run `pmoe.__getattr__`, but reads lines of imports."""
+    source = (ROOT / "pmoe" / "__init__.py").read_text(encoding="utf-8")
+    assert re.findall(r"^    from pmoe import (\w+) as \1$", source, re.MULTILINE) == list(pmoe._PARTS)
+
+
 def test_all_names_are_listed_before_any_is_loaded() -> None:
     program = (
         "import sys, pmoe\n"
@@ -235,7 +265,7 @@ def test_threads_may_load_the_first_names_together() -> None:
         "def load(name):\n"
         "    start.wait()\n"
         "    values.append(getattr(pmoe, name))\n"
-        "threads = [threading.Thread(target=load, args=(name,)) for name in names]\n"
+        "threads = [threading.Thread(target=load, args=(name,), daemon=True) for name in names]\n"
         "[thread.start() for thread in threads]\n"
         "[thread.join(60) for thread in threads]\n"
         "assert len(values) == len(names), len(values)"

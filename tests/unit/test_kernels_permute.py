@@ -449,13 +449,13 @@ def test_why_the_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refusal_is_told_once_and_bad_memory_is_refused_all_the_same() -> None:
     GIVEN.clear()
-    with pytest.warns(UserWarning, match="permute runs as PyTorch operations: device cpu"):
-        assert not operators._runs_kernel("permute", POSITION, None, x=X)
+    with pytest.warns(UserWarning, match="rows are copied and summed without pmoe's kernels: device cpu"):
+        assert not operators._runs_kernel(POSITION, None, x=X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not operators._runs_kernel("permute", POSITION, None, x=X)
+        assert not operators._runs_kernel(POSITION, None, x=X)
         with pytest.raises(ValueError, match="24"):
-            operators._runs_kernel("permute", POSITION, None, x=X[:, :6].contiguous())
+            operators._runs_kernel(POSITION, None, x=X[:, :6].contiguous())
     GIVEN.clear()
 
 

@@ -42,7 +42,7 @@ from pmoe.kernels.route.operators import route_backward
 from pmoe.kernels.route.reference import ROUNDS, check_logits_memory
 from pmoe.ordering.sorted import chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import DEGREES
-from pmoe.warn import GIVEN
+from pmoe.warn import GIVEN, warn_of_fallback
 from tests.cuda.compiled import compile_and_run
 from tests.cuda.disassembly import archs, count, declared, sass
 
@@ -411,10 +411,26 @@ def test_a_refusal_of_the_kernel_is_told_once() -> None:
 
     logits = torch.zeros(4, 3).as_subclass(OnCuda)
     GIVEN.clear()
-    with pytest.warns(RuntimeWarning, match="PyTorch instead of the kernel: logits are on cpu") as told:
+    with pytest.warns(UserWarning, match="are routed without pmoe's kernels: logits are on cpu") as told:
         assert not operators._runs_kernel(logits, 2, 1)
         assert not operators._runs_kernel(logits, 2, 1)
     assert len(told) == 1
+    GIVEN.clear()
+
+
+def test_a_reason_that_a_layer_has_told_is_not_told_by_the_operator() -> None:
+    """Both warned of the same reason, in other words."""
+
+    class OnCuda(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    logits = torch.zeros(4, 3).as_subclass(OnCuda)
+    GIVEN.clear()
+    with pytest.warns(UserWarning, match="copied and summed"):
+        warn_of_fallback("rows are copied and summed", str(refusal(logits, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not operators._runs_kernel(logits, 2, 1)
     GIVEN.clear()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from pmoe.kernels.operands import VECTOR_BYTES, check_floating, check_tensor, strides_fit
 from pmoe.kernels.permute import reference
 from pmoe.kernels.permute.launches import TYPES, check_rows_memory, check_slots_memory, move, refusal
-from pmoe.warn import warn_once
+from pmoe.warn import warn_of_fallback
 
 # ---- checks on rows, positions and weights. Each raises ValueError
 
@@ -61,7 +61,7 @@ def permute_directly(
 
     The arguments are those of `permute`.
     """
-    if not (x_TM.is_cuda and _runs_kernel("permute", position_TK, weight_TK, x=x_TM)):
+    if not (x_TM.is_cuda and _runs_kernel(position_TK, weight_TK, x=x_TM)):
         return reference.permute(x_TM, position_TK, num_rows, weight_TK)
     rows_NM = x_TM.new_empty(num_rows, x_TM.shape[1])
     move("permute", position_TK, weight_TK, num_rows, x=x_TM, rows=rows_NM)
@@ -73,7 +73,7 @@ def unpermute_directly(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor |
 
     The arguments are those of `unpermute`.
     """
-    if not (rows_NM.is_cuda and _runs_kernel("unpermute", position_TK, weight_TK, rows=rows_NM)):
+    if not (rows_NM.is_cuda and _runs_kernel(position_TK, weight_TK, rows=rows_NM)):
         return reference.unpermute(rows_NM, position_TK, weight_TK)
     y_TM = rows_NM.new_empty(position_TK.shape[0], rows_NM.shape[1])
     move("unpermute", position_TK, weight_TK, rows_NM.shape[0], rows=rows_NM, y=y_TM)
@@ -122,10 +122,9 @@ def unpermute(rows_NM: Tensor, position_TK: Tensor, weight_TK: Tensor | None = N
     return y
 
 
-def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Tensor) -> bool:
+def _runs_kernel(position: Tensor, weight: Tensor | None, **rows: Tensor) -> bool:
     """Returns whether the kernels can be used; if not, warns once for each reason.
 
-    name: the operator's name, for the warning.
     position, weight: (T, K), row and weight of each of the K choices of T tokens.
     rows: the operator's other tensors by name.
 
@@ -140,7 +139,7 @@ def _runs_kernel(name: str, position: Tensor, weight: Tensor | None, **rows: Ten
     if first.dtype in TYPES:
         check_slots_memory(position, weight=weight)
         check_rows_memory(**rows)
-    warn_once(f"{name} runs as PyTorch operations: {reason}", for_each_reason=True)
+    warn_of_fallback("rows are copied and summed", reason)
     return False
 
 
@@ -177,7 +176,7 @@ def _permute_backward(d_rows: Tensor, x: Tensor, position: Tensor, weight: Tenso
     position, weight: (T, K), for K choices of each token.
     """
     check_given(position, weight, d_rows=d_rows, x=x)
-    if not (x.is_cuda and _runs_kernel("permute_backward", position, weight, x=x, d_rows=d_rows)):
+    if not (x.is_cuda and _runs_kernel(position, weight, x=x, d_rows=d_rows)):
         d_weight = reference.dots(x, d_rows, position, weight)
         return reference.unpermute(d_rows, position, weight), d_weight
     d_x = x.new_empty(x.shape)
@@ -196,7 +195,7 @@ def _unpermute_backward(d_y: Tensor, rows: Tensor, position: Tensor, weight: Ten
     position, weight: (T, K), for K choices of each token.
     """
     check_given(position, weight, rows=rows, d_y=d_y)
-    if not (rows.is_cuda and _runs_kernel("unpermute_backward", position, weight, d_y=d_y, rows=rows)):
+    if not (rows.is_cuda and _runs_kernel(position, weight, d_y=d_y, rows=rows)):
         d_rows = reference.permute(d_y, position, rows.shape[0], weight)
         return d_rows, reference.dots(d_y, rows, position, weight)
     d_rows = rows.new_empty(rows.shape)

@@ -29,7 +29,7 @@ from pmoe.kernels.route.reference import (
     check_route_backward,
     empty_routes,
 )
-from pmoe.warn import warn_once
+from pmoe.warn import warn_of_fallback
 
 
 def route(
@@ -141,8 +141,7 @@ def _runs_kernel(logits_TE: Tensor, top_k: int, num_chunks: int) -> bool:
     """
     reason = refusal(logits_TE, top_k, num_chunks)
     if reason is not None and logits_TE.is_cuda and logits_TE.dtype == torch.float32:
-        message = f"routes are computed by PyTorch instead of the kernel: {reason}"
-        warn_once(message, RuntimeWarning, for_each_reason=True)
+        warn_of_fallback("tokens are routed", reason)
     return reason is None
 
 

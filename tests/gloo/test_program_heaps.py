@@ -245,7 +245,7 @@ def broken_job(rank: int, world: int, kernels: Path) -> tuple[str, str, list[str
 
 
 def test_no_rank_alone_goes_on_to_nccl(kernels: Path) -> None:
-    """A collective may fail on one rank only, so its error is raised. So is a wrong environment variable's."""
+    """A collective may fail on one rank only, so its error is raised. So is that of a wrong size of heaps."""
     for of_collective, of_size, made in ranks(2).run(broken_job, kernels):
         assert "the other rank did not come" in of_collective
         assert "rank 1: PMOE_PROGRAM_HEAP_MIB ('many') must be a number of MiB" in of_size

@@ -128,6 +128,21 @@ def close_program_heaps(ranks: Ranks) -> None:
     call_all([heap.close for heap in heaps.values()])
 
 
+def check_program_heaps(ranks: Ranks) -> None:
+    """Raises RuntimeError if an exchange of a pass program on this rank has waited too long for another rank.
+
+    First waits for the devices that have heaps. A pass reports such a wait only if the host can read it when
+    the pass begins. Call this function before gradients are used, or after the last pass, to be sure. It is
+    not a collective, and other ranks may see no error.
+
+    ranks: the ranks of a layer. Nothing is checked if they have no heaps.
+    """
+    heaps = {} if ranks.group is None else _heaps.get(ranks.group, {})
+    for device, heap in heaps.items():
+        synchronize(device)
+        heap.exchanger.throw_failure()
+
+
 def num_closings(ranks: Ranks) -> int:
     """Returns how often heaps of pass programs of a group were closed, or refusals of heaps forgotten.
 

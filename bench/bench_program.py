@@ -191,7 +191,7 @@ def host_calls(library: Any, ranks: int, n: int, direction: str, *, heaps: bool 
         groups=groups,
         messages=groups * 2 * (ranks - 1),
         records=sum(isinstance(call, Signal) for call in issued)
-        + (groups > 0),  # one for the end of the pass
+        + (Kernel.EXCHANGE in kernels),  # one for the end of the pass
         waits=sum(isinstance(call, Wait) for call in issued),
     )
 

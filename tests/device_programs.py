@@ -97,16 +97,27 @@ def journal(module: ModuleType) -> list[Noted]:
     return calls + launches[num_launches:]
 
 
+PRODUCT_NAMES = {"HIDDEN", "OUTPUT", "RECOMPUTE", "HIDDEN_GRADIENT", "INPUT_GRADIENT", "WEIGHT_GRADIENT"}
+
+
+def counter_bytes(program: PassProgram) -> int:
+    """Returns the bytes of the tile counters of a program's products, which begin its workspace."""
+    return 4 * sum(record.kernel.name in PRODUCT_NAMES for record in program.records)
+
+
 class Reader:
     """Reads a journal beside the calls that the recording backend wrote for the same pass.
 
     noted: the journal. What is read is removed.
     heaps: whether exchanges are launches that write into heaps.
+    fill_bytes: bytes of counters that a fill of memory sets to 0 right before the first product; 0 if there
+        is no fill.
     """
 
-    def __init__(self, noted: list[Noted], *, heaps: bool = False) -> None:
+    def __init__(self, noted: list[Noted], *, heaps: bool = False, fill_bytes: int = 0) -> None:
         self.noted = list(noted)
         self.heaps = heaps
+        self.fill_bytes = fill_bytes
         self.event_of: dict[int, int] = {}
         self.placed: Noted | None = None
         self.num_placed = 0
@@ -193,6 +204,10 @@ class Reader:
             source, target = call.operands
             assert copied.numbers == (target.address, source.address, source.rows * source.row_bytes)
             return [copied]
+        if self.fill_bytes and call.kernel.name in PRODUCT_NAMES:
+            fill = self.take("set")
+            assert self.lane(fill) is Lane.COMPUTE and fill.numbers[1] == self.fill_bytes
+            self.fill_bytes = 0
         return [self.take("launch")]
 
     def _exchanged(self, call: Issue, own_rank: int) -> list[Noted]:
@@ -277,7 +292,9 @@ class DeviceCall(ProgramCall):
             tensor_at(lent, (cut.arena_bytes,), torch.uint8, torch.device("cpu")).fill_(255)  # NaN
             addresses[Base.ARENA] = lent
         workspace = torch.full((loaded.workspace_bytes(cut),), 255, dtype=torch.uint8)
+        counters = workspace[: counter_bytes(self.program) if spare else 0].view(torch.int32).fill_(1 << 30)
         loaded.run(cut, addresses, STREAMS, workspace.data_ptr())
+        assert (counters < 1 << 30).all(), "a launch sets the counters of all products to 0"
         if lent:
             loaded.give_back_arena()
             self.num_lent += 1

@@ -66,10 +66,9 @@ void grouped_gemm(int device, Address stream, bool hopper, int element, int form
   const Sharing sharing_way = pmoe::sharing_of(sharing);
   which.b_gathered = b_gathered;
   if (b_gathered && (which.form != Form::kWeight || slot == 0 || !hopper))
-    throw std::invalid_argument("b_gathered (true) must be false in form " + std::to_string(form) +
-                                " with slot " + std::to_string(slot) + " and hopper " +
-                                std::to_string(hopper) +
-                                ": rows of B are gathered by their slots, in form 2 (weight), on Hopper");
+    throw std::invalid_argument("b_gathered needs form 2 (weight), a slot and hopper; got form " +
+                                std::to_string(form) + ", slot " + std::to_string(slot) + " and hopper " +
+                                std::to_string(hopper));
   if (which.form != Form::kForward && (a_gathered || (slot != 0 && !b_gathered)))
     throw std::invalid_argument("slot and a_gathered must be left out in form " + std::to_string(form) +
                                 ": only form 0 (forward) gathers rows of A or takes weights by slot");

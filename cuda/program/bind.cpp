@@ -49,6 +49,7 @@ void exchange(program::HeapExchanger& self, Address stream, int64_t source, int6
   call.operand[1] = {target, 0, 0, row_bytes};
   self.begin(reinterpret_cast<cudaStream_t>(stream));
   self.exchange({call});
+  self.end(reinterpret_cast<cudaStream_t>(stream));
 }
 
 std::unique_ptr<program::CudaProgram> load(std::vector<int64_t> words, std::vector<std::string> labels,
@@ -88,6 +89,8 @@ void bind_program(py::module_& m) {
       .def(py::init(&make_heap_exchanger), py::kw_only(), arg("heaps"), arg("rank"), arg("device"),
            arg("bytes"), arg("report"), arg("seconds"), no_gil())
       .def("close", &program::HeapExchanger::close, no_gil(), "Refuses all later passes.")
+      .def("throw_failure", &program::HeapExchanger::throw_failure, no_gil(),
+           "Raises RuntimeError if an exchange has waited too long, or after close().")
       .def("exchange", &exchange, arg("stream"), arg("source"), arg("target"), arg("row_bytes"), arg("send"),
            arg("recv"), no_gil(), "Launches one exchange by itself.");
   m.def(

@@ -1,8 +1,12 @@
 // Exchanges rows by writing them into the heaps of the other ranks. A launch of one kernel is an exchange, or
 // two that directly follow each other (push.h).
 //
-// A kernel that waits too long for another rank writes a report into memory of the host, and ends. The next
-// pass throws the report. The heap cannot be used any more then.
+// A kernel that waits too long for another rank writes a report into memory of the host, and ends. Launches
+// after it exchange nothing. A later pass throws the report, as soon as the host can read it. Results of all
+// passes since are not valid, and the heap cannot be used any more.
+//
+// The last pass of a run has no later pass. And an optimizer may use gradients before the next pass begins.
+// In both cases only a caller that waits for the device and calls throw_failure() notices wrong results.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -34,7 +38,7 @@ class HeapExchanger final : public Exchanger {
   // Throws std::invalid_argument for numbers of ranks and for ranks that are out of range, and for a heap
   // that is too small.
   explicit HeapExchanger(HeapPlace place)
-      : place_(std::move(place)), regions_(HeapRegions::of(ranks())), switched_(1, place_.device) {
+      : place_(std::move(place)), regions_(HeapRegions::of(ranks())), ended_(1, place_.device) {
     if (ranks() < 1 || ranks() > kMostHeaps)
       throw std::invalid_argument("heaps (" + std::to_string(ranks()) + ") must be from 1 to " +
                                   std::to_string(kMostHeaps));
@@ -50,10 +54,10 @@ class HeapExchanger final : public Exchanger {
   int rank() const override { return place_.rank; }
   size_t most_calls() const override { return kMostMessages; }
 
-  // Returns 0 if the arena is too small, or if another pass has it.
+  // Returns 0 if the arena is too small, if another pass has it, or after close().
   int64_t take_arena(int64_t bytes) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (is_taken_ || bytes > arena_bytes()) return 0;
+    if (is_closed_ || is_taken_ || bytes > arena_bytes()) return 0;
     is_taken_ = true;
     return place_.heaps[static_cast<size_t>(place_.rank)] + regions_.arena;
   }
@@ -71,41 +75,77 @@ class HeapExchanger final : public Exchanger {
     is_closed_ = true;
   }
 
-  // Throws std::runtime_error if an exchange has waited too long, or after close(). Passes use the arena one
-  // after another, so a pass on another stream than the last one waits for the last one.
+  // Throws the errors of throw_failure(). Passes use the arena one after another, so a pass on another stream
+  // than the last one waits for the last one.
   void begin(cudaStream_t compute) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_usable();
-    if (has_run_ && compute != last_) {
-      check(cudaEventRecord(switched_[0], last_), "cudaEventRecord of an earlier pass");
-      check(cudaStreamWaitEvent(compute, switched_[0], 0), "cudaStreamWaitEvent for an earlier pass");
+    if (has_run_ && compute != last_)
+      check(cudaStreamWaitEvent(compute, ended_[0], 0), "cudaStreamWaitEvent for an earlier pass");
+  }
+
+  // Throws std::runtime_error if an exchange has waited too long, or after close(). It does not wait for
+  // exchanges that the device has not finished.
+  void throw_failure() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check_usable();
+  }
+
+  // Exchanges whose memory overlaps do not share a launch.
+  //
+  // Throws std::invalid_argument for rows that the kernel cannot copy.
+  void exchange(const std::vector<Call>& calls) override {
+    const auto stream = reinterpret_cast<void*>(calls.front().stream);
+    std::vector<Message> messages;
+    for (const Call& call : calls) {
+      if (!has_rows(call)) continue;
+      const Message message = message_of(call);
+      if (std::any_of(messages.begin(), messages.end(), [&](const Message& other) {
+            return overlap(message, other) || overlap(other, message);
+          })) {
+        launch(stream, messages);
+        messages.clear();
+      }
+      messages.push_back(message);
     }
+    if (!messages.empty()) launch(stream, messages);
+  }
+
+  // Nothing watches a pass, because its kernels end by themselves. The event is recorded now, and not when a
+  // later pass waits for it, because the stream may have been destroyed by then.
+  void end(cudaStream_t compute) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    check(cudaEventRecord(ended_[0], compute), "cudaEventRecord of the end of a pass");
     last_ = compute;
     has_run_ = true;
   }
 
-  void exchange(const std::vector<Call>& calls) override {
+ private:
+  void launch(void* stream, const std::vector<Message>& messages) const {
     Push push = {};
-    for (const Call& call : calls)
-      if (has_rows(call)) push.message[push.messages++] = message_of(call);
-    if (!push.messages) return;
+    std::copy(messages.begin(), messages.end(), push.message);
+    push.messages = static_cast<int32_t>(messages.size());
     push.ranks = ranks();
     for (int rank = 0; rank < ranks(); ++rank)
       push.heaps[rank] = reinterpret_cast<uint8_t*>(place_.heaps[static_cast<size_t>(rank)]);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    push.watch = {};
-    push.watch.failed = reinterpret_cast<uint32_t*>(push.heaps[rank()]);
+    push.watch.failed = reinterpret_cast<uint32_t*>(push.heaps[rank()] + regions_.failed);
     push.watch.report = place_.report;
     push.watch.rank = rank();
-    push.watch.epoch = ++num_launches_;
     push.watch.bound = static_cast<uint64_t>(std::llround(place_.seconds * 1e9));
-    push_rows(reinterpret_cast<void*>(calls.front().stream), push);
+    push_rows(stream, push);
   }
 
-  // Nothing watches a pass, because its kernels end by themselves.
-  void end(cudaStream_t) override {}
+  // Returns whether the target of a message has bytes in common with the source or target of another one.
+  bool overlap(const Message& message, const Message& other) const {
+    const uint8_t* const target = message.target;
+    const int64_t bytes = message.recv_end[ranks() - 1] * message.row_bytes;
+    const auto meets = [&](const uint8_t* begin, int64_t rows) {
+      return bytes && rows && target < begin + rows * other.row_bytes && begin < target + bytes;
+    };
+    return meets(other.source, other.send_end[ranks() - 1]) ||
+           meets(other.target, other.recv_end[ranks() - 1]);
+  }
 
- private:
   bool has_rows(const Call& call) const {
     const auto any = [this](const int64_t* rows) {
       return std::any_of(rows, rows + ranks(), [](int64_t count) { return count != 0; });
@@ -116,6 +156,9 @@ class HeapExchanger final : public Exchanger {
   Message message_of(const Call& call) const {
     const Memory& source = call.operand[0];
     const Memory& target = call.operand[1];
+    if (source.row_bytes <= 0 || source.row_bytes % 4)
+      throw std::invalid_argument("row_bytes (" + std::to_string(source.row_bytes) +
+                                  ") must be a positive multiple of 4: 16 or 4 bytes are copied at a time");
     Message message = {};
     message.source = reinterpret_cast<const uint8_t*>(source.address);
     message.target = reinterpret_cast<uint8_t*>(target.address);
@@ -142,20 +185,20 @@ class HeapExchanger final : public Exchanger {
          << place_.seconds << " s in vain for rank " << place_.report->peer << ": "
          << (is_grant ? "it has not granted memory for this rank's rows" : "its rows have not arrived")
          << ". That rank has ended, has failed before, or needs more time (PMOE_WAIT_SECONDS sets the "
-         << "limit). Results of that pass are not valid. To go on, call pmoe.comm.heap.close_heaps on every "
+         << "limit). Results of that pass, and of all passes since, are not valid. To go on, call "
+         << "pmoe.comm.heap.close_heaps on every "
          << "rank";
     throw std::runtime_error(text.str());
   }
 
   const HeapPlace place_;
   const HeapRegions regions_;
-  const Events switched_;
+  const Events ended_;           // recorded at the end of each pass
   std::mutex mutex_;             // for all members below
   cudaStream_t last_ = nullptr;  // the compute lane of the last pass
   bool has_run_ = false;
   bool is_taken_ = false;  // the arena
   bool is_closed_ = false;
-  uint32_t num_launches_ = 0;
 };
 
 }  // namespace pmoe::program

@@ -1,14 +1,19 @@
 // An exchange of rows over heaps: where flags and pieces lie in a heap, and the arguments of its kernel.
 //
 // A heap is memory of each rank that all ranks can write. The kernel of push.cuh runs on every rank at the
-// same time. It writes this rank's rows into the memory of their ranks, and ends when all rows for this rank
-// have arrived. So one launch does what a group of NCCL's sends and receives does.
+// same time. It writes this rank's rows into the memory of their ranks, and ends when these are written and
+// all rows for this rank have arrived. So one launch does what a group of NCCL's sends and receives does.
+//
+// Two exchanges may share a launch, if the target of each has no bytes in common with the source and target
+// of the other: channels do not wait for each other between the two. Other ranks may have a launch for each
+// of the two.
 //
 // The rows for a rank are divided among channels. A channel is a warp of the kernel, and warp c of a rank
 // talks to warp c of each other rank only:
 //
 //   rank 0, channel c                                   rank 1, channel c
-//                                                       grants: "write 4096 bytes to offset 98304 of my heap"
+//                                                       grants: number 7, is_whole 0, offset 98304: "write a
+//                                                       piece to offset 98304 of my heap"
 //   waits for grant 7 of rank 1
 //   writes the bytes, then the flag "piece 7 arrived"
 //                                                       waits for the flag, and may use the bytes
@@ -23,10 +28,11 @@
 // Grants and pieces of a pair of ranks and a channel are numbered from 1, over all launches. Flags hold the
 // number of the last one, so nothing is reset, and a launch that is repeated goes on counting.
 //
-//   heap of rank r:  counters | grants | arrivals | numbers | landing places | arena
+//   heap of rank r:  failed | grants | arrivals | numbers | landing places | arena
 //
-//   counters   the first word is not 0 after a wait of rank r was too long
-//   grants     grant of each rank to r, for each channel: number, offset and bytes. That rank writes it
+//   failed     a word that is not 0 after a wait of rank r was too long. Only r uses it
+//   grants     `Grant` of each rank to r, for each channel: number, is_whole and offset. That rank writes it.
+//              Sender and receiver compute the number of bytes from the row counts
 //   arrivals   number of the last piece of each rank that has arrived, for each channel. That rank writes it
 //   numbers    how many pieces r has sent to, and received from, each rank. Only r uses them
 //   arena      memory for the ring slots of a pass
@@ -83,12 +89,13 @@ struct Numbers {
 
 // Byte offsets of the regions of a heap. They depend on the number of ranks only.
 struct HeapRegions {
-  int64_t grants, arrivals, numbers, landing, arena;
+  int64_t failed, grants, arrivals, numbers, landing, arena;
 
   PMOE_HD static constexpr HeapRegions of(int ranks) {
     const int64_t cells = int64_t{ranks} * kMostChannels;
     HeapRegions regions = {};
-    regions.grants = peers::align_region(4);
+    regions.failed = 0;
+    regions.grants = regions.failed + peers::align_region(int64_t{sizeof(uint32_t)});
     regions.arrivals = regions.grants + peers::align_region(cells * int64_t{sizeof(Grant)});
     regions.numbers = regions.arrivals + peers::align_region(cells * int64_t{sizeof(Arrival)});
     regions.landing = regions.numbers + peers::align_region(cells * int64_t{sizeof(Numbers)});
@@ -102,7 +109,7 @@ struct Message {
   const uint8_t* source;
   uint8_t* target;
   int64_t target_offset;         // of the target in this rank's heap; -1 if it lies elsewhere
-  int64_t row_bytes;             // a multiple of 16, or 4
+  int64_t row_bytes;             // a multiple of 4. If it is one of 16, so are source and target
   int64_t send_end[kMostHeaps];  // where the rows to each rank end, in rows
   int64_t recv_end[kMostHeaps];  // where the rows from each rank end
 };

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
@@ -37,11 +38,35 @@ MOST_ROWS = 2**31 - 1
 BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 """The backends that run programs, by the type of the rows' device."""
 
-_agreed: dict[tuple[object, ...], Programs | str] = {}
-"""A cache of `_programs_of`: the programs on which ranks agreed, or the reason why there are none.
 
-A key has everything on which the answer depends: group, device, dtype, backend, and sizes of the layer.
-"""
+@dataclass(frozen=True)
+class _Key:
+    """Everything on which the answer of `_programs_of` depends.
+
+    group: name of the ranks' group.
+    life: a number that differs between groups that have the same name, one after another.
+    device, dtype: of the rows.
+    experts_type, activation: class and nonlinearity of the experts.
+    backend: the backend of the device; None if there is none.
+    shape: sizes of the layer.
+    heaps: whether rows travel over heaps, if there can be heaps.
+    closings: how often heaps of the group were closed. Ranks make new heaps after they have closed some.
+    """
+
+    group: str
+    life: int
+    device: torch.device
+    dtype: torch.dtype
+    experts_type: type
+    activation: str | None
+    backend: ProgramBackend | None
+    shape: LayerShape
+    heaps: bool
+    closings: int
+
+
+_agreed: dict[_Key, Programs | str] = {}
+"""A cache of `_programs_of`: the programs on which ranks agreed, or the reason why there are none."""
 
 FIRST_PAUSE = 100
 """The length of the first pause, in calls: after ranks failed to connect, the engine runs so many calls.
@@ -67,7 +92,7 @@ class _Pause:
     left: int
 
 
-_pauses: dict[tuple[object, ...], _Pause] = {}
+_pauses: dict[_Key, _Pause] = {}
 """The pauses after failed attempts to connect. The keys are those of `_agreed`."""
 
 
@@ -170,13 +195,24 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
         ranks.record.life if ranks.size > 1 else 0
     )  # a group made again may have the name of an earlier one
     heaps = modules.options.switches.program_heaps
-    way = (heaps, num_closings(ranks) if heaps else 0)  # ranks make new heaps after they have closed some
-    key = (ranks.name, life, device, x_TM.dtype, type(experts), experts.fused_activation, backend, shape, way)
+    key = _Key(
+        group=ranks.name,
+        life=life,
+        device=device,
+        dtype=x_TM.dtype,
+        experts_type=type(experts),
+        activation=experts.fused_activation,
+        backend=backend,
+        shape=shape,
+        heaps=heaps,
+        closings=num_closings(ranks) if heaps else 0,
+    )
     pause = _pauses.get(key)
     if pause is not None and pause.left:
         pause.left -= 1
         return pause.reason
     if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
+        _forget_closed(key)
         own = f"its tensors are on {device}, and pass programs run on CUDA devices"
         why = own if backend is None else backend.refusal(shape, x_TM)
         reasons = gathered(ranks, why, stage="agreeing on pass programs")
@@ -193,6 +229,23 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
                 _pauses[key] = _Pause(reason, calls, left=calls)
                 return reason
     return _agreed[key]
+
+
+def _forget_closed(key: _Key) -> None:
+    """Forgets the programs of a group whose heaps were closed before those of a key.
+
+    key: a key of the group, for programs that send rows over heaps or by NCCL.
+    """
+    if not key.heaps:
+        return
+    for answers in (_agreed, _pauses):
+        closed = [
+            old
+            for old in answers
+            if old.heaps and (old.group, old.life) == (key.group, key.life) and old.closings < key.closings
+        ]
+        for old in closed:
+            del answers[old]
 
 
 def _connected(backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor) -> Programs:

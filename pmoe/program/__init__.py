@@ -41,7 +41,7 @@ of each chunk begin and end, and ``cuda/program/interpreter.h`` then issues all 
 
     `pmoe.runners.program.ProgramRunner`   runs a call
     `pmoe.program.backend.Programs`        finds the call's program, or compiles it
-    `pmoe.program.on_cuda`                 hands it to C++: ``cut``, ``workspace_bytes`` and ``run``
+    `pmoe.program.on_cuda`                 hands it to C++, and lists the calls that do so
 
 Words of this folder:
 

@@ -51,12 +51,6 @@ class LoadedPass(Protocol):
         Raises ValueError for impossible counts, such as negative ones.
         """
 
-    def workspace_bytes(self, cut: Any) -> int:
-        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
-
-        cut: the numbers of the call, from `cut`.
-        """
-
     def take_arena(self, cut: Any) -> int:
         """Returns the address of memory for the ring slots of a pass; 0 if the caller must allocate it.
 
@@ -66,8 +60,11 @@ class LoadedPass(Protocol):
         cut: the numbers of the call, from `cut`.
         """
 
-    def give_back_arena(self) -> None:
-        """Ends the use of the memory that `take_arena` returned."""
+    def workspace_bytes(self, cut: Any) -> int:
+        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
+
+        cut: the numbers of the call, from `cut`.
+        """
 
     def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
         """Enqueues all work of a pass. The host does not wait for the device.
@@ -80,6 +77,9 @@ class LoadedPass(Protocol):
         Raises RuntimeError for an error of the device or of a collective. The message names the record, for
         example "C1: hidden".
         """
+
+    def give_back_arena(self) -> None:
+        """Ends the use of the memory that `take_arena` returned. Not called if that was 0."""
 
 
 class ProgramBackend(Protocol):

@@ -1,12 +1,14 @@
 """The backend of pass programs for CUDA devices: issues them over CUDA, and over NCCL or symmetric heaps.
 
 The C++ side is ``cuda/program/cuda_backend.h``. A loaded program holds the arguments of all launches that do
-not change from call to call. A call passes row counts, addresses and streams, and Python then makes three
-calls for a pass:
+not change from call to call. A call passes row counts, addresses and streams, and Python then makes these
+calls for a pass, in this order:
 
     cut = loaded.cut(tokens, rank, send, recv)     row counts -> the size of the ring slots
+    lent = loaded.take_arena(cut)                  memory for the ring slots in a heap; 0 if there is none
     size = loaded.workspace_bytes(cut)             the size of the rest
     loaded.run(cut, bases, streams, workspace)     all launches, copies, exchanges, events and waits
+    loaded.give_back_arena()                       only if there was memory in a heap
 
 Nothing of this has run on a GPU.
 """
@@ -27,6 +29,7 @@ from pmoe.comm.agreement import all_fail_together, from_first
 from pmoe.comm.group_options import timeout_of
 from pmoe.comm.group_record import collectives
 from pmoe.comm.heap.program_heap import ARENA_MIB, program_heap
+from pmoe.comm.heap.providers import NoHeapError
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.cuda import CudaLanes
 from pmoe.experts.stacked import StackedExperts
@@ -63,7 +66,7 @@ class CudaBackend:
         if heaps:
             try:
                 return program_heap(ranks, device).exchanger
-            except (RuntimeError, ValueError) as error:  # all ranks raise it
+            except NoHeapError as error:  # all ranks raise it; other errors perhaps one rank only
                 warn_once(f"programs send rows by NCCL, because there are no heaps: {error}")
         return make_communicator(ranks, device)
 
@@ -225,14 +228,6 @@ class LoadedProgram:
                 )
         return self._loaded.cut(tokens, rank, send_nWE.data_ptr(), recv_nWE.data_ptr())
 
-    def workspace_bytes(self, cut: Any) -> int:
-        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
-
-        cut: the numbers of the call, from `cut`.
-        """
-        size: int = self._loaded.workspace_bytes(cut)
-        return size
-
     def take_arena(self, cut: Any) -> int:
         """Returns the address of memory in a heap for the ring slots of a pass; 0 if there is none.
 
@@ -252,9 +247,13 @@ class LoadedProgram:
         address: int = self._communicator.take_arena(cut.arena_bytes)
         return address
 
-    def give_back_arena(self) -> None:
-        """Ends the use of the memory that `take_arena` returned."""
-        self._communicator.give_back_arena()
+    def workspace_bytes(self, cut: Any) -> int:
+        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
+
+        cut: the numbers of the call, from `cut`.
+        """
+        size: int = self._loaded.workspace_bytes(cut)
+        return size
 
     def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
         """Enqueues all work of a pass. The host does not wait for the device.
@@ -276,3 +275,7 @@ class LoadedProgram:
             [streams.get(lane, compute) for lane in LANES],
             workspace,
         )
+
+    def give_back_arena(self) -> None:
+        """Ends the use of the memory that `take_arena` returned."""
+        self._communicator.give_back_arena()

@@ -250,6 +250,16 @@ def test_the_rule_of_a_first_weights_gradient_counts_its_columns(
     assert not launch.gathers_for_weights(torch.device("cuda"), BF16, columns, top_k)
 
 
+def test_kernels_whose_blocks_share_rows_of_b_do_not_gather_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would refuse the launch."""
+    monkeypatch.setattr(launch, "STORING", launch.FASTEST)
+    monkeypatch.setattr(launch, "path_for", lambda device, dtype: "sm_90a")
+    for sharing in (0, 1, 2, 3):
+        monkeypatch.setattr(launch, "SHARING", sharing)
+        gathers = launch.gathers_for_weights(torch.device("cuda"), BF16, 64, 8)
+        assert gathers is (sharing != launch.SHARES_WEIGHTS)
+
+
 def test_the_gradient_of_rows(recorder: Recorder, given: Operands) -> None:
     out = recorder.tensor("of rows", 10, 64)
     grouped_gemm.input_gradient(given.grad, given.weight, given.ends, out=out)

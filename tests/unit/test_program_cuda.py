@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from bench.bench_program import num_launches, num_pushes
 from bench.recorded_program import Issue, RecordedProgram, Wait
+from pmoe.comm.heap import check_program_heaps, program_heap
+from pmoe.comm.ranks import Ranks
 from pmoe.program.compiler import HOST_IS_READ, compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import Base, Kernel, PassProgram
@@ -29,7 +31,17 @@ from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES, Restore
 from pmoe.schedule.ring_buffers import rotating
 from pmoe.schedule.tasks import Lane, Schedule, Stages
 from tests import fresh
-from tests.device_programs import STREAMS, DeviceCall, Reader, journal, load, nccl, stand_ins
+from tests.device_programs import (
+    PRODUCT_NAMES,
+    STREAMS,
+    DeviceCall,
+    Reader,
+    counter_bytes,
+    journal,
+    load,
+    nccl,
+    stand_ins,
+)
 from tests.kit import build, loss_of, one_thread, tokens
 from tests.programs import Calls, EngineCall, ProgramCall, engine_call, library, order_problem, own_counts
 from tests.reference import relative_error
@@ -145,32 +157,30 @@ class DevicePass:
         self.run()
         assert self.module.stub_refused() == []
         noted = journal(self.module)
-        if self.spare:
-            num_products = sum(record.kernel.name in PRODUCT_NAMES for record in self.program.records)
-            fills = [call for call in noted if call.what == "set"]
-            assert len(fills) == self.needs_fill()
-            assert all(call.numbers[1] == 4 * num_products for call in fills)
-            assert all(call.stream == STREAMS[Lane.COMPUTE] for call in fills)
-            noted = [call for call in noted if call.what != "set"]
-        reader = Reader(noted, heaps=self.heaps)
-        by_nccl = self.communicator is not None and not self.heaps
-        if by_nccl:
-            reader.take("ncclCommGetAsyncError")
-        if by_nccl:
-            end = noted.pop()  # the event by which the end of the pass is watched
+        needs_fill = self.spare and self.needs_fill()
+        fill_bytes = counter_bytes(self.program) if needs_fill else 0
+        reader = Reader(noted, heaps=self.heaps, fill_bytes=fill_bytes)
+        if self.communicator is not None:
+            if not self.heaps:
+                reader.take("ncclCommGetAsyncError")
+            end = reader.noted.pop()  # the event of the end of the pass
             assert (end.what, end.stream) == ("record", self.streams[Lane.COMPUTE])
-            reader.noted.pop()
         return reader.read(self.recorded, parts=PARTS, own_rank=self.rank)
 
     def needs_fill(self) -> bool:
         """Returns whether a fill of memory sets the products' counters to 0.
 
         It does not if a launch before the first product takes numbers on the compute lane: this launch does.
+        `DeviceCall` checks that it sets all of them.
         """
         issues = [call for call in self.recorded if isinstance(call, Issue)]
         is_product = [call.kernel.name in PRODUCT_NAMES for call in issues]
         before = issues[: is_product.index(True)] if any(is_product) else []
-        takes = [call for call in before if call.kernel is Kernel.TAKE and call.operands[0].columns == 1]
+        takes = [
+            call
+            for call in before
+            if call.kernel is Kernel.TAKE and call.operands[0].columns == 1 and call.lane is Lane.COMPUTE
+        ]
         return any(is_product) and not takes
 
 
@@ -189,9 +199,6 @@ def heap_exchanger(
         report=report.data_ptr(),
         seconds=seconds,
     )
-
-
-PRODUCT_NAMES = {"HIDDEN", "OUTPUT", "RECOMPUTE", "HIDDEN_GRADIENT", "INPUT_GRADIENT", "WEIGHT_GRADIENT"}
 
 
 def passes(
@@ -620,6 +627,81 @@ def test_without_nccl_in_the_process_the_message_says_so(kernels: Path) -> None:
         "    print(error)\n"
     )
     assert "NCCL's library (libpmoe_nccl.so) is not loaded" in fresh.run(program)
+
+
+# ---- exchanges over heaps
+
+
+def exchanged(exchanger: Any, stream: int = 1001, row_bytes: int = 16) -> None:
+    """Issues an exchange of two ranks, of one row for each."""
+    exchanger.exchange(stream, 1 << 40, 2 << 40, row_bytes, [1, 1], [1, 1])
+
+
+def test_a_pass_on_another_stream_waits_for_the_end_of_the_last_one(cuda: ModuleType) -> None:
+    """The event is recorded while the stream of the last pass exists. It may be destroyed afterwards."""
+    report = torch.zeros(8, dtype=torch.int32)
+    exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0)
+    for stream in (1001, 1001, 1002):
+        exchanged(exchanger, stream)
+    calls = [(call.what, call.stream) for call in journal(cuda)]
+    on_first = [("launch", 1001), ("record", 1001)]
+    assert calls == [*on_first, *on_first, ("wait", 1002), ("launch", 1002), ("record", 1002)]
+    events = {call.numbers for call in journal(cuda) if call.what != "launch"}
+    assert len(events) == 1
+
+
+def test_a_closed_heap_lends_no_memory(cuda: ModuleType) -> None:
+    report = torch.zeros(8, dtype=torch.int32)
+    exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0, arena=1024)
+    assert exchanger.take_arena(1024) != 0
+    assert exchanger.take_arena(1024) == 0, "a pass has it"
+    exchanger.give_back_arena()
+    exchanger.close()
+    assert exchanger.take_arena(1024) == 0
+
+
+@pytest.mark.parametrize("row_bytes", [0, 6, -4])
+def test_rows_that_the_kernel_cannot_copy_are_refused(cuda: ModuleType, row_bytes: int) -> None:
+    report = torch.zeros(8, dtype=torch.int32)
+    exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0)
+    with pytest.raises(ValueError, match=rf"row_bytes \({row_bytes}\) must be a positive multiple of 4"):
+        exchanged(exchanger, row_bytes=row_bytes)
+    exchanged(exchanger, row_bytes=12)
+    assert len(cuda.stub_launched()) == 1
+
+
+def test_a_failure_of_the_last_pass_is_raised_when_somebody_asks(
+    cuda: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No pass follows that could raise it."""
+    report = torch.zeros(8, dtype=torch.int32)
+    exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0)
+    heaps = {torch.device("cpu"): SimpleNamespace(exchanger=exchanger)}
+    monkeypatch.setattr(program_heap, "_heaps", {"group": heaps})
+    ranks: Any = SimpleNamespace(group="group")
+    exchanged(exchanger)
+    check_program_heaps(ranks)
+    report[0] = 2  # Wait::kArrival
+    report[1] = 1
+    with pytest.raises(RuntimeError, match="in vain for rank 1: its rows have not arrived"):
+        check_program_heaps(ranks)
+    check_program_heaps(Ranks.single())
+
+
+def test_exchanges_whose_memory_overlaps_do_not_share_a_launch(cuda: ModuleType) -> None:
+    """Channels do not wait for each other between two exchanges of a launch."""
+    one = s4(cuda, "forward", 2, 1, heaps=True)
+    issues = [call for call in one.recorded if isinstance(call, Issue)]
+    num_exchanges = sum(any(call.send) or any(call.recv) for call in issues if call.kernel is Kernel.EXCHANGE)
+    num_joined = num_exchanges - num_pushes(one.recorded)
+    assert num_joined > 0
+    launches = []
+    for addresses in (ADDRESSES, dict.fromkeys(Base, 1 << 32) | {Base.NOWHERE: 0}):
+        cuda.stub_reset(runs=False)
+        cut = one.loaded.cut(one.tokens, one.rank, one.send, one.recv)
+        one.loaded.run(cut, addresses, STREAMS, 1 << 50)
+        launches.append(len(cuda.stub_launched()))
+    assert launches[1] - launches[0] == num_joined
 
 
 # ---- results

@@ -10,9 +10,11 @@ functions make heaps from memory of different sources:
 Pass programs have heaps of their own (`pmoe.comm.heap.program_heap`), one for each process of a node.
 
 A heap exists until `close_heaps`, or until its process ends. A heap that no Python object uses any longer is
-not closed, because peers may still write into it.
+not closed, because peers may still write into it. `check_program_heaps` raises an error if an exchange of a
+pass program has waited too long.
 """
 
 from pmoe.comm.heap.closing import close_heaps
+from pmoe.comm.heap.program_heap import check_program_heaps
 
-__all__ = ["close_heaps"]
+__all__ = ["check_program_heaps", "close_heaps"]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.heap.providers import CollectiveSteps, quietly, wait_seconds
+from pmoe.comm.heap.providers import CollectiveSteps, NoHeapError, call_all, quietly, wait_seconds
 from pmoe.comm.ranks import Ranks
 from pmoe.kernels.heap import REPORT_WORDS, DeviceMemory, loaded_extension, synchronize
 
@@ -58,8 +58,11 @@ _heaps: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, ProgramH
 )
 """The open heaps, by group and device."""
 
+_refusals: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, str]] = weakref.WeakKeyDictionary()
+"""Why ranks cannot have a heap, by group and device. `close_program_heaps` forgets it."""
+
 _closings: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How often heaps of a group were closed."""
+"""How often heaps of a group were closed, or refusals of heaps forgotten."""
 
 _open_heaps: list[ProgramHeap] = []
 """Keeps open heaps alive, because kernels of other ranks may still write into them."""
@@ -79,35 +82,72 @@ def arena_bytes() -> int:
 def program_heap(ranks: Ranks, device: torch.device, *, memory: DeviceMemory | None = None) -> ProgramHeap:
     """Returns the heap that all layers of a group share for pass programs. The first call is a collective.
 
+    If the ranks have found out that they cannot have a heap, later calls raise the same error at once, until
+    `close_program_heaps`.
+
     ranks: the ranks, more than one, all on one node.
     device: this rank's device.
     memory: where the memory comes from; None means CUDA, and CUDA IPC for the memory of other ranks.
 
-    Raises ValueError or RuntimeError on every rank, with the numbers of the ranks, if there can be no heap:
-    ranks are on several nodes, have loaded different kernels, cannot open each other's memory, have not
-    enough memory, or are too many.
+    Raises on every rank, with the numbers of the ranks:
+
+    - NoHeapError if there can be no heap: ranks are on several nodes, have loaded different kernels, cannot
+      open each other's memory, have not enough memory, or are too many.
+    - ValueError if an environment variable of a rank is wrong: `ARENA_MIB` or PMOE_WAIT_SECONDS.
+
+    Raises the error of a collective that fails, perhaps on one rank only.
     """
     assert ranks.group is not None
     heaps = _heaps.setdefault(ranks.group, {})
+    refusals = _refusals.setdefault(ranks.group, {})
+    if device in refusals:
+        raise NoHeapError(refusals[device])
     if device not in heaps:
-        heaps[device] = _HeapSteps(ranks, device, memory or DeviceMemory()).build()
+        try:
+            heaps[device] = _HeapSteps(ranks, device, memory or DeviceMemory()).build()
+        except NoHeapError as error:
+            refusals[device] = str(error)
+            raise
         _open_heaps.append(heaps[device])
     return heaps[device]
 
 
 def close_program_heaps(ranks: Ranks) -> None:
-    """Closes the heaps of pass programs of a group. Collective. Later calls of layers make new heaps."""
+    """Closes the heaps of pass programs of a group. Collective. Later calls of layers make new heaps.
+
+    If a heap cannot be closed, the others are closed, too. Then the first error is raised.
+    """
     if ranks.group is None:
         return
     heaps = _heaps.pop(ranks.group, {})
+    refusals = _refusals.pop(ranks.group, {})
+    # The closing is counted first. So even if it fails, later calls look for no heap that was closed.
+    _closings[ranks.group] = num_closings(ranks) + bool(heaps or refusals)
     for heap in heaps.values():
-        heap.close()
         _open_heaps.remove(heap)
-    _closings[ranks.group] = num_closings(ranks) + bool(heaps)
+    call_all([heap.close for heap in heaps.values()])
+
+
+def check_program_heaps(ranks: Ranks) -> None:
+    """Raises RuntimeError if an exchange of a pass program on this rank has waited too long for another rank.
+
+    First waits for the devices that have heaps. A pass reports such a wait only if the host can read it when
+    the pass begins. Call this function before gradients are used, or after the last pass, to be sure. It is
+    not a collective, and other ranks may see no error.
+
+    ranks: the ranks of a layer. Nothing is checked if they have no heaps.
+    """
+    heaps = {} if ranks.group is None else _heaps.get(ranks.group, {})
+    for device, heap in heaps.items():
+        synchronize(device)
+        heap.exchanger.throw_failure()
 
 
 def num_closings(ranks: Ranks) -> int:
-    """Returns how often heaps of pass programs of a group were closed: the same number on all ranks."""
+    """Returns how often heaps of pass programs of a group were closed, or refusals of heaps forgotten.
+
+    The number is the same on all ranks.
+    """
     return 0 if ranks.group is None else _closings.get(ranks.group, 0)
 
 
@@ -130,11 +170,14 @@ class _HeapSteps(CollectiveSteps):
         self.heap: ProgramHeap | None = None
 
     def build(self) -> ProgramHeap:
-        """Makes the heap. Collective. If a step fails on one rank, all ranks free their memory and raise."""
+        """Makes the heap. Collective. If a step fails on one rank, all ranks free their memory and raise.
+
+        Raises the errors of `program_heap`.
+        """
         facts = self.attempt(self._facts)
         if len(set(facts)) > 1:
             texts = "; ".join(f"rank {rank}: {' on '.join(fact[:2])}" for rank, fact in enumerate(facts))
-            raise ValueError(
+            raise NoHeapError(
                 f"ranks with heaps must have the same kernels loaded, and be on one node, not {texts}"
             )
         handles = self.attempt(self._allocate, self.release)
@@ -143,14 +186,18 @@ class _HeapSteps(CollectiveSteps):
         return self.heap
 
     def _facts(self) -> tuple[str, str, int]:
-        """Returns what must be the same on all ranks: loaded kernels, node, and bytes of the flags."""
+        """Returns what must be the same on all ranks: loaded kernels, node, and bytes of the flags.
+
+        Raises ValueError if an environment variable is wrong, and RuntimeError if there can be no heap.
+        """
+        wait_seconds(self.ranks)  # checks an environment variable, as the next line does
+        num_arena_bytes = arena_bytes()
         module = loaded_extension()
         if self.ranks.size > module.PROGRAM_MOST_HEAPS:
-            raise ValueError(f"ranks ({self.ranks.size}) must be at most {module.PROGRAM_MOST_HEAPS}")
+            raise RuntimeError(f"ranks ({self.ranks.size}) must be at most {module.PROGRAM_MOST_HEAPS}")
         kernels, host = self.memory.place(self.device)
-        wait_seconds(self.ranks)  # checks an environment variable, as the next line does
         flag_bytes = int(module.program_heap_bytes(self.ranks.size))
-        self.num_bytes = flag_bytes + arena_bytes()
+        self.num_bytes = flag_bytes + num_arena_bytes
         return kernels, host, flag_bytes
 
     def _allocate(self) -> bytes:

@@ -135,6 +135,14 @@ def nvshmem_heap(ranks: Ranks, shape: HeapShape, device: torch.device) -> Heap:
     return builder.build()
 
 
+class NoHeapError(RuntimeError):
+    """The error of all ranks if they have found out together that they cannot have a symmetric heap.
+
+    Every rank of the group raises it, with the same text. A collective that fails, for example after a
+    timeout, raises another error, because perhaps it fails on one rank only.
+    """
+
+
 class CollectiveSteps:
     """Runs steps that all ranks of a group take together. If a step fails on one rank, all ranks raise.
 
@@ -162,7 +170,9 @@ class CollectiveSteps:
         """Calls work() on every rank and returns the results of all ranks, in order of rank. Collective.
 
         If work() raises on any rank, every rank calls undo(). Then every rank raises the same error, with the
-        texts of the failed ranks' errors: a ValueError if any rank raised a ValueError, else a RuntimeError.
+        texts of the failed ranks' errors: a ValueError if any rank raised a ValueError, else a NoHeapError.
+
+        If the collective itself fails, its own error is raised, perhaps on one rank only.
         """
         mine: tuple[object, str | None, bool]
         try:
@@ -173,7 +183,7 @@ class CollectiveSteps:
         troubles = [f"rank {rank}: {why}" for rank, why in enumerate(whys) if why is not None]
         if troubles:
             undo()
-            kind = ValueError if any(are_values) else RuntimeError
+            kind = ValueError if any(are_values) else NoHeapError
             raise kind(f"pmoe: no symmetric heap: {'; '.join(troubles)}")
         return list(values)
 
@@ -346,6 +356,18 @@ def quietly(work: Callable[..., object], *args: object) -> None:
         warnings.warn(f"pmoe: could not close a heap: {error}", stacklevel=2)
 
 
+def call_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Calls all functions, in their order. If some raise errors, the first error is raised at the end."""
+    errors: list[Exception] = []
+    for function in functions:
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 # ---- for how long kernels wait for their peers
 
 
@@ -464,8 +486,9 @@ def _may_close(heap: Heap, ranks: Ranks) -> bool:
 def close_layer_heaps(ranks: Ranks) -> None:
     """Closes all heaps of fused kernels that the layers of this group share. Collective."""
     kept = heaps_of(ranks)
-    while kept:
-        kept.pop(next(iter(kept))).close()
+    heaps = list(kept.values())
+    kept.clear()
+    call_all([heap.close for heap in heaps])
 
 
 # ---- room for NCCL's collectives beside fused kernels, which occupy multiprocessors until their peers come

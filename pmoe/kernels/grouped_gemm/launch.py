@@ -24,6 +24,9 @@ choose (cuda/grouped_gemm/sharing.h), 1 shares no operand, 2 the weights (B), 3 
 cuda/grouped_gemm/launch.h.
 """
 
+SHARES_WEIGHTS = 2
+"""The value of `SHARING` with which two thread blocks share rows of B."""
+
 ALONE = 0
 FASTEST = 1
 IN_TURNS = 2
@@ -62,9 +65,9 @@ its K rows. By the stored times of an H200 (bench_grouped_gemm, bench_permute) t
 
 
 WEIGHT_COLUMNS = 1100
-"""If a first weight has more columns than this for each row of tokens, its gradient does not gather tokens.
+"""A first weight's gradient gathers tokens if H (2H for SwiGLU) <= WEIGHT_COLUMNS * (1 + 1 / K).
 
-The number is for tokens with very many choices K; `gathers_for_weights` multiplies it by (1 + 1 / K). It is
+H is d_hidden, and K the number of choices of a token. `gathers_for_weights` is the rule. The number is
 predicted, not measured: gathering 256 columns of tokens is taken to lengthen a step of a tile by twice what
 gathering 128 rows was measured to do, 2 x 0.066 us of 0.68. Copying the tokens (a permute) costs the same for
 any number of columns. The two are then equal at 1100 (1 + 1 / K) columns: with K = 8 choices at 1237, or 618
@@ -72,23 +75,24 @@ hidden columns of SwiGLU.
 """
 
 
-def gathers_for_weights(device: torch.device, dtype: torch.dtype, columns: int, top_k: int) -> bool:
+def gathers_for_weights(device: torch.device, dtype: torch.dtype, hidden_columns: int, top_k: int) -> bool:
     """Returns whether the gradient of a first weight should gather its rows from tokens.
 
     If not, the tokens must be copied into sorted rows first (`pmoe.kernels.permute`).
 
     device, dtype: of the tokens.
-    columns: number of rows of each expert's first weight: H = d_hidden, or 2H for SwiGLU.
+    hidden_columns: H, or 2H for SwiGLU. H is d_hidden.
     top_k: K, number of choices of a token.
 
     Only kernels that store boxes gather, so the result is False unless `STORING` is FASTEST or AS_BOXES. They
-    gather if columns <= `WEIGHT_COLUMNS` * (1 + 1 / K).
+    cannot share the rows that they gather, so the result is False if `SHARING` is SHARES_WEIGHTS, too. Else
+    they gather if hidden_columns <= `WEIGHT_COLUMNS` * (1 + 1 / K).
 
     Example: 2 * 256 columns of SwiGLU, K = 8 -> True; 2 * 1024 columns -> False.
     """
-    if STORING not in (FASTEST, AS_BOXES) or path_for(device, dtype) != "sm_90a":
+    if STORING not in (FASTEST, AS_BOXES) or SHARING == SHARES_WEIGHTS:
         return False
-    return columns <= WEIGHT_COLUMNS * (1 + 1 / top_k)
+    return path_for(device, dtype) == "sm_90a" and hidden_columns <= WEIGHT_COLUMNS * (1 + 1 / top_k)
 
 
 def gathers_in_load(kernels: str, columns: int, top_k: int) -> bool:

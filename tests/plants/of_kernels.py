@@ -398,9 +398,7 @@ KERNELS = (
         name="stages-that-wait-for-an-expert-with-rows",
         breaks="if experts without rows follow, the last stages of an expert are never announced",
         file="cuda/grouped_gemm/hopper.cuh",
-        old="      cp_async_wait<0>();\n"
-        "      announce_but(0);\n"
-        "      continue;\n",
+        old="      cp_async_wait<0>();\n      announce_but(0);\n      continue;\n",
         new="      continue;\n",
         tests=BOXES,
     ),

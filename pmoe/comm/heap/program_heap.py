@@ -129,9 +129,9 @@ def close_program_heaps(ranks: Ranks) -> None:
 
 
 def check_program_heaps(ranks: Ranks) -> None:
-    """Raises RuntimeError if an exchange of a pass program on this rank has waited too long for another rank.
+    """Raises RuntimeError if a pass program of this rank has waited too long for another rank.
 
-    First waits for the devices that have heaps. A pass reports such a wait only if the host can read it when
+    First waits for the devices that have heaps. A pass raises this error only if the host can read it when
     the pass begins. Call this function before gradients are used, or after the last pass, to be sure. It is
     not a collective, and other ranks may see no error.
 

@@ -51,7 +51,13 @@ TAKEN: dict[str, dict[str, str]] = {
     "MoELayer.spread": {"mesh": NOTHING},
     "MoELayer.save_degrees": {"path": TEXT},
     "MoELayer.load_degrees": {"path": NOTHING},
-    "Switches": {"bypass_local": FLAG, "sequential": FLAG, "one_lane": FLAG, "program": FLAG},
+    "Switches": {
+        "bypass_local": FLAG,
+        "sequential": FLAG,
+        "one_lane": FLAG,
+        "program": FLAG,
+        "program_heaps": FLAG,
+    },
     "MoELayer.forward": {"x": "tensor", "token_ids": IGNORED, "mask": NONE},
     "MoELayer.predict_memory": {
         "num_tokens": f"0 {NUMBER}", "row_counts": NONE, "pipeline": f"None {COUNT}",

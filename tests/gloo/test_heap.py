@@ -216,7 +216,7 @@ def test_a_rank_without_the_extension_is_an_error_on_all() -> None:
     if extension.load() is None:
         pytest.skip("no rank has it")
     kind, text = refused({"built": False}, {})
-    assert kind == "RuntimeError"
+    assert kind == "NoHeapError"
     assert text == (
         "pmoe: no symmetric heap: rank 0: a symmetric heap needs pmoe._cuda: pmoe._cuda is not built"
     )
@@ -230,14 +230,14 @@ def test_where_one_rank_finds_no_memory_all_say_who_and_how_much_and_keep_nothin
         use_layout(patch)
         num_bytes = replace(SHAPE, num_ranks=world).bytes
     assert refused(*given) == (
-        "RuntimeError",
+        "NoHeapError",
         f"pmoe: no symmetric heap: rank 1: could not allocate {num_bytes} bytes on cpu: cannot allocate",
     )
 
 
 def test_a_heap_that_one_rank_cannot_open_is_an_error_on_all() -> None:
     kind, text = refused({"memory": FileMemory(refuses="open")}, {}, {"memory": FileMemory(refuses="open")})
-    assert kind == "RuntimeError"
+    assert kind == "NoHeapError"
     assert text == (
         "pmoe: no symmetric heap: rank 0: could not open the heap of rank 1: cannot open; rank 2: could not "
         "open the heap of rank 0: cannot open"

@@ -64,7 +64,7 @@ KERNELS = (
         name="a-failed-pass-that-nobody-watches",
         breaks="exchanges before an error wait for ever for ranks that never come",
         file="cuda/program/cuda_backend.h",
-        old="    try {\n      if (communicator_) communicator_->watch(stream);\n",
+        old="    try {\n      if (exchanger_) exchanger_->end(stream);\n",
         new="    try {\n",
         tests=f"{DEVICE} -k failed_is_watched",
     ),

@@ -73,7 +73,7 @@ LINES_OF_PROGRESS = re.compile(
     r"\b(counted|interleaved|in_rounds|measure_quietly|progress\.at|in_turn)\(|flush=True"
 )
 OF_OTHERS = {"bench_fairseq.py": "fairseq's own lines"}
-COMPUTED = {"disturbed_searches.py"}
+COMPUTED = {"bench_weight_gradients.py", "disturbed_searches.py"}
 """Benchmarks that measure nothing and end within five seconds, so that they need no progress lines."""
 
 

@@ -43,13 +43,13 @@ def test_a_backward_pass_that_gathers_tokens_for_the_first_weight_is_right(
 ) -> None:
     """With kernels that store boxes, the first weight's gradient reads tokens, and no permute copies them."""
     permuted = []
-    permute = one_rank.permute.permute
+    permute = one_rank.permute.permute_directly
 
     def counted(x_TM: Tensor, *others: Any) -> Tensor:
         permuted.append(x_TM)
         return permute(x_TM, *others)
 
-    monkeypatch.setattr(one_rank.permute, "permute", counted)
+    monkeypatch.setattr(one_rank.permute, "permute_directly", counted)
     monkeypatch.setattr(one_rank, "gathers_for_weights", lambda device, dtype, columns, top_k: True)
     for top_k in (1, 3):
         assert one_rank_mismatch(case("swiglu"), top_k, True) is None

@@ -72,8 +72,8 @@ struct Coordinates {
 // Returns whether rank `source` may write the row at position i in the heap of rank `target` (definition
 // 5.3.2).
 //
-// In another rank's heap, a rank may write only the part for incoming rows of this rank. Outgoing (staged)
-// rows it may write only in its own heap. So no two ranks write the same memory.
+// In another rank's heap, a rank may write only the part for the incoming rows that it sends itself. Outgoing
+// (staged) rows it may write only in its own heap. So no two ranks write the same memory.
 PMOE_HD constexpr bool is_valid(int source, int target, const Coordinates& i) {
   return i.b == Staging::kIncoming ? i.p == source : source == target;
 }

@@ -136,7 +136,8 @@ class CudaBackend {
       move_rows(call);
   }
 
-  // Launches what was put off, but for sums. Every call does this first, so that the order stays. Such a call
+  // Launches the PLACE calls and the exchanges that were put off, but not the sums. Every wait, signal and
+  // call that is not itself put off does this first, so that the order of the records stays. One of these
   // always comes: a product reads the rows, or another lane waits for them.
   void launch_put_off() {
     launch_placed();

@@ -500,7 +500,10 @@ class _Search:
         return best
 
     def _options(self, reach: Reach, price: int) -> Sequence[_Options]:
-        """Returns the options of the attempts to reach a target, in the order in which they are tried.
+        """Returns the arguments of the attempts to reach one target time, in the order of the attempts.
+
+        Each attempt has one tuple (reach, price, way, present copies). There are fewer attempts if there are
+        many ranks (`EFFORT`).
 
         reach: how far copies may go.
         price: price of each copy, for its owner and for the rank that hosts it.
@@ -779,9 +782,10 @@ class _Attempt:
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
-        following: the next busy rank. It takes this rank's last rows if they would otherwise use up the last
-            copy that the chosen rank may host. It then gives away more rows of its own. -1 if there is no
-            next busy rank, or if rows must not be passed on.
+        following: the next busy rank; -1 if there is none, or if rows must not be passed on. If the chosen
+            host may host only one more copy, and has more time left than the last rows of ``owner`` need,
+            ``following`` hosts the copy with these rows instead. The chosen host stays free for a larger
+            copy, and ``following`` later gives away that many more rows of its own.
         """
         price = self.price
         room = self.room

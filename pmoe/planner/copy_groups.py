@@ -3,8 +3,8 @@
 The owner of an expert sends the weights once to each group of hosts: a different part to each host of the
 group. Then the hosts of the group send each other their parts. Gradients take the opposite way. Usually all
 hosts of an expert are one group. If some hosts are on the owner's node and all others on one other node, the
-hosts of each node may be a group of their own; each owner has at most one expert with two groups. Then only
-the owner sends the expert to the other node, and only once:
+hosts of each node may be a group of their own. With two groups, only the owner sends the expert to the
+other node, and only once:
 
     hosts     groups       between nodes (of 2 ranks; the owner is rank 0)
     1, 2, 3   {1} {2, 3}   rank 0 sends one half of the expert to rank 2, the other half to rank 3
@@ -14,8 +14,8 @@ With two groups, the first line sends 3 thirds of an expert between the nodes. W
 thirds: rank 0 a third to each of ranks 2 and 3, rank 1 its third to both, and both their thirds to rank 1. In
 the second line, a group for each node would make rank 0 send the whole expert three times.
 
-A rank sends at most one of its experts to two groups, so its messages have room for one more expert than it
-owns.
+An expert with two groups is sent twice. A rank has at most one such expert, so its messages need room for
+only one expert more than it owns.
 """
 
 from __future__ import annotations

@@ -298,9 +298,9 @@ class StepCosts:
 
     forward, backward: costs of each pass.
     forward_options, backward_options: the schedule of each pass.
-    copy_of_block: fixed seconds to copy one block of every expert of a rank, in all kept tensors together. A
-        block has the rows of one expert that are in the same chunk of forward and in the same chunk of
-        backward.
+    copy_of_block: the part of the copying time that does not depend on the number of rows, for one block of
+        each expert of a rank, summed over these experts and all kept tensors. A block has the rows of one
+        expert that are in the same chunk of forward and in the same chunk of backward.
     copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.
     sort: seconds to sort the rows once more.
     gate: seconds of the gate in forward and in backward, which do not depend on n and m.

@@ -13,10 +13,11 @@ runs backward. It also costs no time while experts compute and no all-to-all use
     may reduce   | gradients that  | also gradients  |     | all that
                  | were ready      | of layer 0      |     | is left
 
-The paper's equations are changed in two places. First, Eq. 4 leaves out a layer's own gradient. In this file
-every byte is placed exactly once: in a layer that runs backward after the gradient is made, or at the end.
-Second, by the paper (t - alpha) / beta bytes can be reduced in t seconds, where alpha is the fixed time of an
-all-reduce. This number is negative if t < alpha; in this file it is then 0.
+The paper's equations are changed in two places. First, the paper's Eq. 4 does not count the gradient that a
+layer makes itself among the bytes to be placed. In this file it counts: it may be placed in any layer that
+runs backward later, or at the end. Every byte is placed exactly once. Second, by the paper (t - alpha) / beta
+bytes can be reduced in t seconds, where alpha is the fixed time of an all-reduce. This number is negative if
+t < alpha; in this file it is then 0.
 
 The search minimizes the exposed seconds: the time of all-reduces that no computation hides.
 
@@ -121,10 +122,11 @@ GENERATIONS = 100
 
 @dataclass(frozen=True)
 class ExposedSeconds:
-    """FSMoE's Eq. 5: seconds that all-reduces add to backward, for given bytes beside each MoE part.
+    """Computes how many seconds all-reduces add to backward: FSMoE's Eq. 5.
 
     Some gradient bytes are already placed where their all-reduce costs no time. Further bytes that are
-    all-reduced beside MoE parts are called extra; the methods of this class compute what they cost.
+    all-reduced while a layer's MoE part runs are called extra. The methods of this class get the extra bytes
+    of each layer, and compute what they cost.
 
     layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.

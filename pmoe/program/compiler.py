@@ -193,14 +193,15 @@ class _PassCompiler:
     # ---- the records of each kind of task. Each method appends the records of one task of chunk i
 
     def gather(self, i: int) -> None:
-        """Task G: the record copies the tokens that chunk i sends to the send buffer."""
+        """Task G: the record fills the send buffer of chunk i: with tokens, or in backward with gradients."""
         source = Base.T_I if self.memory.is_forward else Base.DT_O
         self.place_once(source, "send", i, ChunkNumber.ROW_BEGIN)
 
     def gather_again(self, i: int) -> None:
-        """Task GI: the records copy the tokens that backward sends again, and rows of some later tasks.
+        """Task GI: the records copy the tokens that backward sends again.
 
-        The later tasks are those of `Schedule.joint_copies`.
+        They also make the copies with which some later tasks would begin (G or LM, `Schedule.joint_copies`),
+        so that one launch makes all of them.
         """
         self.place_once(Base.T_I, "send_again", i, ChunkNumber.ROW_BEGIN)
         for task in self.schedule.joint_copies[f"{Kind.GATHER_AGAIN.value}{i}"]:

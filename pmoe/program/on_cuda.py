@@ -5,8 +5,9 @@ not change from call to call. A call passes row counts, addresses and streams, a
 calls for a pass, in this order:
 
     cut = loaded.cut(tokens, rank, send, recv)     row counts -> the size of the ring slots
-    lent = loaded.take_arena(cut)                  memory for the ring slots in a heap; 0 if there is none
-    size = loaded.workspace_bytes(cut)             the size of the rest
+    lent = loaded.take_arena(cut)                  memory for the ring slots in a heap; 0 if there is none:
+                                                   the caller then allocates it
+    size = loaded.workspace_bytes(cut)             bytes of scratch memory: tile counters and partial sums
     loaded.run(cut, bases, streams, workspace)     all launches, copies, exchanges, events and waits
     loaded.give_back_arena()                       only if there was memory in a heap
 

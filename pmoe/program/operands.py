@@ -6,12 +6,14 @@ the call, so an operand has the index of a number (`pmoe.program.records.ChunkNu
     buffer      memory                                 number of rows
     send.1      its ring slot, in the arena            SENT of chunk 1
     home.1      its ring slot                          HOME: rows that return, then rows that stay
-    T_DI.1      its ring slot, or SAVED_T_DI if kept   RECEIVED; SORTED and STRAIGHT if kept
+    T_DI.1      its ring slot                          RECEIVED; SORTED in forward if T_DI is kept
+    SAVED_T_DI  rows of the chunk, if T_DI is kept     RECEIVED
     T_O         tokens of the layer's output           TOKENS of the chunk
 
 The rows that a chunk receives have one of two forms. Rows from several ranks must be sorted by expert, into a
 buffer whose name ends in "_sorted" (form SORTED). Rows from one rank arrive sorted (form STRAIGHT). The row
-counts of a call decide which form a chunk has.
+counts of a call decide which form a chunk has. If T_DI is kept, rows of the form STRAIGHT arrive in
+SAVED_T_DI, so the ring slot holds only rows that must still be sorted.
 """
 
 from __future__ import annotations

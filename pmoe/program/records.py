@@ -4,8 +4,9 @@
              operands            T_DI.1   w1   b1   T_M.1   active.1   ends
     Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[ARENA] + numbers[90]
 
-``numbers`` are row counts and their sums. The C++ side computes them for each call, so a record refers to a
-number by its index. The same indices are in ``cuda/program/layout.h``; a test compares both lists.
+``numbers`` are row counts, their sums, flags (0 or 1), and for each ring slot the byte of the arena at which
+it begins. The C++ side computes them for each call, so a record refers to a number by its index. The same
+indices are in ``cuda/program/layout.h``; a test compares both lists.
 
 Letters: n chunks, W ranks, E_local experts of a rank, T tokens, K choices of a token, N received rows, M =
 d_model, G columns of T_M (the hidden activation before the nonlinearity), H columns after it.

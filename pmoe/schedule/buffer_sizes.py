@@ -98,8 +98,8 @@ class BufferSizes:
     extent: the numbers of rows by chunk.
     d_model: columns of a token row.
     columns: columns of the tensors inside the experts.
-    restore: the restore pair: whether T_DI and T_M are kept, offloaded or made again until backward. None if
-        no backward pass follows.
+    restore: the restore pair: whether T_DI and T_M are kept or offloaded until backward, or made again there.
+        None if no backward pass follows.
     rearranged: whether backward has another number of chunks than forward.
     places: whether the experts store the results of sorted rows in the order in which the rows arrived, so
         that no chunk needs memory for sorted results.

@@ -27,10 +27,10 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     later would save no memory, and in this order the link never idles while an S remains.
 
     MPipeMoE alternates S with the combine all-to-alls (R), as in Fig. 7a: S0 S1 R0 S2 R1 S3 R2 R3. With
-    separate buffers that is never faster. Take an R that is followed by an S, and swap the two: the S ends
-    earlier, and the R ends when the S ended before. The later end of R does no harm, because only the sums of
-    tokens (O) wait for R, and they come after all experts. `bench/bench_alternate.py` simulates and measures
-    both orders.
+    separate buffers that is never faster. Take an R that is followed by an S, and swap the two. The S now
+    ends earlier. The R now ends at the time at which the S ended before the swap. The later end of R does no
+    harm, because only the sums of tokens (O) wait for R, and they come after all experts.
+    `bench/bench_alternate.py` simulates and measures both orders.
 
     Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
     The rows of all chunks but the last are computed in one task, because small products are slow. The rows of

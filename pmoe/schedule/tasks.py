@@ -242,16 +242,16 @@ class Schedule:
 
     @functools.cached_property
     def joint_copies(self) -> dict[str, tuple[Task, ...]]:
-        """The tasks whose rows can be copied in one kernel launch with the rows of a task GI, by GI's name.
+        """The tasks whose row copies can run in the kernel launch of a task GI, by GI's name: G, LM or both.
 
         GI gathers rows that backward sends again. Two other tasks begin by copying rows: G copies gradients
-        to be sent, and LM copies the rows that stay before it recomputes their T_M. G or LM can join the
-        launch of GI only if it waits for no task of another lane: then the memory that it writes is already
-        free when GI runs.
+        to be sent, and LM copies the rows that stay before it recomputes their T_M. G joins the launch of
+        GI only if G waits for no task of another lane, and the same holds for LM: then the memory that the
+        task writes is already free when GI runs.
 
-        The tasks that follow GI in the compute lane may be G, then tasks O, then LM. The first task that does
-        not fit this order ends the search. Tasks O do not join the launch. They may stand between G and LM,
-        because they do not use the memory that LM's copy writes.
+        After GI, the compute lane may have G and then LM. The first task that does not fit this order ends
+        the search. Tasks O may stand between G and LM, but not directly after GI. They do not join the
+        launch, and do not use the memory that LM's copy writes.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """
@@ -449,7 +449,8 @@ def pieces_for_copies(m: int, stages: Stages) -> range:
     """Returns the numbers of the tasks that compute rows which stay on this rank, for copies of experts.
 
     Tasks 0 to m - 1 compute the rows that stay for the rank's own experts. Task m + j computes the rows of
-    the same chunks as task j, for the copies on this rank. The range is empty if these rows do not stay.
+    the same chunks as task j, for the copies on this rank. The range is empty if ``stages.local_copies`` is
+    False: rows for a copy then count as received (task C), also if their token is on the same rank.
 
     m: the number of tasks for own experts (`local_pieces`).
     stages: the stages of the layer.
@@ -599,8 +600,8 @@ class PassBuilder:
     def dispatch(self, i: int, *, again: bool = False) -> None:
         """Appends the tasks that gather and send the rows of chunk i to the experts' ranks.
 
-        These are G (gather), S (the dispatch all-to-all), and AG (an all-gather inside the node) if experts
-        are sharded.
+        These are G (gather), S (the dispatch all-to-all), and, if experts are sharded and have no hooks, AG
+        (an all-gather inside the node).
 
         i: number of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The tasks are then GI, SI and AGI.
@@ -768,8 +769,9 @@ class PassBuilder:
         """Appends task VA, which adds the gradients from copies of experts to the experts' own gradients.
 
         It comes after all other tasks that add to the experts' gradients, so that the order of the sum is
-        fixed. If an expert has several copies, VG comes before VA: it sends the gradients of the copies to
-        the ranks that own the experts. Nothing is appended without copies.
+        fixed. If an expert has several copies, this method first appends VG, which sends the gradients of the
+        copies to the ranks that own the experts. Otherwise `copy_wgrad` has already appended VG. Nothing is
+        appended without copies, or if no gradients of copies are computed.
         """
         if self.learns_copies:
             if self.stages.relays_copies:

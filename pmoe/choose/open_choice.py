@@ -4,8 +4,8 @@ A chunk is a micro-batch. The restore pair says whether the dispatched rows (T_D
 activation (T_M) are kept, offloaded or made again for backward.
 
 With a memory budget, n and the pair are chosen together. The result is the fastest choice whose memory stays
-within the budget for any routing. Without a budget: a pair by the cost model, then n; if trials
-found n, trials then choose the pair:
+within the budget for any routing. Without a budget, the cost model chooses a pair, and then n is chosen. If
+trials found n, trials then choose the pair again:
 
     option               value     how the pair or n is chosen
     memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
@@ -42,7 +42,7 @@ from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_seconds import step_seconds
 from pmoe.planner.layer_sizes import LayerSizes
 from pmoe.planner.priced_choices import Chooser, Measured, rounded_up, without_offload
-from pmoe.planner.timed_rounds import MOST_ROUNDS, OUT_OF_MEMORY
+from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
 
@@ -100,9 +100,9 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     The restore pair says whether the dispatched rows and the hidden activation are kept, offloaded or made
     again for backward.
 
-    With a memory budget, the result is the fastest choice within the budget. Without a budget: a pair by the
-    cost model, then the numbers of chunks, by trials (timed runs) or by FSMoE's solver; if trials found them,
-    trials then choose the pair.
+    With a memory budget, the result is the fastest choice within the budget. Without a budget, the cost model
+    chooses a pair. Trials (timed runs) or FSMoE's solver then choose the numbers of chunks. If trials found
+    these numbers, trials then choose the pair again.
 
     batch: the routed batch, on which trials run.
     restore: the pair, if the caller has chosen it; None if this function chooses it.
@@ -193,7 +193,7 @@ def _tried(
         return None
     batch = batch.counted_for(choices)
     try:
-        measured = measure_in_little_memory(batch, choices, MOST_ROUNDS, one_is_taken)
+        measured = measure_in_little_memory(batch, choices, one_is_taken=one_is_taken)
     except torch.OutOfMemoryError:  # raised on every rank, so all ranks return None
         return None
     if not measured:

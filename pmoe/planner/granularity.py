@@ -45,8 +45,8 @@ CLOSE = 0.7
 EQUALLY_FAST = 1.0
 """After one measurement, degrees count as equally fast up to this many standard errors.
 
-Of equally fast degrees, those with the fewest chunks are taken. They are usually the better guess: every
-chunk has a fixed cost, which noise can hide.
+If several degrees are equally fast, the degrees with the fewest chunks are taken. Every chunk has a fixed
+cost, which noise can hide, so fewer chunks are usually the faster choice.
 """
 
 CONTRADICTED = 4.0

@@ -155,7 +155,7 @@ struct Block {
   bool left = false;  // all have
   bool come = false;  // there has been a multiprocessor for it
   std::vector<uint8_t> shared;
-  // By 16-byte unit of shared memory: all threads that have written it and have issued no fence since.
+  // For each 16-byte unit of shared memory: all threads that have written it and issued no fence since.
   // Several threads may write one unit, and a fence orders the writes of its own thread only.
   std::vector<std::vector<int>> unfenced_writers;
   std::vector<int> read;  // by 16-byte unit: how many bulk stores have begun and may still read it

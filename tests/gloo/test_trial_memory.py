@@ -131,7 +131,7 @@ def test_a_choice_that_is_too_large_for_one_rank_is_dropped_on_all(name: str) ->
 
 
 def test_fewer_chunks_that_are_about_as_fast_are_not_taken_where_they_are_too_large() -> None:
-    """Of n that are about as fast, the smallest is taken. The search tested only the fastest."""
+    """A search takes the smallest n of those that are about as fast, but has tested only the fastest n."""
     first, second = ranks(2).run(job, "torch", None, 1_200_000, {"memory_reuse": "S4"}, many_hardly_faster)
     assert first["ran"] == second["ran"] and first["ran"][0] >= 4, first["error"]
     assert first["same"] and second["same"]

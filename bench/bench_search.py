@@ -166,10 +166,10 @@ class Trials:
         stack.enter_context(mock.patch.object(Trial, "run", counted_run))
         return stack
 
-    def measured(self, measure: Callable[..., Any], kind: str, *args: Any) -> Any:
+    def measured(self, measure: Callable[..., Any], kind: str, *args: Any, **kwargs: Any) -> Any:
         self.running = kind
         begin = time.perf_counter()
-        times = measure(*args)
+        times = measure(*args, **kwargs)
         self.seconds[kind] += time.perf_counter() - begin
         return times
 

@@ -317,8 +317,9 @@ def beside_job(rank: int, world: int, pipeline: Any, operations: Any) -> dict[st
     real = open_choice.measure_in_little_memory
     real_end = FirstStep.end
 
-    def noted(batch: Any, choices: Sequence[Choice], *rounds: int) -> dict[Choice, PassTimes]:
-        measured = real(batch, choices, *rounds)  # for real: what trials do to the gradients would show
+    def noted(batch: Any, choices: Sequence[Choice], *limits: Any, **limit: Any) -> dict[Choice, PassTimes]:
+        # For real: what trials do to the gradients would show.
+        measured = real(batch, choices, *limits, **limit)
         tried.append([choice.forward for choice in choices])
         return {
             choice: replace(
@@ -385,7 +386,7 @@ def without_memory_job(rank: int, world: int, what: str) -> tuple[int, list[int]
     layer = pmoe.MoELayer(8, 12, 4, pipeline="solve", memory_reuse="S4")
     calls = 0
 
-    def tried(batch: Any, choices: Sequence[Choice], *limits: Any) -> dict[Choice, PassTimes]:
+    def tried(batch: Any, choices: Sequence[Choice], *limits: Any, **limit: Any) -> dict[Choice, PassTimes]:
         nonlocal calls
         calls += 1
         seconds = OUT_OF_MEMORY[what]

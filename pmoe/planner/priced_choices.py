@@ -49,13 +49,12 @@ class PricedChoice(Choice):
     def __str__(self) -> str:
         """Returns the choice and its price in words.
 
-        Example: "n=4 keep/recompute: 3.2 ms, 120.5 MiB at most".
+        Example: "n=4 keep/recompute: 3.2 ms, 120.5 MiB at most". There are no milliseconds if none were
+        predicted, as for the only choice of a layer.
         """
         degrees = f"n={self.forward}" + f"/{self.backward}" * self.rearranged
-        return (
-            f"{degrees} {self.restore}: {self.seconds * 1e3:.3g} ms, "
-            f"{self.memory.promised / 2**20:.1f} MiB at most"
-        )
+        milliseconds = f"{self.seconds * 1e3:.3g} ms, " if self.seconds else ""
+        return f"{degrees} {self.restore}: {milliseconds}{self.memory.promised / 2**20:.1f} MiB at most"
 
 
 @functools.lru_cache(maxsize=1024)

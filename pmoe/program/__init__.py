@@ -38,7 +38,7 @@ experts' rows. These classes describe the names in the table:
     `pmoe.schedule.buffer_sizes.BufferSizes`     buffers, such as T_DI.0 and send.0
     `pmoe.program.records.Base`                  other memory, such as T_I and WEIGHT
     `pmoe.program.records.Kernel`                kernels
-    `pmoe.program.records.CallNumber`            conditions, such as ROWS
+    `pmoe.program.records.CallNumber`            conditions, such as ROWS; STRAIGHT is MESSAGE_IS_STRAIGHT
     `pmoe.program.records.ChunkNumber`           conditions with a chunk, such as LOCAL.0
 
 A layer compiles a program once for each direction, n and restore pair. A call passes what changes from call

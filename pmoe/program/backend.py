@@ -2,7 +2,7 @@
 
 A pass program is a pass that was compiled into a list of kernel launches, copies and collectives.
 
-    ProgramBackend   loads programs, and knows the streams and the communicator
+    ProgramBackend   loads programs, and provides the streams and the communicator with which they run
     Programs         the programs of all layers with the same sizes on a device, each loaded once
 """
 
@@ -38,7 +38,7 @@ class PassCut(Protocol):
 
 
 class LoadedPass(Protocol):
-    """The interface of a program that a backend has loaded. A call uses its methods in this order."""
+    """The interface of a program that a backend has loaded. Each pass calls the methods in this order."""
 
     def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> PassCut:
         """Returns the numbers of a call: where the rows of each chunk begin and end, and sizes of buffers.

@@ -413,7 +413,7 @@ class _PassCompiler:
             self.add(Kernel.SCALE, weight, grad, condition=condition)
 
     def wgrad(self, i: int, place: str = "") -> None:
-        """Task W: the records add chunk i's part of the gradients of parameters, from its received rows.
+        """Task W: the records add the gradients of parameters that come from chunk i's received rows.
 
         place: "_L" for the rows that stay; the task is then LW.
         """
@@ -566,7 +566,7 @@ class _PassCompiler:
         )
 
     def _signal(self, lane: Lane) -> int:
-        """Returns the event that the last record of a lane signals. If it signals none, it gets a new event.
+        """Returns the event that the last record of a lane signals; gives the record a new event if needed.
 
         A task appends no record if an earlier task of its lane has already copied its rows (`place_once`).
         The last record of the lane then belongs to the earlier task, so both tasks have the same event.

@@ -169,7 +169,7 @@ class PassOperands:
         return ChunkNumber.LOCAL if name.endswith("_L") else ChunkNumber.RECEIVED
 
     def turns(self) -> Iterator[Turn]:
-        """Yields the buffers that take turns in ring slots."""
+        """Yields a `Turn` for each buffer that is in a ring slot."""
         for name, turns in self.schedule.turns.items():
             columns = self._sizes.of(name)[1]
             # Two kinds of buffers need no memory: "home_L" is a part of "home" (`part_of_home`), and sorted
@@ -250,13 +250,13 @@ class PassOperands:
         return self.buffer(f"{name}{unit.form.ending}", unit.chunk), self.nowhere
 
     def ends(self, unit: RowUnit) -> Operand:
-        """Returns the list that says where each expert's rows end in the rows of a unit, (E_local,) int32."""
+        """Returns the ends of the experts' rows among the rows of a unit: (E_local,) int32 indices."""
         line = unit.chunk + (self.n * self.shape.sends if unit.place else 0)
         whole = self.operand(Base.ENDS, CallNumber.ONE, self.shape.local_experts, INDEX_BYTES)
         return replace(whole, constant=line * whole.row_bytes)
 
     def parameter(self, base: Base) -> Operand:
-        """Returns a parameter of all experts of this rank, or the sum of its gradient, as one long row.
+        """Returns a parameter of all experts of this rank, or the sum of its gradients, as a single row.
 
         base: the parameter or the sum, such as `Base.W1` or `Base.DW1`.
         """
@@ -365,9 +365,10 @@ class PassOperands:
     def weights_by_number(self) -> tuple[Operand, Operand, Operand]:
         """Returns three operands: routing weights by pair, the pair of each row, and routing weights by row.
 
-        The first has an element for each (token, choice) pair, (T, K). The second and the third have an
-        element for each row of this rank's tokens, in the order that `Base` calls "by number". In backward
-        the first and the third are gradients of routing weights.
+        The first has the weight of each (token, choice) pair, (T, K). The second has the index of the pair
+        to which each row of this rank's tokens belongs, in the order that `Base` calls "by number". The third
+        has the weight of each row, in the same order. In backward the first and the third have gradients of
+        weights.
         """
         bases = (
             (Base.WEIGHT, Base.WEIGHT_BY_NUMBER)

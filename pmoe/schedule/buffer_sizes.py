@@ -88,7 +88,7 @@ class ChunkRows:
 class BufferSizes:
     """The rows and columns of every buffer of a pass.
 
-    A buffer has a name and the number of a chunk, such as "T_M_L.3". In names, "d" marks a gradient, "_L"
+    A buffer has a name and the index of a chunk, such as "T_M_L.3". In names, "d" marks a gradient, "_L"
     rows that stay on this rank, "_sorted" rows sorted by expert, and "_again" rows of T_DI that backward
     sends again:
 
@@ -133,7 +133,7 @@ class BufferSizes:
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Returns (number of rows for each chunk, number of columns) of the buffers called ``name``.
+        """Returns (number of rows of each chunk, number of columns) of the buffers called ``name``.
 
         The buffers of all chunks have the same number of columns.
 
@@ -352,7 +352,7 @@ def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[st
 
     Every slot starts at a multiple of `ALIGNMENT` bytes, so the numbers are rounded up.
 
-    slots: the elements of each slot, by the slot's name.
+    slots: the number of elements of each slot, by the slot's name.
     element_size: bytes of an element.
     """
     step = max(ALIGNMENT // element_size, 1)

@@ -187,9 +187,9 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
 def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: bool) -> tuple[Restore, ...]:
     """Returns the restore pairs among which pmoe chooses, for ``memory_reuse=True`` and for `pmoe plan`.
 
-    Without a budget, pairs with the fate "keep" are left out. The result has the pairs of `ALL_PAIRS` first,
-    which are then S1 to S4. Pairs of `NARROW_PAIRS`, which keep T_DI or T_M in fewer bytes, follow if
-    ``allow`` permits them.
+    With a budget these are all pairs of `ALL_PAIRS`. If ``allow`` permits them, pairs of `NARROW_PAIRS`
+    follow, which keep T_DI or T_M in fewer bytes. Without a budget, pairs with the fate "keep" are left out
+    of both groups: S1 to S4 remain of the first.
 
     allow: MoELayer's argument; None leaves all narrow pairs out.
     has_budget: whether a memory budget limits the choice.

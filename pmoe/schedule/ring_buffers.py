@@ -100,8 +100,8 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     def compute(i: int, place: str) -> None:
         """Adds the task in which experts compute one part of chunk i, and tasks that offload its tensors.
 
-        The second group are tasks that copy the part's dispatched rows (T_DI) or hidden activation (T_M) to
-        the host, if the restore pair offloads them.
+        If the restore pair offloads the part's dispatched rows (T_DI), a task copies them to the host. If it
+        offloads the part's hidden activation (T_M), a task copies this tensor to the host.
 
         i: index of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that

@@ -119,10 +119,8 @@ class Kind(str, enum.Enum):
     def again(self, is_again: bool) -> Kind:
         """Returns the kind of task that does this work again in backward, for forward's dispatched rows.
 
-        T_DI is the name of these rows.
-
-        Backward has such tasks if the restore pair sends T_DI again. Example: S, the dispatch all-to-all,
-        becomes SI.
+        Backward has such tasks if the restore pair sends these rows (T_DI) again. Example: S, the dispatch
+        all-to-all, becomes SI.
 
         is_again: False returns this kind.
         """
@@ -210,7 +208,7 @@ class Schedule:
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """Maps each task's name to the tasks of other lanes for which its lane must wait before it.
+        """Maps each task's name to tasks of other lanes: the task's lane must wait for these before the task.
 
         These are the task's ``waits``, without those that need no wait of their own. A task X in ``waits`` is
         left out in three cases:
@@ -755,9 +753,10 @@ class PassBuilder:
         return self.stages.copies is not None and not self.stages.frozen_copies
 
     def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
-        """Appends task KW of chunk i: gradients of the parameters of copies. Appends nothing without copies.
+        """Appends task KW of chunk i: gradients of the parameters of copies of busy experts.
 
-        After the last chunk, it also appends a task that sends these gradients:
+        Appends nothing if no such gradients are computed (`learns_copies`). After the last chunk, the method
+        also appends a task that sends these gradients:
 
             VG    if every expert has at most one copy: sends the gradients to the ranks that own the experts
             VGR   if an expert has several copies: the ranks of the copies exchange gradients, so that each
@@ -792,7 +791,7 @@ class PassBuilder:
             self.add(Kind.ADD_GRADIENTS, -1, ["dw_home", "dw"], ["dw"])
 
     def shared(self) -> None:
-        """Appends the tasks of the shared expert, which computes all tokens. Appends nothing without one.
+        """Appends the tasks of the shared expert, which computes all tokens, if the layer has one.
 
         The caller adds these tasks at a point of the list at which rows are being sent, and the other experts
         have nothing to compute.

@@ -104,8 +104,8 @@ AS_THEY_ARE = Wires()
 class MessageSizes(BufferSizes):
     """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    The buffers "send", "arrived", "copies", "T_DI" and "dT_DO" then hold messages, one message in each row.
-    The columns of such a buffer are counted in elements of the rows' dtype:
+    The buffers "send", "arrived", "copies", "T_DI" and "dT_DO" hold one message in each row, if the rows are
+    sent in a narrower format. The columns of such a buffer are counted in elements of the rows' dtype:
 
         columns = bytes of the message / element_size
 

@@ -137,10 +137,11 @@ KEEP = Restore("keep", "keep")
 
 
 def fate_of_copies(restore: Restore, *, stay: bool, are_present: bool = False) -> CopiesFate:
-    """Returns how the ranks that host copies of busy experts get the weights of these copies (`CopiesFate`).
+    """Returns how the ranks that host copies of busy experts get the weights of these copies.
 
     If backward sends rows (T_DI) again, it also sends the weights of copies again, unless ``stay`` is True.
-    The layer, the price of a copy, the simulation of a step and the memory model all ask this function.
+    The layer, the price of a copy, the simulation of a step and the memory model all ask this function. The
+    results are explained at `CopiesFate`.
 
     restore: the restore pair of the call.
     stay: whether the weights stay on the copies' ranks until backward with every restore pair. They do if

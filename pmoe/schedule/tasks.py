@@ -455,7 +455,7 @@ def piece_of(chunk: int, n: int, m: int) -> int:
 
 
 def pieces_for_copies(m: int, stages: Stages) -> range:
-    """Returns the indices of the tasks L that compute, with copies of experts, rows which stay on this rank.
+    """Returns the indices of the tasks L that compute rows which stay, with copies of experts on this rank.
 
     Tasks L with the indices 0 to m - 1 compute the rows that stay for the rank's own experts. Task m + j has
     the same chunks as task j: it computes their rows that stay for the copies on this rank. The range is

@@ -138,7 +138,7 @@ class PassOperands:
         return Operand(base=base, name=base.name, rows=rows, columns=columns, row_bytes=row_bytes, row=row)
 
     def buffer(self, name: str, i: int) -> Operand:
-        """Returns the buffer ``name`` of chunk i, which lies in a ring slot."""
+        """Returns the operand for the buffer ``name`` of chunk i, which lies in a ring slot."""
         key = f"{name}.{i}"
         columns = self._sizes.of(name)[1]
         return Operand(

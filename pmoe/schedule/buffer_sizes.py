@@ -37,7 +37,8 @@ class HiddenColumns:
         overwrite T_M. The buffer "scratch", which holds a block of rows, always has it.
     scratch_rows: a number of rows, not a width: backward computes some steps for a block of at most this many
         rows at a time.
-    staged: width of the widest product that is computed in temporary memory and then copied to its buffer.
+    staged: width of the widest product that is computed in temporary memory and then copied to its buffer; 0
+        if products are written to their buffers directly.
     graph: sum of the widths of the tensors that autograd needs at the same time while it differentiates the
         experts for one block of rows.
     adapter: width of the product of a row and an adapter's first matrix: the adapter's rank; 0 without

@@ -257,7 +257,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether chunks use a few shared buffers (ring slots) in turn. If not, each has memory of its own."""
+        """Whether chunks use a few shared buffers (ring slots) in turn; if not, each has its own memory."""
         return self.options.rotates
 
     @functools.cached_property

@@ -26,7 +26,7 @@ class LayerShape:
     columns: columns of the tensors inside the experts.
     bias: whether experts have the biases b1 and b2.
     keeps_own: whether rows for this rank's own experts stay on the rank.
-    sends: whether rows may be sent to other ranks.
+    sends: whether rows may be sent by all-to-alls.
     weighs_active: what backward multiplies by the routing weights to get the gradient of w2. True: the hidden
         activation after the nonlinearity, as pmoe's CUDA kernels do if there is no bias. False: the gradient
         of the output.

@@ -250,7 +250,7 @@ class PassProgram:
     ranks: W, number of ranks.
     local_experts: E_local, number of experts of each rank.
     keeps_own: whether rows for this rank's own experts stay on the rank.
-    sends: whether rows may be sent to other ranks.
+    sends: whether rows may be sent by all-to-alls.
     slots: names of the ring slots, in the order in which they lie in memory.
     turns: the buffers in these slots.
     records: the records, in the order in which they are issued.

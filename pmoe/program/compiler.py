@@ -66,9 +66,10 @@ class _PassCompiler:
     records: the records that were appended so far.
     task, lane: index of the task whose records are being appended (`NO_TASK` for none), and its lane.
     num_weight_gradients: number of tasks W and LW whose records were appended so far.
-    copied: names of the buffers that a PLACE record fills. A task may also append the PLACE records of later
-        tasks (`Schedule.joint_copies`), because PLACE records that directly follow one another are a single
-        launch on a GPU. The later tasks then find their buffers in this set, and append no PLACE record.
+    copied: names of the buffers for which `place_once` has appended a PLACE record. A task may append the
+        PLACE records of later tasks, too (`Schedule.joint_copies`), because PLACE records that directly
+        follow one another are a single launch on a GPU. The later tasks then find their buffers in this set,
+        and append no PLACE record.
     num_events: number of events so far.
     first_computed, last_computed: chunks of the first and the last task C; -1 if the pass has no task C.
     """

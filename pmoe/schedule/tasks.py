@@ -349,7 +349,7 @@ class Stages:
     """The optional stages of a layer, from which its schedules are built. They are the same on every rank.
 
     local: whether rows may stay on their rank, because their expert is on it.
-    remote: whether rows may be sent to other ranks.
+    remote: whether rows may be sent by all-to-alls, usually to other ranks.
     sharded: whether experts are split over the ranks of a node.
     hooked: whether experts are sharded and, in addition, callbacks run inside the layer. Callbacks then run
         between the dispatch and the all-gather inside the node, or between the reduce-scatter and the

@@ -14,19 +14,20 @@ from pmoe.schedule.buffer_sizes import ChunkRows
 class PassRows:
     """Numbers of rows that one rank sends, receives and keeps in one pass.
 
-    extent: the numbers of rows of each chunk: sent, received, staying on this rank, and others.
+    extent: the numbers of rows of each chunk: sent, received, staying on this rank, and further numbers that
+        `ChunkRows` lists.
     received: rows that arrive from other ranks, all chunks together.
     local: rows whose expert is on this rank, so that they are not sent; all chunks together.
     sent: rows that are sent to other ranks, all chunks together.
     exact: True if these numbers were counted, False if they are upper bounds.
-    relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all, in the chunk with most
-        of them.
+    relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all. The number is that of
+        the chunk with most such rows.
     merged: whether a token is sent only once to a rank that holds several of its experts.
-    busiest_received: the most rows of one expert among the received rows of a chunk.
-    busiest_local: the most rows of one expert among the rows that stay, chunk by chunk.
-    local_copies: rows that stay for copies of busy experts, chunk by chunk; () if no such rows stay. They
-        count in ``local``, but not in ``extent.local``.
-    busiest_copies: the most rows of one copy among the rows in ``local_copies``, chunk by chunk.
+    busiest_received: the most rows that one expert has among the received rows of any chunk.
+    busiest_local: for each chunk, the most rows that one expert has among the rows that stay.
+    local_copies: for each chunk, the rows that stay on this rank for its copies of busy experts; () if no
+        such rows stay. They count in ``local``, but not in ``extent.local``.
+    busiest_copies: for each chunk, the most rows that one copy has among the rows in ``local_copies``.
     """
 
     extent: ChunkRows
@@ -50,8 +51,8 @@ class PassRows:
     def largest_unit(self) -> int:
         """Number of rows of the largest matrix product of the pass.
 
-        The received rows of a chunk are one product. Rows that stay on this rank are further products: one
-        for each chunk, or one for several chunks together.
+        The received rows of a chunk are multiplied in one product. Rows that stay on this rank are multiplied
+        in further products: one for each chunk, or one for several chunks together.
         """
         return max((*self.extent.received, *self.extent.local), default=0)
 
@@ -66,9 +67,9 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
 
     sizes: sizes of the layer.
     counts: rows that this rank sends and receives, counted in equal parts of the batch ("bins").
-    rank: number of this rank among all ranks of the layer.
+    rank: index of this rank among all ranks of the layer, from 0.
     n: number of chunks. It divides the number of bins, so that a chunk consists of whole bins.
-    inside_rank: number of this rank among the ranks that share its experts.
+    inside_rank: index of this rank among the ranks that share its experts, from 0.
     """
     own = slice(inside_rank * sizes.ep_size, (inside_rank + 1) * sizes.ep_size)
     counts = counts.joined(n)
@@ -144,15 +145,16 @@ def worst_rows(
     """Returns upper bounds, for any routing, of the numbers of rows that a rank handles in one pass.
 
     sizes: sizes of the layer.
-    call: numbers of rows of the rank with most tokens. No rank has more tokens.
-    n: number of chunks asked for.
+    call: numbers of rows of a call on the rank with most tokens.
+    n: number of chunks that the layer's options or a choice ask for. The batch may be cut into more chunks.
     bins: number of equal parts of the batch in which rows are counted. A chunk has at least one such part. If
-        n does not divide this number, chunks are not cut into smaller ones.
+        n does not divide this number, chunks are not cut into smaller chunks.
     slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a chunk brings more rows than a
         slot holds, the batch is cut into more chunks, at most into ``bins``. Ignored for layers without ring
         slots.
-    staying_rows: rows of a chunk that may stay on their rank beside ``slot_rows`` rows that arrive. Only read
-        for layers with ring slots that may have copies: a chunk with more of both is cut, too.
+    staying_rows: only read for layers with ring slots that may have copies of experts. Their chunks are also
+        cut if the rows that arrive and the rows that stay on their rank are together more than
+        ``slot_rows + staying_rows``.
     """
     own_rows_stay = sizes.bypass_local
     is_limited = sizes.rotates and sizes.copies.limits_rows
@@ -208,9 +210,9 @@ def worst_rows(
 
 
 def _most_of_chunk(call: CallRows, n: int) -> int:
-    """Returns an upper bound of the rows that one rank sends in one chunk, if there are n chunks.
+    """Returns an upper bound of the rows that one rank's tokens make in one chunk, if there are n chunks.
 
-    A token makes one row for each expert that it is sent to.
+    A token makes one row for each of its experts. The row is sent, or stays on the rank.
 
     call: numbers of rows of the call.
     n: number of chunks.

@@ -56,7 +56,7 @@ predicted may be wrong.
 HOST_SECONDS = 2e-3
 """Seconds that a step may take in addition to `WRONG` times its predicted seconds, without a warning.
 
-They allow for the work of the host, which is not predicted.
+The work of the host may take these seconds. It is not predicted.
 """
 
 PAIR_DEGREE = 4

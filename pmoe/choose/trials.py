@@ -231,8 +231,8 @@ class TrialBatch:
         (timed runs of both passes) may take only this much memory
         (`pmoe.choose.part_of_batch.smallest_peak`).
 
-        choices: each has the numbers of chunks of both passes, and a restore pair: how backward gets the rows
-            and the hidden activation.
+        choices: a choice has the numbers of chunks of both passes, and a restore pair: how backward gets the
+            rows and the hidden activation.
         """
         if self.rows_for is None:
             return self

@@ -68,8 +68,8 @@ FINE = 128
 COARSE = 48
 """Precision of a plan's time: the mean time of the ranks, divided by FINE or COARSE.
 
-The search ends when its best time is longer than the longest time that it has excluded by at most this
-quotient. FINE is used for few ranks, COARSE for many ranks, to save time.
+The search ends when the difference between its best time and the longest time that it has excluded is at most
+this quotient. FINE is used for few ranks, COARSE for many ranks, to save time.
 """
 
 
@@ -352,7 +352,9 @@ class _Places:
 
 @functools.lru_cache(maxsize=16)
 def _places(owners: tuple[int, ...], nodes: tuple[int, ...]) -> _Places:
-    """Returns the ranks of each node, and the experts of each rank and node. Cached: no load changes them.
+    """Returns the ranks of each node, and the experts of each rank and of each node.
+
+    The result is cached, because it does not depend on the loads of a call.
 
     owners: (E,) rank of each expert's parameters.
     nodes: (W,) node of each rank.
@@ -487,7 +489,7 @@ class _Search:
 
         reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
-        low: a lower bound of the time.
+        low: a lower bound of the time, in rows: the first target, or nearly so.
         largest: the largest time of a rank without copies, in rows.
         """
         num_ranks = len(self.times)
@@ -517,7 +519,7 @@ class _Search:
         Each attempt has one tuple (reach, price, way, present copies). There are fewer attempts if there are
         many ranks (`EFFORT`).
 
-        reach: how far copies may go.
+        reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
         """
         ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]

@@ -227,9 +227,9 @@ class FewRanks:
 
         Copies get rows one after another. Each copy gets as many rows as possible without making the largest
         time of a rank longer. Rows of a copy are additional work for each set of ranks that contains the
-        copy's rank but not all hosts of the expert. (A set that contains all hosts has had this work before.)
-        So the copy gets at most as many rows as each of these sets still has time for. Copies without rows
-        are left out.
+        copy's rank but not all hosts of the expert. (A set with all hosts must compute these rows anyway.) So
+        the copy gets at most as many rows as each of these sets still has time for. Copies without rows are
+        left out.
 
         pairs: the copies, as pairs (expert, rank).
 

@@ -44,7 +44,7 @@ INDEX = 8
 """Bytes of an index (int64)."""
 
 SMALL = 4096
-"""Bytes added for all tensors too small to list, such as scalars and counts, and for sizes rounded up."""
+"""Bytes that stand for all tensors too small to list, such as scalars and counts, and for rounding up."""
 
 # The gradient of a routing weight is an inner product over the hidden columns, which kernels sum in parts.
 DOT_COLUMNS = 128
@@ -310,8 +310,8 @@ class CopyBytes(NamedTuple):
 
     A busy expert is one that many tokens choose. With the option ``balance``, other ranks get copies of it.
 
-    saved: weights that stay between the passes.
-    forward, backward: weights, gradients and messages in each pass, in addition to ``saved``.
+    saved: weights of the copies that this rank hosts, if the weights stay between the passes.
+    forward, backward: weights, gradients and messages of copies in each pass, in addition to ``saved``.
     """
 
     saved: int
@@ -573,11 +573,11 @@ def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows, rearran
 
 
 def _has_more_messages(sizes: LayerSizes) -> bool:
-    """Returns whether a pass holds more copies of routing weights than if one message brought all of them.
+    """Returns whether a pass holds more tensors of routing weights than the one with the received weights.
 
-    There are three cases. Experts that are split over ranks gather the weights inside the node. With
-    ``send_once`` a second message has the numbers of rows. Compiled pass programs hold all weights until they
-    end.
+    There are three cases. If experts are split over ranks, the weights are also gathered inside the node.
+    With ``send_once`` a second message says, for each weight, which row carries the weight's token. Compiled
+    pass programs hold all weights until they end.
 
     sizes: sizes of the layer.
     """

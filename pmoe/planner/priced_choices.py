@@ -38,7 +38,8 @@ class PricedChoice(Choice):
     The restore pair says what is kept, offloaded or made again between the passes.
 
     seconds: seconds of a forward and a backward pass, if tokens are evenly routed; 0 if no profile was given.
-    work: seconds of all work of both passes, one after the other (`work_seconds`); 0 if no profile was given.
+    work: seconds that both passes would take if nothing ran at the same time (`work_seconds`); 0 if no
+        profile was given.
     memory: predicted bytes for the routing that needs most memory.
     """
 
@@ -351,7 +352,7 @@ faster, because the equation counts only the slowest of computation, communicati
 """
 
 MOST_PAIRS = 3
-"""Largest number of restore pairs that trials compare with one number of chunks within a budget."""
+"""Within a memory budget, trials compare at most this many restore pairs for each number of chunks."""
 
 Measured = Sequence[PassTimes] | None
 """Measured times of each choice, the same on every rank.
@@ -468,13 +469,13 @@ class Chooser:
         Args:
             sizes: sizes of the layer.
             max_tokens: tokens of the rank with most tokens.
-            choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
-                made again).
+            choices: a choice has a number of chunks for each pass, and a restore pair (what is kept,
+                offloaded or made again).
             profile: returns the machine's rates.
             tried: measures the seconds of a few choices by trials; its result is None if trials are not
                 allowed.
-            host_is_full: excludes choices that offload T_DI (the rows that experts received) to the host. If
-                all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
+            host_is_full: whether to exclude choices that offload T_DI (the rows that experts received) to the
+                host. If all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
 
         Raises ValueError, with the smallest budget that would be enough, if no choice stays within the
         budget.
@@ -503,7 +504,7 @@ class Chooser:
 
         sizes: sizes of the layer.
         tokens: tokens of the rank with most tokens.
-        choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+        choices: a choice has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
             made again).
         """
         budget = self.budget
@@ -527,7 +528,7 @@ class Chooser:
 
         sizes: sizes of the layer.
         tokens: number of tokens of the rank with most tokens.
-        choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+        choices: a choice has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
             made again).
         profile: returns the machine's rates.
         tried: measures the seconds of a few choices by trials; its result is None if trials are not allowed.

@@ -162,8 +162,8 @@ def stage_seconds(
     apart = options.wgrad_share if is_backward else 0.0
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
     travelling = (1 - options.stays) / n
-    # Rows that stay are cut into pieces. The first piece has the rows of several chunks, every later piece
-    # those of one chunk.
+    # Rows that stay are cut into pieces, one for each task. The first piece has the rows of several chunks,
+    # every later piece has the rows of one chunk.
     first = options.stays * (1 - (pieces - 1) / n)
     other = options.stays / n
     gathers_again = options.restore is not None and options.restore.dispatched in GATHERED_AGAIN

@@ -43,8 +43,8 @@ from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_sec
 class Partition:
     """The result of `partition`: when gradients are all-reduced, and how much longer backward takes.
 
-    shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
-        backward.
+    shares: for each layer, in the order of backward, the bytes of gradients that are all-reduced during its
+        backward pass, and its number of chunks.
     end_bytes: bytes that are all-reduced after the backward pass.
     plain_seconds: for comparison, seconds that all-reduces add to backward if all gradients are reduced at
         the end.
@@ -114,7 +114,7 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
 
 
 SEED = 0
-"""Seed of the differential evolution. All ranks use the same, so they find the same partition."""
+"""Seed of the differential evolution. All ranks use the same seed, so they find the same partition."""
 
 GENERATIONS = 100
 """The most generations of the differential evolution. The evolution ends earlier if all candidates are equal.

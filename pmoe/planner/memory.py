@@ -169,8 +169,8 @@ def predict(
     at_the_end = beside_work + backward_held.summing * (not sizes.programs) + rounding
     at_the_end += held_weights + rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
-    # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
-    # and 12 with an index for each (token, choice) slot.
+    # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors with a
+    # score for each token and expert, and 12 tensors with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
@@ -180,7 +180,7 @@ def predict(
         + small
         + _gate_gradients(sizes, call)
     )
-    # If experts are sharded, a rank keeps only its part of their gradient. FSDP2 sends the whole gradient in
+    # If FSDP2 shards experts, a rank keeps only its part of their gradient. FSDP2 sends the whole gradient in
     # one message, and frees the message later.
     experts = sizes.trained_parameters // max(sizes.shared_over, 1)
     trained = experts + sizes.shared_parameters + around.parameters
@@ -285,8 +285,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     factors = 4 * call.tokens * sizes.weight_size
     scaled = 2 * tokens + (projected - again) + factors
     logits = sizes.has_shared_gate * (tokens + _widened(sizes, call) + factors)
-    # The bytes when its second product is differentiated. Then the activation is freed, and the nonlinearity
-    # is differentiated.
+    # The bytes when the shared expert's second product is differentiated. Then the activation is freed, and
+    # the nonlinearity is differentiated.
     product = tokens + call.tokens * columns.scratch * size
     nonlinearity = call.tokens * columns.scratch * (wide * (2 + is_gated) - size)
     of_weight = sizes.shared_parameters * size * columns.scratch // max(columns.hidden + columns.scratch, 1)

@@ -93,7 +93,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         if for_copies.shape[1] and not sizes.rotates:
             local_copies = for_copies.sum(1).tolist()
             busiest_copies = for_copies.amax(1).tolist()
-        # With ring slots, rows for copies of other ranks' experts travel, also to their own rank.
+        # With ring slots, rows for copies go through the all-to-all, also if the copy is on the tokens' rank.
         travelling = counts.travelling(rank, num_local if sizes.rotates else None)
         recv = travelling.recv
         leaving = travelling.sent_rows
@@ -158,9 +158,10 @@ def worst_rows(
     """
     own_rows_stay = sizes.bypass_local
     is_limited = sizes.rotates and sizes.copies.limits_rows
-    # With ring slots, rows for a copy on the tokens' own rank count as received: one chunk may have as many
-    # received rows as its slot holds, and another chunk as many rows that stay. Without ring slots they stay,
-    # in tasks of their own. The bytes are most if all of them are for own experts, as one larger task.
+    # With ring slots, rows for a copy on the rank of their tokens count as received rows. So the bound has
+    # both: a chunk that fills its slot with received rows, and a chunk in which all rows stay. Without ring
+    # slots, rows for such a copy stay, in tasks of their own. The bytes are most if all rows that stay are
+    # for the rank's own experts, because they are then computed in one larger task.
     has_local_messages = sizes.rotates and sizes.copies.hosted > 0
     own_rows_arrive = not own_rows_stay or has_local_messages
     sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
@@ -172,7 +173,7 @@ def worst_rows(
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, finest)))
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
         # larger number, because a ring has at most two slots. In a layer that may have copies, a single chunk
-        # that does not fit is cut as two chunks are, so the caller also asks for n = 2.
+        # that does not fit is cut as if n were 2, so the caller also computes the bound of n = 2.
         is_cut = sources > 0 and not (is_limited and n == 1)
         chunks = max(n, 3) if is_cut else n
     local = own if own_rows_stay else 0

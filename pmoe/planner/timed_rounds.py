@@ -34,7 +34,7 @@ FAR = 2.5
 """A choice that takes more than FAR times the seconds of the fastest choice is timed only once.
 
 Other work on the machine may double the seconds of a run, and the warm-up run may be as slow because it
-allocates buffers. So both say nothing about a choice that is less than FAR times as slow.
+allocates buffers. So a choice that is slower by a smaller factor in these two runs may still be the fastest.
 """
 
 CLEAR = 2.0

@@ -171,8 +171,8 @@ def _choices_of_stage(
 
     There are two exceptions:
 
-    - If all choices in ``remaining`` need at most 8 % (`ALIKE`) more memory than the last choice of the
-      stage, the stage tries all of them.
+    - If all choices in ``remaining`` need at most 8 % more memory than the last choice of the stage, the
+      stage tries all of them.
     - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the last choice,
       the stage tries only the first two choices, which need less memory.
 

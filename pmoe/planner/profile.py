@@ -214,8 +214,8 @@ class Profile(Identity):
         """Returns the cost of an all-gather or a reduce-scatter, by the bytes that a rank sends.
 
         If the profile has ``operations`` that were measured for groups of ``inside`` ranks, the result is the
-        measured cost of the all-gather, for both collectives. Otherwise a collective is assumed to cost as much
-        per byte as an all-to-all.
+        measured cost of the all-gather, for both collectives. Otherwise a collective is assumed to cost as
+        much per byte as an all-to-all.
 
         inside: number of ranks that share each expert, among which the collective runs.
         """

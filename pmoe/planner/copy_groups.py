@@ -34,8 +34,8 @@ def host_groups(
         (`CopyPlan.hosts`).
     nodes: (W,) the node of each of W ranks.
 
-    Returns: for each of these experts, one or two groups. A group is a list of ranks in rising order, without
-    the owner.
+    Returns: for each of these experts, its groups, usually one. A group is a list of hosts in rising order of
+    rank. The owner is in no group.
     """
     groups = {}
     has_two = set()

@@ -33,9 +33,11 @@ class CopyWork:
     numbers.
 
     scattered: how many experts' weights the busiest rank sends or receives when owners send weights to hosts
-        (task V), and how many experts' gradients when hosts send gradients to owners (VG); 0 without copies.
-    relayed: how many experts' weights (task VR) and gradients (VGR) the busiest rank sends or receives when
-        the hosts of a group send parts to each other; 0 if no group has several hosts.
+        (task V). As many experts' gradients are sent when hosts send gradients to owners (VG). The number may
+        be a fraction, because a rank may send or receive a part of an expert. 0 without copies.
+    relayed: how many experts' weights the busiest rank sends or receives when the hosts of a group send parts
+        to each other (task VR). As many experts' gradients are sent in VGR. The number may be a fraction. 0
+        if no group has several hosts.
     computed: the largest fraction of a rank's rows that its copies compute.
     is_sent: whether the weights are sent. False if the ranks have them from an earlier call.
     stays: whether the copies stay for later calls. Backward then sends no weights again.

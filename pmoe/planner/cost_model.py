@@ -276,7 +276,7 @@ def cheapest_pair(
 
 
 def work_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> float:
-    """Returns the seconds of all work of a step, one after the other: computation, communication and copies.
+    """Returns the seconds of a step if its computation, communication and copies ran one after the other.
 
     Of two restore pairs, one may do more work than the other and still take equally long by Eq. 10 and by the
     simulator, because longer work of another lane hides the additional work. On a real machine, hidden work

@@ -76,7 +76,9 @@ def bytes_of_rounded(sizes: LayerSizes, rows: PassRows, direction: str, restore:
 
 
 def _products(sizes: LayerSizes, direction: str, restore: Restore) -> list[tuple[int, int]]:
-    """Returns (K, O) of the rounded products of a pass, in the order in which experts compute them.
+    """Returns (K, O) of each rounded product of a pass, in the order in which experts compute the products.
+
+    K is the number of columns that the product sums over, O the number of columns of its result.
 
     sizes: sizes of the layer.
     direction: "forward" or "backward".

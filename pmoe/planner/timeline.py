@@ -122,7 +122,7 @@ The lanes of copies, and of messages inside a node, are drawn only if they have 
 """
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
-"""Lanes of fused kernels from top to bottom. The first three are those of COMET's kernels.
+"""Lanes of fused kernels from top to bottom: three of COMET's kernels, then three of FlashDMoE's kernel.
 
 `pmoe.papers.comet_figures.busy_bars` makes their bars.
 """

@@ -103,7 +103,7 @@ class UnevenLayer:
         """Returns the prices of a copy on its owner's node and on another node, in rows.
 
         cluster: the machines.
-        trains: whether a backward pass follows, which keeps the copies of the forward pass.
+        trains: whether a backward pass follows. The copies of the forward pass are then kept for it.
         """
         return copy_prices(
             cluster.profile("flat", 1, ""),
@@ -117,7 +117,7 @@ class UnevenLayer:
 
 
 def nodes_of(cluster: Cluster) -> list[int]:
-    """Returns the number of the machine of each rank. Ranks of one machine have consecutive numbers."""
+    """Returns for each rank the index of its machine. Ranks of one machine have consecutive numbers."""
     return [rank // cluster.ranks_per_machine for rank in range(cluster.num_ranks)]
 
 

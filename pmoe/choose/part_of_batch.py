@@ -441,7 +441,8 @@ def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tupl
         if choice.restore == pair
     ]
     # A choice that was far slower than another was timed only once. If other work has slowed this run, the
-    # chunks seem to cost all of its seconds. So the cost must also follow from the other trials.
+    # chunks seem to cost the additional seconds. So the fixed seconds are fitted twice: to all trials, and to
+    # the trials that were timed more than once. The smaller result counts.
     timed_again = [trial for trial in trials if trial[2].runs > 1]
     fits = [trials, timed_again] if len(timed_again) > 1 else [trials]
     forward = min(

@@ -11,8 +11,10 @@ number of rows that a rank could compute while the copy is sent. The predicted t
 
     time(rank) = rows that it computes + max(near * c, far * m)
 
-    c = copies that the rank hosts + its own experts that have copies
-    m = most experts that any rank sends to other nodes, or receives from other nodes
+    near = price of a copy, for its owner and for the rank that hosts it (`CopyLimits`)
+    far  = price of an expert that is sent to another node, for all ranks
+    c    = copies that the rank hosts + its own experts that have copies
+    m    = most experts that any rank sends to other nodes, or receives from other nodes
 
 m is an estimate (`pmoe.planner.copy_groups.messages_between_nodes`). Copies that ranks have from an earlier
 call count neither in c nor in m. In c, an owner counts an expert once, however many copies it has, because

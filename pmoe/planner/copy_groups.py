@@ -1,11 +1,12 @@
 """Groups of hosts: which ranks with copies of an expert pass its weights on to each other.
 
-The owner of an expert is the rank that has its parameters. A host is a rank that has a copy of the expert.
-The owner sends the weights once to each group of hosts: a different part to each host of the group. Then the
-hosts of the group send each other their parts. Gradients take the opposite way. Usually all hosts of an
-expert are one group. If some hosts are on the owner's node and all others on one other node, the hosts of
-each node may be a group of their own. With two groups, only the owner sends the expert to the other node,
-and only once. Two examples for nodes of 2 ranks, with rank 0 as the owner:
+The owner of an expert is the rank that has its parameters. A host, in this file, is a rank that has a copy of
+the expert, so the owner is no host. The owner sends the weights once to each group of hosts: a different part
+to each host of the group. Then the hosts of the group send each other their parts. Gradients take the
+opposite way. Usually all hosts of an expert are one group. If some hosts are on the owner's node and all
+others on one other node, the hosts of each node may be a group of their own. With two groups, only the owner
+sends the expert to the other node, and only once. Two examples for nodes of 2 ranks, with rank 0 as the
+owner:
 
     hosts     groups       messages between nodes
     1, 2, 3   {1} {2, 3}   rank 0 sends one half of the expert to rank 2, the other half to rank 3

@@ -5,7 +5,7 @@ is a rank that has rows for the expert. A source knows how many rows it has itse
 together, but not how many each other rank has. There are two ways to divide the rows of a source:
 
     by shares    every source divides its rows in the proportion of the hosts' shares
-    near first   rows stay on their node if hosts there need them, and on their rank if it is such a host
+    near first   rows stay on their node if hosts there need them, and on their rank if the rank is a host
 
 "Near first" sends fewer rows, above all between nodes. For each node it compares two numbers: the rows that
 the node's hosts shall compute, and the rows that the node's ranks have. The smaller of the two is the number

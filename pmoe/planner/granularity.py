@@ -15,8 +15,8 @@ Five things differ from the paper's algorithm, because measured seconds are nois
                 After only one measurement, it uses the smallest n within a standard error of the fastest.
     merging     two neighbouring ranges become one if some n is close to the fastest (CLOSE) in both
     hypothesis  two neighbouring ranges also become one if n would fall as B grows, against the paper's
-                assumption, unless every n is more than CONTRADICTED standard errors slower in one of them
-    margin      a measurement at one B gives a range around B, as wide as no other n can be faster in it
+                assumption, unless every n is over CONTRADICTED standard errors slower in one of the ranges
+    margin      a measurement at one B holds for a range around B in which no other n can be faster
 
 Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file searches for a
 pair of numbers, one for each pass (`PassDegrees`). The paper's assumption is used for each pass by itself: a

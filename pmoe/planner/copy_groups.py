@@ -31,8 +31,8 @@ def host_groups(
 ) -> dict[int, list[list[int]]]:
     """Divides the hosts of each expert with copies into groups that pass the weights on among themselves.
 
-    hosts: for each expert with copies, pairs (rank, rows that the rank computes), the owner's pair first
-        (`CopyPlan.hosts`).
+    hosts: for each expert with copies, pairs (rank, rows that the rank computes): first the owner, then the
+        expert's hosts (`CopyPlan.hosts`).
     nodes: (W,) the node of each of W ranks.
 
     Returns: for each of these experts, its groups, usually one. A group is a list of hosts in rising order of

@@ -176,7 +176,7 @@ def plan_copies(
             Their price is 0. If the plan does not use one of these copies, its rank gives the copy up.
 
     Example: loads (70, 10, 10, 10), owners (0, 1, 2, 3), nodes (0, 0, 0, 0), one copy a rank, prices 1 ->
-    hosts {0: ((0, 25), (1, 15), (2, 15), (3, 15))}, before 70, after 26.
+    hosts {0: ((0, 25), (3, 15), (2, 15), (1, 15))}, before 70, after 26.
     """
     times = [0] * len(nodes)
     for load, owner in zip(loads, owners, strict=True):

@@ -1,11 +1,11 @@
 """Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with fewer trials.
 
-Each trial takes the time of a training step. So an n is tried only if, by the earlier results, it may be the
-fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B that is in no
-range, these n are tried:
+Each trial takes the time of a training step. So an n is tried only if, by the results of earlier searches, it
+may be the fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B
+that is in no range, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
-    B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
+    B below or above all     the n of the nearest range, the next smaller n and the next larger n
     no range, no profile     every n but the largest
     no range, but a profile  every n
 
@@ -40,7 +40,7 @@ earlier results, and a new result is averaged with neighbouring results (`BatchR
 """
 
 WRONG = 2.0
-"""If measured seconds differ from predicted seconds by more than this factor, predictions are not used."""
+"""If measured and predicted seconds of any n differ by more than this factor, predictions are not used."""
 
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with several degrees (numbers of chunks of both passes).
@@ -131,7 +131,8 @@ def further_degrees(
     n, the pair of both n is tried.
 
     times: measured times of a step by degrees.
-    numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.
+    numbers: the numbers of chunks that may be chosen, in rising order. If it is empty, no n beyond those that
+        were tried is returned, only a pair of n that were tried.
     predicted: predicted seconds of a step by n; None if nothing is predicted.
     apart: whether forward and backward may have different n.
     """
@@ -171,15 +172,16 @@ def times_by_trials(
     The first degrees to try follow from the table and from predictions, further degrees from the
     measurements. The speed of a machine drifts. So when further degrees are measured, the fastest degrees so
     far are measured again in the same rounds. The seconds of the further degrees are then multiplied by
-    (earlier seconds) / (new seconds) of the fastest degrees. The result is empty if no degrees can run.
+    (earlier seconds) / (new seconds) of the fastest degrees, to make them comparable with the earlier
+    seconds. The result is empty if no degrees can run.
 
     table: results of earlier measurements.
     B: number of tokens of the batch.
     numbers: the numbers of chunks that may be chosen, in rising order.
-    measure: measures steps with given degrees.
+    measure: measures steps with given degrees (`Measure`).
     predicted: predicted seconds of a step by number of chunks; None if nothing is predicted. The predictions
         are ignored as soon as measurements contradict them (`is_contradicted`).
-    apart: whether forward and backward may have different numbers.
+    apart: whether forward and backward may have different numbers of chunks.
     """
     most_rounds = LATER_ROUNDS if table.ranges else MOST_ROUNDS
     lies_between = None not in table.neighbours(rounded(B))

@@ -486,8 +486,9 @@ class _Search:
         A target is a time, in rows, that no rank may exceed. The search tries targets between a lower bound
         and the time without copies. A target fails if, even with copies, some ranks have more rows than the
         target allows. The next target is then longer by about the number of these surplus rows divided by the
-        number of ranks, but at most half-way to the best time so far. The search ends when the shortest
-        target that succeeded is close to the longest target that failed.
+        number of ranks, but at most half-way to the best time so far. After a success, the next target is
+        half-way between the bound and this time. The search ends when the shortest target that succeeded is
+        close to the longest target that failed.
 
         reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
@@ -516,10 +517,11 @@ class _Search:
         return best
 
     def _options(self, reach: Reach, price: int) -> Sequence[_Options]:
-        """Returns the arguments of the attempts to reach one target time, in the order of the attempts.
+        """Returns the combinations of options with which each target time is tried, in this order.
 
-        Each attempt has one tuple (reach, price, way, present copies). There are fewer attempts if there are
-        many ranks (`EFFORT`).
+        A combination is a tuple (reach, price, way, present copies). Reach and price are the same in all of
+        them. The way says how busy ranks give rows away (`_Way`). The present copies, those of an earlier
+        call, are used or left out. There are fewer combinations if there are many ranks (`EFFORT`).
 
         reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
@@ -802,11 +804,11 @@ class _Attempt:
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
-        following: the next busy rank; -1 if there is none, or if rows must not be passed on. Suppose that the
-            last rows that ``owner`` gives away need less time than the chosen rank has left, and that this
-            rank may host only one more copy. Then ``following`` hosts the copy with these rows instead. The
-            chosen rank can still take a copy with more rows, and ``following`` later gives away more of its
-            own rows.
+        following: the next busy rank, which may host the last few rows of ``owner``; -1 if there is none, or
+            if this is not allowed (`_Way.passes_on`). A rank with time left should not spend its last copy on
+            few rows. So if the rank that would get the last rows of ``owner`` may host only one more copy,
+            and would still have time left after it, then ``following`` hosts this copy instead. Later
+            ``following`` gives away more of its own rows.
         """
         price = self.price
         room = self.room

@@ -157,9 +157,11 @@ class _NearFirst:
         return own, lacking
 
     def between(self, node: int) -> tuple[int, int]:
-        """Returns a fraction f: a host that computes r rows gets r * f of all rows that travel between nodes.
+        """Returns the factor f from which the share of each host of a node follows.
 
-        r is counted W times, as in the attributes.
+        A host of the node that computes r rows gets the part r * f of this expert's rows that travel between
+        nodes. r is counted W times, as in the attributes. f is (rows that the node lacks) / (rows that the
+        node's hosts compute) / (rows that all nodes lack).
 
         node: the node of the host.
 

@@ -43,12 +43,14 @@ from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, loc
 def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float, float, float, float]:
     """Returns f1 to f4 of FSMoE's Section 4.2: lower bounds of the seconds of a pass in r chunks.
 
-    Each formula is the bound for one resource, which must do all its work:
+    Each formula adds up tasks that cannot overlap:
 
-        f1    the link between nodes, which also carries gradients
-        f2    the experts
-        f3    the all-to-alls, without gradients
-        f4    the link inside a node
+        f1    on the link between nodes: all all-to-alls, and the all-reduce of gradients
+        f2    the experts of all chunks; before them the first dispatch and all-gather, and after them the
+              last reduce-scatter and combine
+        f3    all all-to-alls, and between dispatches and combines one all-gather and one reduce-scatter
+        f4    on the link inside a node: all all-gathers and reduce-scatters; before them the first dispatch,
+              and after them the last combine
 
     costs: seconds of the layer's stages.
     r: number of chunks.

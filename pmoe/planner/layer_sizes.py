@@ -1,4 +1,4 @@
-"""Sizes of a layer: the numbers that decide its predicted bytes and seconds, equal on all its ranks."""
+"""Sizes of a layer, equal on all its ranks, and row counts of a call: they decide bytes and seconds."""
 
 from __future__ import annotations
 

@@ -600,12 +600,13 @@ def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[Wire
 
 
 def _token_messages(sizes: LayerSizes, call: CallRows, rows: PassRows, wires: Sequence[WireName]) -> int:
-    """Returns the bytes of the messages of all tokens that a pass holds while its experts compute.
+    """Returns the bytes of packed tokens that a pass still holds while its experts compute.
 
-    A message is a token, or its gradient, packed for sending. With ring slots the last chunks are sent after
-    the experts have computed the first chunks, so messages still exist then. Without ring slots all chunks
-    are sent before the experts compute, and the result is 0. It is also 0 with at most two chunks, and if
-    tokens are not packed all at once.
+    A message is a token, or its gradient, packed for sending. In a small pass on the CPU, the first chunk
+    packs the tokens of all chunks into messages (`are_packed_at_once`), and the last chunk frees them. With
+    ring slots, the third and later chunks copy their rows from these messages only after the experts have
+    begun, so the messages still exist then. The result is 0 in all other cases: without ring slots, with at
+    most two chunks, or if each chunk packs its own tokens.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.

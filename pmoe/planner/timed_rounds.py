@@ -150,7 +150,8 @@ def relative_noise(samples: Sequence[Sequence[float]]) -> float:
 
     samples: for each choice, the seconds of its runs.
 
-    If no choice has two runs, the result is USUAL_NOISE.
+    The assumed USUAL_NOISE counts as if it came from `USUAL_RUNS` more repeats. If no choice has two runs, it
+    is the result.
     """
     usual = [
         [seconds for seconds in runs if seconds <= longest]

@@ -57,7 +57,10 @@ class LayerShape:
     def of(
         modules: PassModules, x_TM: Tensor, weight_TK: Tensor, *, device_type: str | None = None
     ) -> LayerShape:
-        """Returns the sizes and settings of a layer. ``trained`` names all parameters, also frozen ones.
+        """Returns the sizes and settings of a layer.
+
+        Which parameters are frozen is not looked at: the field ``trained`` of the result has its default, all
+        parameters. `Programs.of` replaces it for each program.
 
         modules: the layer's modules. Programs must be able to run the layer:
             `pmoe.decide.program_choice.layer_refusal` returns None.

@@ -231,7 +231,7 @@ class Turn:
     The slot must be as large as the largest of its buffers, so each call computes the size of all buffers.
 
     slot: index of the slot in `PassProgram.slots`.
-    rows: index, among the numbers of a call, of the number of the buffer's rows.
+    rows: index, in the ``numbers`` of a call, of the entry that says how many rows the buffer has.
     most_rows: an upper limit of the number of rows; -1 for no limit.
     row_bytes: bytes of a row.
     """

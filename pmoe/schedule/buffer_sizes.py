@@ -184,8 +184,9 @@ class BufferSizes:
         name: the buffer:
 
             "T_DI"              0 for chunks whose rows stay in the memory in which they arrive
-            ends in "_sorted"   a sorted copy of rows: 0 for chunks whose rows need not be sorted, and for
-                                results if experts store these in the order of arrival
+            ends in "_sorted"   rows or results sorted by expert: 0 for chunks whose rows need not be
+                                sorted. Sorted results (`SORTED_RESULTS`) have 0 for all chunks if experts
+                                store their results directly in the order of arrival (``places``)
 
         rows: the number of rows of each chunk.
         """
@@ -221,8 +222,9 @@ class BufferSizes:
         name: the buffer:
 
             arrived   rows that the dispatch all-to-all brings
-            copies    these rows, once for each rank that shares the experts. 0 rows if only two ranks do:
-                      the all-gather then sends the rows to the other rank without copying them
+            copies    what the all-gather sends. It runs as an all-to-all, so this buffer has the arrived
+                      rows once for each rank that shares the experts. If two ranks share the experts, it
+                      has 0 rows: the rows are sent to the other rank directly from "arrived"
             parts     partial results that the reduce-scatter gets from each rank that shares the experts
             leaving   the sums of the partial results
         """

@@ -93,9 +93,11 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     So the W of the last two chunks fill the time while the last R runs, and the tensors that a W reads are in
     memory for at most two chunks.
 
-    A rank may also host copies of busy experts, which compute some of the rows that stay. With several
-    chunks, the last task L for the rank's own experts then runs after the tasks C of all chunks, just before
-    VA and O. So the gradients of the copies are ready earlier, and are sent (VG) earlier.
+    A rank may also host copies of busy experts, which compute some of the rows that stay. Other ranks wait
+    for the gradients of the copies, which can be sent only after the last task C. So, with several chunks,
+    the last task L for the rank's own experts is moved to the end: it runs after all tasks C. The last C then
+    ends earlier, and the gradients of the copies are sent earlier (VG, or VGR if an expert has several
+    copies). After this L come VA, which adds the gradients of copies to those of the experts, and O.
 
     The task GAR reduces gradients of other layers. If there is one, it follows the last S (FSMoE, Fig. 3d).
 

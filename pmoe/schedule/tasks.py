@@ -455,12 +455,11 @@ def piece_of(chunk: int, n: int, m: int) -> int:
 
 
 def pieces_for_copies(m: int, stages: Stages) -> range:
-    """Returns the indices of the tasks L that compute rows which stay, with copies of experts on this rank.
+    """Returns the indices of the tasks L that run this rank's copies of busy experts on rows that stay.
 
-    Tasks L with the indices 0 to m - 1 compute the rows that stay for the rank's own experts. Task m + j has
-    the same chunks as task j: it computes their rows that stay for the copies on this rank. The range is
-    empty if ``stages.local_copies`` is False. Rows for a copy then count as received (task C), even if their
-    token is on the same rank.
+    The tasks L with the indices 0 to m - 1 run the rank's own experts. Task m + j takes the same chunks as
+    task j, but only those of their rows that are for a copy. If ``stages.local_copies`` is False, the range
+    is empty. Rows for a copy then count as received (task C), even if their token is on the same rank.
 
     m: the number of tasks for own experts (`local_pieces`).
     stages: the stages of the layer.

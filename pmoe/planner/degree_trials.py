@@ -11,13 +11,15 @@ that is in no range, these n are tried:
 
 If the rates of the machine were measured (a profile), the seconds of each n are predicted. An n is left out
 if it is predicted to take more than NEAR times the seconds of the n that is predicted to be the fastest.
-After the trials, further n are tried in these cases:
+After the trials, further trials follow in these cases:
 
-    the trials show                                        further n
+    the trials show                                        tried next
     the smallest or largest n tried is clearly faster      the next smaller or the next larger n
     than its neighbour among the n that were tried
     forward is fastest with another n than backward        this pair of n, one for each pass
     measured and predicted seconds are far apart           all n that were left out by the prediction
+    an n is clearly slower than both of its neighbours     this n once more
+    among the n that were tried
 
 Letters: B tokens of a batch, n the number of chunks.
 """
@@ -158,6 +160,25 @@ def further_degrees(
     return [degrees for degrees in further if degrees not in times]
 
 
+def hills(times: Mapping[PassDegrees, PassTimes]) -> list[PassDegrees]:
+    """Returns the degrees that took clearly longer than the next smaller and the next larger degrees.
+
+    Degrees are the numbers of chunks of both passes. As their number grows, the seconds of a step first fall,
+    because more is overlapped, and then rise, because each chunk has a cost of its own. So the seconds have
+    no hill, and other work on the machine has probably slowed every run of these degrees.
+
+    times: measured times of a step by degrees. Only degrees with equal numbers in both passes are compared.
+
+    Example: 114, 135, 107 and 117 ms with 1, 2, 4 and 8 chunks -> [2 chunks].
+    """
+    order = sorted(degrees for degrees in times if degrees.are_equal)
+    return [
+        middle
+        for fewer, middle, more in zip(order, order[1:], order[2:], strict=False)
+        if times[middle].is_slower_than(times[fewer]) and times[middle].is_slower_than(times[more])
+    ]
+
+
 def times_by_trials(
     table: GranularityTable,
     B: int,
@@ -173,7 +194,8 @@ def times_by_trials(
     measurements. The speed of a machine drifts. So when further degrees are measured, the fastest degrees so
     far are measured again in the same rounds. The seconds of the further degrees are then multiplied by
     (earlier seconds) / (new seconds) of the fastest degrees, to make them comparable with the earlier
-    seconds. The result is empty if no degrees can run.
+    seconds. Degrees of `hills` are measured once more, and the smaller of both results counts. The result is
+    empty if no degrees can run.
 
     table: results of earlier measurements.
     B: number of tokens of the batch.
@@ -187,6 +209,7 @@ def times_by_trials(
     lies_between = None not in table.neighbours(rounded(B))
     asked = degrees_to_try(table, B, numbers, predicted)
     times = dict(measure(asked, most_rounds))
+    repeated: set[PassDegrees] = set()
     while True:
         if predicted is not None and is_contradicted(predicted, times):
             predicted = None
@@ -200,6 +223,9 @@ def times_by_trials(
         further = [
             degrees for degrees in dict.fromkeys(further) if degrees not in asked and degrees not in times
         ]
+        doubtful = [degrees for degrees in hills(times) if degrees not in repeated]
+        repeated.update(doubtful)
+        further += doubtful
         if not further:
             break
         asked += further
@@ -210,7 +236,7 @@ def times_by_trials(
         beside = measure([fastest, *further], most_rounds)
         if fastest in beside:
             factor = times[fastest].step / beside[fastest].step
-            times |= {
-                degrees: timed.scaled(factor) for degrees, timed in beside.items() if degrees not in times
-            }
+            for degrees in beside.keys() - {fastest}:
+                timed = beside[degrees].scaled(factor)
+                times[degrees] = min(timed, times.get(degrees, timed), key=lambda each: each.step)
     return times

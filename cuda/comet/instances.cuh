@@ -5,8 +5,9 @@
 
 namespace pmoe::comet {
 
-// Calls use.dispatch<form, epilogue, activation>() or use.combine<form>(), with the values of `which` as
-// template arguments.
+// Calls use.operator()<form, epilogue, activation>() for a dispatching kernel, or use.combine<form>() for a
+// combining
+// kernel: turns the values in `which` into template arguments.
 template <class Use>
 FusedKernel with_constants(const Which& which, const Use& use) {
   if (which.kernel == Kernel::kCombine)

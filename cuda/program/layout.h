@@ -10,9 +10,8 @@
 //            operands            T_DI.1   w1   b1   T_M.1   active.1   ends
 //   Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[arena] + numbers[90]
 //
-// The words depend only on the schedule, the layer and the dtype. What changes from pass to pass is not in
-// the
-// words: addresses (bases), streams, and row counts, from which cut.h computes `numbers`.
+// The words depend only on the schedule, the layer and the dtype. What changes from pass to pass is not among
+// the words: addresses (bases), streams, and row counts, from which cut.h computes `numbers`.
 #pragma once
 
 #include <cstdint>

@@ -82,7 +82,7 @@ const Chosen<Forward> kFirst[] = {
 
 // The first forward kernel for 65 to 128 experts, if there are too many choices for merging lists
 // (merge.cuh). It takes a whole warp for each token (whole_warp.cuh). A choice then takes 22 instructions,
-// instead of 80 if the lanes of kFirst share a token.
+// instead of 80 with 16 lanes for each token.
 const Chosen<Forward> kFirstOfMany[] = {first_of<Kept<32, 4>>("route_choose.128.many")};
 
 const Chosen<Forward> kSecond[] = {

@@ -1,10 +1,10 @@
 // The work of communicating warps in COMET's combining kernel (COMET, section 3.2.1), which computes the
 // second product and sends results back.
 //
-// The result's columns are cut into chunks. As soon as a chunk is computed, these warps sum the rows that a
-// token has on this rank, for each token, and write the sum into the heap of the rank that owns the token. (A
-// heap is device memory that all ranks can write.) The owner then adds the sums of all ranks, always in the
-// order of the token's choices, so that the result is the same in every run.
+// The result's columns are cut into chunks. As soon as a chunk is computed, these warps take each token that
+// has rows on this rank. They sum the token's rows, and write the sum into the heap of the rank that owns the
+// token. (A heap is device memory that all ranks can write.) The owner then adds the sums of all ranks,
+// always in the order of the token's choices, so that the result is the same in every run.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"

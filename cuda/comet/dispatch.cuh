@@ -19,8 +19,8 @@ using peers::WarpTeam;
 // memory instead.)
 //
 // begin(r, to, from, rows, team): starts to copy `rows` of this rank's sorted rows, from row `from` on, to
-// the address `to`. Between begin() and finish(), the caller computes other data of these rows. finish(r,
-// team): ends the copies. When it returns in a lane, all data that this lane copies are written.
+//     the address `to`. Between begin() and finish(), the caller computes other data of these rows.
+// finish(r, team): ends the copies. When it returns in a lane, all data that this lane copies are written.
 class LaneCopies {
  public:
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const WarpTeam&) {
@@ -179,8 +179,8 @@ __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& bo
     if (from >= to) continue;
     const int source = source_at(level, r.rank, r.ranks());
     const int lowest = (from - first) / kPiece, highest = (to - 1 - first) / kPiece;
-    // `turn` counts the pieces of the source ranks before. With it, lanes take the pieces of all ranks in
-    // turn.
+    // `turn` is the number of pieces of the levels before. The lanes go on where they stopped in the level
+    // before, so that they share the pieces of all source ranks evenly.
     for (int number = lowest + (lane - turn % lanes + lanes) % lanes; number <= highest; number += lanes)
       peers::await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
                    expert, number);

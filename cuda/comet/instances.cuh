@@ -5,9 +5,8 @@
 
 namespace pmoe::comet {
 
-// Calls use.operator()<form, epilogue, activation>() for a dispatching kernel, or use.combine<form>() for a
-// combining
-// kernel: turns the values in `which` into template arguments.
+// Turns the values in `which` into template arguments: calls use.operator()<form, epilogue, activation>() for
+// a dispatching kernel, and use.combine<form>() for a combining kernel.
 template <class Use>
 FusedKernel with_constants(const Which& which, const Use& use) {
   if (which.kernel == Kernel::kCombine)

@@ -109,8 +109,8 @@ struct Layout {
   // Returns the index of a piece's arrival flag among the flags of its sending rank. A piece is a run of at
   // most kPiece rows of one expert.
   //
-  // No two pieces of a sender have the same flag. From one expert to the next, first_row grows at least by
-  // the number of the sender's rows for the first of them. `expert` is added because first_row / kPiece is
+  // No two pieces of a sender have the same flag. From an expert to the next one, first_row grows at least by
+  // the number of the sender's rows for the first of the two. `expert` is added because first_row / kPiece is
   // rounded down.
   //
   // first_row: index in the inbox of the sender's first row for this expert.

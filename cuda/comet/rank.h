@@ -34,10 +34,10 @@ struct Rank {
   // weight: (T, K) the routing weight of each slot.
   // position: (T, K) the index of each slot's row in the order sorted by expert; -1 if the row is not sent.
   // slot: the slot of each row in sorted order.
-  // first_row: 0, except in tests, where one process may run several ranks. They share these arrays, and
-  //     positions count the rows of all of these ranks. first_row is then the number of rows that the lower
-  //     ranks send. The index of a row among the rows that this rank sends, and in the region `home`, is
-  //     position - first_row.
+  // first_row: 0, unless one process runs several ranks (in tests and measurements). These ranks share the
+  //     arrays, and positions count the rows of all of them. first_row is then the number of rows that the
+  //     lower ranks send. The index of a row among the rows that this rank sends, and in the region `home`,
+  //     is position - first_row.
   const int32_t* expert = nullptr;
   const float* weight = nullptr;
   const int32_t* position = nullptr;

@@ -5,9 +5,9 @@
 // its row among the rows of its expert, in the order of tokens.
 //
 // Tokens are cut into groups, and each group has two tasks. The first task (kCount) chooses experts, and
-// counts the group's rows by expert. The scheduler hands out the second tasks (kPlace) when all groups have
-// been counted. The second task gives the group's rows the indices behind those of all groups before it. So
-// no task waits for another task, and the result does not depend on the order in which tasks are done.
+// counts the group's rows by expert. The second task (kPlace) is put into the task queue when all groups have
+// been counted. It gives the group's rows the indices behind those of all groups before it. So no task waits
+// for another task, and the result does not depend on the order in which tasks are done.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "route/choose.cuh"

@@ -200,7 +200,8 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
 // Runs a block: the scheduler and the subscribers, or a processor.
 //
 // load(member, index, task, steps): loads the operands of a tile. `index` is the index of the rank in the
-// launch. multiply(member, task, thread): multiplies the tile, or does a task that is no product.
+//     launch.
+// multiply(member, task, thread): multiplies the tile, or does a task that is no product.
 template <class T, class Load, class Multiply>
 __device__ __forceinline__ void run_block_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                                 const Multiply& multiply) {

@@ -56,7 +56,8 @@ __device__ __forceinline__ uint8_t* rows_for(const Pass& pass, const Packet& pac
   return pass.at(pass.rank, {packet.peer, round, Staging::kOutgoing, packet.expert, packet.staged});
 }
 
-// Copies a region's outgoing data to a peer. The data arrive before the flag of the next put_..._with_flag().
+// Copies a region's outgoing data to a peer. The data arrive before the flag that this thread's next put to
+// the peer raises.
 __device__ __forceinline__ void put_region(const Pass& pass, int peer, const Ends& ends, int64_t bytes) {
   if (peers::has_failed(pass.watch)) return;
   puts::put(peer, pass.own() + ends.at_peer, pass.own() + ends.own + pass.layout.outgoing(), bytes);
@@ -73,8 +74,8 @@ __device__ __forceinline__ void put_region_with_flag(const Pass& pass, int peer,
                       peers::epoch_of(pass.watch));
 }
 
-// Copies the outgoing rows of a packet to its peer. The rows arrive before the flag of the next
-// put_..._with_flag().
+// Copies the outgoing rows of a packet to its peer. The rows arrive before the flag that this thread's next
+// put to the peer raises.
 __device__ __forceinline__ void put_rows(const Pass& pass, const Packet& packet, int rows, Round round) {
   if (peers::has_failed(pass.watch)) return;
   const Layout& layout = pass.layout;

@@ -25,9 +25,9 @@ constexpr int kMostChosen = 256;    // largest number of experts of all ranks if
 //   kFirstTask + i   it has task i of the queue tQ  (written by the scheduler)
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
 
-// The amount by which a rank's announcement changes the progress of an expert. Gradients of an expert's
-// parameters are sums over all of its rows. They are computed when all rows are done, which means that the
-// gradient of T_M is computed for them. To find that out, one number counts ranks and tiles:
+// The factor of the number of ranks in the progress of an expert. Gradients of an expert's parameters are
+// sums over all of its rows. They are computed when all rows are done, which means that the gradient of T_M
+// is computed for them. To find that out, one number for each expert counts ranks and tiles:
 //
 //   expert_progress[e] = kSourceAnnounced * (number of ranks that have announced their row counts)
 //                      + (number of tiles of announced rows that are not done)
@@ -71,11 +71,10 @@ struct GateChoice {
   float* z = nullptr;            // (groups,): squared logsumexp, summed over the group's tokens
 };
 
-// The routing tasks of a launch, which run before any row is sent. From the chosen experts they compute four
-// arrays of
-// Pass: counts, slot, expert and row. Tokens are cut into groups, and each group has tasks of its own. If
-// `groups` is 0, as in backward, there are no routing tasks: the caller passes the four arrays with their
-// values.
+// The routing tasks of a launch, which run before any row is sent. From the chosen experts they compute the
+// arrays counts, slot, expert and row of Pass. Tokens are cut into groups, and each group has tasks of its
+// own. If `groups` is 0, as in backward, there are no routing tasks: the caller passes the four arrays with
+// their values.
 struct RoutingTasks {
   bool is_asked = false;
   int products[2] = {};             // numbers of tiles of the gate's product: down (tokens), across (experts)

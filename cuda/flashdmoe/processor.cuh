@@ -250,8 +250,7 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
 //
 // pass(): returns the rank's Pass.
 // processor(): returns the index of this processor.
-// place: a word of shared memory, through which the first thread passes the task's index in the task queue to
-// all.
+// place: a word of shared memory. The first thread writes the task's index in the task queue to it.
 // is_first: true for the one thread that asks for tasks and ends them (end_task).
 // sync(): a barrier of all threads that call this function.
 // work(task): does a task; all these threads call it.

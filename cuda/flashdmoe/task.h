@@ -65,7 +65,9 @@ struct Stages {
 // only once in a launch.
 struct alignas(32) Entry {
   Words task;
-  uint32_t ready;  // number of tasks of a push, in the push's first entry; stored last, cleared by the scheduler
+  // In the first entry of a push: the number of tasks of the push. It is stored last, and the scheduler sets
+  // it back to 0. In all other entries it stays 0.
+  uint32_t ready;
 };
 
 // The counters that scheduler, subscribers and processors of one rank share. All but `over` are zero between

@@ -28,9 +28,8 @@
 //   - rows that are stored at places (Problem::place)
 //
 // A tensor map demands a base and strides that are multiples of 16 bytes. This is so for all results of
-// grouped
-// products: they are also stored through registers in words of 16 bytes, and their numbers of columns and
-// their strides are multiples of 8 elements.
+// grouped products: they can also be stored through registers in words of 16 bytes, so their numbers of
+// columns and their strides are multiples of 8 elements.
 #pragma once
 #include "exchange.cuh"
 

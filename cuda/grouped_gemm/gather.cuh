@@ -41,7 +41,7 @@ struct BoxCopy {
   }
 };
 
-// Finds the rows of an operand in which kCount of the N sorted rows lie.
+// Finds, for kCount of the N sorted rows, the row of the operand in which the sorted row lies.
 //
 // slot: (N,) the (token, choice) slot of each sorted row, which lies in row slot / top_k of the operand, its
 //     token. Null if rows are not gathered: sorted row i then lies in row i of the operand.

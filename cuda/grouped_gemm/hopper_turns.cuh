@@ -11,19 +11,18 @@
 //   first warpgroup      multiplies  stores      multiplies  stores
 //   second warpgroup                 multiplies  stores      multiplies
 //
-// Each warpgroup goes past the stages of the other's tiles. It begins tile t only when all operands of tile t
-// - 1 have arrived, which the other warpgroup signals (Shared::loaded). The reason is that a wait at a
-// barrier names only the parity of a phase. When the operands of tile t - 1 have arrived, the full barrier of
-// each stage is in the phase whose end tile t awaits, or in the next one, and these two have different
-// parities. Without the signal, the barrier could be in an earlier phase with the same parity as the next
-// one. Tile t would then multiply operands that have not arrived:
+// Each warpgroup goes past the stages of the other's tiles. It begins a tile only when all operands of the
+// tile before have arrived, which the other warpgroup signals (Shared::loaded). The reason is that a wait at
+// a barrier names only the parity of a phase. After the signal, the full barrier of each stage is in the
+// phase whose end the tile awaits, or in the next one, and these two have different parities. Without the
+// signal, the barrier could be in an earlier phase, which has the same parity as the next one. The wait would
+// then end at once, and the tile would multiply operands that have not arrived:
 //
 //   tiles of 6 steps, kStages = 6    stage 0 is still being loaded for tile 0: its full barrier is in phase 0
 //                                    tile 1 awaits the end of phase 1. The phase before phase 0 has the same
 //                                    parity and counts as ended, so tile 1 does not wait
 //
-// The tensor cores stay busy while a warpgroup waits for the signal: the other one may still multiply tile t
-// - 1.
+// The tensor cores stay busy while a warpgroup waits for the signal: the other warpgroup multiplies its tile.
 //
 // A step of a smaller tile loads more bytes for each multiplication: 32 KiB, where a step of hopper.cuh loads
 // 48 KiB for twice as many multiplications. So the two blocks of a cluster should share operand A, with tiles

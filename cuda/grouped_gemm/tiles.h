@@ -31,10 +31,11 @@ struct Tile {
   int column;                   // first column in the result (in each half, if columns are halved)
 };
 
-// Returns the number of the tile that a block or cluster computes as its turn-th. Numbers rise from turn to
-// turn. A number beyond all tiles means that no tile is left.
+// Returns the number of the tile that a block or cluster computes in its turn `turn` (0, 1, ...). Numbers
+// rise from turn to turn. A number beyond all tiles means that no tile is left.
 //
-// counter: a counter in memory from which the number is taken; null: the number is first + turn * step.
+// counter: a counter in memory from which the number is taken. If it is null, the number is
+//     first + turn * step, where `first` is the index of the block or cluster, and `step` how many there are.
 // add: add(counter, 1) adds 1 and returns the value before.
 template <class Add>
 PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {

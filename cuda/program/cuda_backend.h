@@ -140,9 +140,8 @@ class CudaBackend {
   }
 
   // Launches the PLACE calls and the exchanges that were put off, but not the sums. Every wait, every signal
-  // and every call that is not put off does this first, so that the order of the records stays. After a call
-  // that is put off, there is always one that does this: a product that reads the rows, or a signal for
-  // another lane.
+  // and every call that is not put off does this first, so that the order of the records stays. No call stays
+  // put off for ever: it is followed by a product that reads its rows, or by a signal for another lane.
   void launch_put_off() {
     launch_placed();
     launch_exchanges();
@@ -381,8 +380,8 @@ class CudaBackend {
   int64_t stream_of_sums_ = -1;           // the stream of all of them
 };
 
-// A program that was loaded for a device. Several threads may call run(): each waits until no other issues a
-// pass of this program.
+// A program that was loaded for a device. Several threads may call run(): a thread waits there until no other
+// thread issues a pass of this program.
 class CudaProgram {
  public:
   CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,

@@ -65,9 +65,9 @@ constexpr int64_t kSmallestPart = 2048;
 #endif
 
 // Returns the logarithm, to base 2, of the number of channels that share the `bytes` from one rank to
-// another. There are twice as many channels as long as each has more than kSmallestPart bytes. For fewer
-// bytes, the flags of more channels would take longer than is saved. The number of channels is a power of
-// two, because a device divides 64-bit numbers slowly.
+// another. The number is doubled as long as each channel has more than kSmallestPart bytes, up to
+// kMostChannels. If channels had fewer bytes, their flags would cost more time than further channels save.
+// The number is a power of two, because a device divides 64-bit numbers slowly.
 PMOE_HD int channel_shift(int64_t bytes) {
   int shift = 0;
   while (1 << shift < kMostChannels && bytes >> shift > kSmallestPart) ++shift;

@@ -5,8 +5,9 @@
 //
 //   0 wait      lane  stream  event
 //   1 signal    lane  stream  event
-//   2 issue     lane  stream  record  kernel  first  flag  W  W numbers of rows sent  W numbers of rows
-//               received number of operands  4 words for each operand (Memory in interpreter.h)
+//   2 issue     lane  stream  record  kernel  first  flag  (Call in interpreter.h)
+//               W  the numbers of rows to W ranks  the numbers of rows from W ranks
+//               the number of operands  4 words for each operand (Memory in interpreter.h)
 #include <exception>
 #include <vector>
 

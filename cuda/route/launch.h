@@ -2,8 +2,7 @@
 // without waiting. All addresses are of device memory.
 //
 // Letters: T tokens, E experts, K choices, N = T*K slots ((token, choice) pairs), n chunks, P partial sums of
-//     the
-// gradient of each routing weight.
+// the gradient of each routing weight.
 #pragma once
 #include <cstdint>
 #include <string>

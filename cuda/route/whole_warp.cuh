@@ -1,5 +1,5 @@
-// The choice of a token's experts if a whole warp has one token. This is so for more than 128 experts, and
-// for 65 to 128 experts if there are too many choices for merge.cuh.
+// The choice of a token's experts by a whole warp: for 129 to 512 experts, and for 65 to 128 experts with
+// more than 16 choices. (Up to 256 experts and 16 choices, merge.cuh is tried first.)
 //
 // Each lane sorts its own scores once. Then each round finds one choice. The best score that is left in a
 // lane is always the lane's first, so a round takes no maximum over a lane's scores. Two instructions, which

@@ -70,7 +70,7 @@ __device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_t
 // raises a flag in that heap, which says that the grants are written and the inbox is free. It is free
 // because this kernel starts after all launches that have read it.
 //
-// This function also sets the counters of finished tiles and of warps that have sent to 0.
+// This function also resets two kinds of counters: of finished tiles, and of warps that have sent their part.
 //
 // If a wait of this rank has timed out, this function writes no grants, because a late rank may still read
 // the grants of the round before.

@@ -23,7 +23,7 @@ struct Grid {
 //
 // It must be called before the kernel's first launch, and before a query of how many of its blocks fit on a
 // multiprocessor. It sets the kernel's limit to the device's maximum, not to `bytes`: the limit also applies
-// to launches of the same kernel by other threads, which may need more.
+// to launches of the same kernel by other threads of the host, which may need more.
 inline void allow_shared(const void* kernel, int bytes) {
   constexpr int kAllowed = 48 << 10;  // available without raising the limit
   if (bytes <= kAllowed) return;

@@ -25,7 +25,7 @@ constexpr int32_t kUnannounced = 0, kAllArrived = -1;
 constexpr int kTilesTogether = 8;
 
 // The first flag that was not raised when a subscriber last polled all of its flags, and the time since which
-// nothing has arrived. If this is longer than the time limit, the flag is reported as missing.
+// nothing has arrived. If nothing arrives for longer than the time limit, this flag is reported as missing.
 struct Missing {
   Wait wait = Wait::kNone;
   int peer = 0, expert = 0, part = 0;
@@ -95,7 +95,8 @@ class Subscriber {
   //
   // flag: byte offset of the flag in this rank's heap.
   // peer: the rank that raises it.
-  // wait: code of this wait. If a test has set its bit in Watch::not_waited, the result is always true.
+  // wait: the event that the flag announces. If a test has set the event's bit in Watch::not_waited, the
+  //     result is always true.
   __device__ __forceinline__ bool is_raised(int64_t flag, int peer, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);

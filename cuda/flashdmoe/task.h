@@ -22,8 +22,8 @@ enum class TaskType : uint32_t {
   kCombine,
 };
 
-// One task, which packed() stores in 16 bytes. Type, peer and expert are the metadata M of the paper's tuple.
-// The operands of the task's product follow from them.
+// One task, which packed() stores in 16 bytes. In the paper a task is a tuple, whose metadata M are type,
+// peer and expert here. The operands of the task's product follow from these three.
 struct Task {
   TaskType type;
   int peer;    // dispatch: the receiver; products of rows: the rows' source; gradients of parameters: 0 or 1

@@ -204,8 +204,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
     for (int i = 0; i < kStages - 1; ++i) filled.advance();
     for (int step = 0; step < end; ++step, ring.advance(), filled.advance()) {
       cp_async_wait<kStages - 2>();
-      // All threads' copies of this stage are complete, and no thread still reads the stage that is filled
-      // next.
+      // After this barrier, the copies of all threads for this stage are complete, and no thread reads the
+      // stage that is filled next any more.
       sync_block();
       const int next = step + kStages - 1;
       if (next < end) loader.load(shared.a[filled.stage], shared.b[filled.stage], tile, rows, next, pieces);

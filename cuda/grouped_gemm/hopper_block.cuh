@@ -121,8 +121,8 @@ class BlockWalk {
   }
 
   // Finds the next tile for all blocks of a cluster. The first thread of every block calls this before each
-  // next(). It tells its ring's barrier how many bytes to expect. Then the first block of the cluster finds
-  // the tile, and stores it into the rings of all blocks.
+  // next(). Each of these threads tells the barrier of its block's ring how many bytes to expect. Then the
+  // thread of the cluster's first block finds the tile, and stores it into the rings of all blocks.
   //
   // Taking a tile's index from a counter in memory lasts about a microsecond. Meanwhile, the multiplying
   // warps are busy with stages that have been loaded.

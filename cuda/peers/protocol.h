@@ -81,7 +81,7 @@ __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, 
 }
 
 // Waits until value() has reached `wanted`. Returns earlier if another wait of the rank has exceeded its time
-// limit, or if this wait does. This wait is then reported.
+// limit, or if this wait exceeds it. In the second case the function reports this wait.
 //
 // value: returns the current value of a counter that only rises. It is called at each poll.
 // wait, peer, expert, part: the content of that report, which says what is awaited (Report in watch.h).

@@ -311,7 +311,8 @@ __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, f
   }
 }
 
-// Computes d_weight[slot] = <a[token], b[position]>, and the gradient of the rows:
+// Computes the gradient of the weights, d_weight[slot] = <a[token], b[position]>, and the gradient of the
+// operation's input, `out`:
 //
 //   kOf          a                 b                     out
 //   kPermute     x                 gradient of rows      out[token] = sum over k of weight * b[position]

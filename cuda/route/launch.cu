@@ -130,8 +130,8 @@ void check_sizes(const Problem& p) {
            std::to_string(p.num_experts));
 }
 
-// Returns the arguments for writing the messages of row counts. The counts and the fault in the messages are
-// results of the same launch.
+// Returns the arguments for writing the messages of row counts. The kernels read the counts and the fault for
+// the messages from memory to which the same launch has written them.
 counts::Pack pack_of(const Problem& p, const ForwardTensors& t) {
   counts::Pack pack = t.pack;
   const counts::Message& m = pack.message;

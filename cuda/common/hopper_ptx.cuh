@@ -113,7 +113,8 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 
 // Waits until at most kLeft of this thread's groups of bulk stores are unfinished. The data of the other
-// groups is then visible to this thread, so a flag that the thread sets with release semantics announces it.
+// groups is then visible to this thread. If the thread then sets a flag with release semantics, readers of
+// the flag see the data, too.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");

@@ -94,8 +94,8 @@ struct Agree {
 // 3. Where the rows of each expert end. The rows that stay are computed in `pieces` blocks (pieces <= n). The
 // first block has the rows of the first n - pieces + 1 chunks, each other block those of one later chunk.
 //
-//   ends  (n + pieces, E), in each line the running sum of the experts' numbers of rows. The first n lines are
-//         for the rows that arrive in each chunk, the other lines for the blocks of rows that stay
+//   ends  (n + pieces, E), in each line the running sum of the experts' numbers of rows. The first n lines
+//         are for the rows that arrive in each chunk, the other lines for the blocks of rows that stay
 //
 // 4. Zeros:
 //

@@ -40,8 +40,8 @@ static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a 
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kComputeThreads);
 static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
-// How threads share a routing task. The threads that multiply do the task, in the shared memory of the stages,
-// which hold no operands between products.
+// How threads share a routing task. The threads that multiply do the task, in the shared memory of the
+// stages, which hold no operands between products.
 struct HopperRouting : RoutingShape<kComputeThreads> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
 };

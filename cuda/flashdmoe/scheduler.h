@@ -44,8 +44,8 @@ class Scheduler {
     if (lane_ != 0) return;
     // Puts read the outgoing part of the heap. The next launch writes to it, so all puts must be complete.
     if (peers::kHasPuts && has_ended && pass_.layout.buffers == 2) peers::puts::quiet(pass_.own());
-    // The next launch begins with zeros. After a failure nothing is reset, because the heap is not used
-    // again.
+    // The next launch relies on these counters being zero. After a failure nothing is reset, because the heap
+    // is not used again.
     if (has_ended)
       write(&state->tail, 0u), write(&state->expected_tasks, 0u), write(&state->finished_subscribers, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);

@@ -10,8 +10,8 @@
 //   lane 0      starts the store, and ends its group of stores
 //
 // The fence is needed because the accelerator is another way to memory (the asynchronous proxy in PTX), which
-// is not ordered after a thread's own writes. Lane 0 starts all stores of a warp, so it is the lane that can
-// wait for them: until they have read their box (bulk_wait_read), or until they are done (bulk_wait).
+// is not ordered after a thread's own writes. Lane 0 starts all stores of a warp, so only this lane can wait
+// for the stores: until they have read shared memory (bulk_wait_read), or until they are done (bulk_wait).
 //
 // A warp has two boxes of shared memory and writes them in turn. Before it writes a box, it waits until at
 // most the latest store still reads shared memory. The latest store reads the other box. This is so even for

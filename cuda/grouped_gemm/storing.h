@@ -26,10 +26,10 @@
 
 namespace pmoe {
 
-// The way of storing that a caller asks for. These are the values of `STORING` of
-// pmoe/kernels/grouped_gemm/launch.py.
+// The way of storing that a caller asks for; the table above has the three ways. These are the values of
+// `STORING` of pmoe/kernels/grouped_gemm/launch.py.
 //
-// kAlone: alone.
+// kAlone: alone, for every product.
 // kFastest: the way that is predicted to be the fastest for the product.
 // kInTurns: in turns if there is a kernel for the product, else alone.
 // kAsBoxes: as boxes if there is a kernel for the product, else alone.

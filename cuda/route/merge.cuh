@@ -74,8 +74,8 @@ struct Merging {
 // Compares the first kCount ranks of this lane with those of the lane whose index differs in the bit `mask`.
 // Of each two ranks, this lane keeps the larger or the smaller one.
 //
-// kReversed: whether the first rank of one lane is compared with the last rank of the other, and so on. If
-//     not, the first ranks are compared, and so on.
+// kReversed: whether rank i of this lane is compared with rank kCount - 1 - i of the other lane. If not, it
+//     is compared with rank i of the other lane.
 template <int kCount, bool kReversed, int kPer>
 __device__ __forceinline__ void compare_lanes(uint32_t (&rank)[kPer], int mask, bool keeps_larger) {
   uint32_t other[kCount];

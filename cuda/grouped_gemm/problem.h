@@ -54,13 +54,13 @@ struct Problem {
   int64_t hidden_stride = 0;
   float* row_dots = nullptr;  // (parts, N): <active, product> of each part of the columns; kHiddenGradient
   int weighs_active = 0;      // kHiddenGradient: active is stored multiplied by weight
-  uint32_t* next_tile = nullptr;   // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
-  int blocks_across = 1;           // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
+  uint32_t* next_tile = nullptr;  // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
+  int blocks_across = 1;          // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
   // (N,): row r of the result is stored as row place[r] of D. Only for epilogue kPlain in forms kForward and
   // kInput. If it is null, row r is stored as row r of D.
   const int32_t* place = nullptr;
-  int wide = 0;                    // kWeight, kWideOrPlain: D is float with n columns; n is even
-  int accumulates = 0;             // kWeight: D += product; D is float
+  int wide = 0;         // kWeight, kWideOrPlain: D is float with n columns; n is even
+  int accumulates = 0;  // kWeight: D += product; D is float
 };
 
 }  // namespace pmoe

@@ -11,8 +11,8 @@ enum class Wait : int { kNone, kGrant, kArrival, kDone, kReturn, kAnnounced, kRo
 // The report of a wait that was too long, in memory that the host reads. It is written once, with `wait`
 // last.
 struct Report {
-  int32_t wait;          // a Wait
-  int32_t peer;          // the rank that was awaited
+  int32_t wait;  // a Wait
+  int32_t peer;  // the rank that was awaited
   // Index of the expert, and of the piece, tile or column chunk, as the texts in pmoe/kernels/heap.py say. In
   // an exchange of a pass program, `expert` is 0 and `part` is the channel.
   int32_t expert, part;

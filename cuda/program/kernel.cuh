@@ -1,6 +1,6 @@
 // Kernels of pass programs: those that move single numbers (routing weights, and their gradients), and those
-// of experts with biases. Rows are moved by the kernels of cuda/permute, whose rows are multiples of 16
-// bytes.
+// of experts with biases. The kernels of cuda/permute move rows, but cannot move single numbers: their rows
+// must be multiples of 16 bytes.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"

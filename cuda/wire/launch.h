@@ -33,8 +33,8 @@ struct Wire {
 // than the type, they throw std::invalid_argument before launching anything. If CUDA refuses the launch, they
 // throw std::runtime_error.
 
-// Launches the kernel that writes messages: each choice of a token has a message, which is the token's row in
-// the wire's format.
+// Launches the kernel that writes messages. The message of a (token, choice) pair is the token's row in the
+// wire's format.
 //
 // position: (T, K), the index of the message of each of K choices of T tokens. A choice whose position is not
 //     from 0 to num_messages - 1 has no message. If position is null, K must be 1, and token t has message t.

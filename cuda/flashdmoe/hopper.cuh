@@ -96,9 +96,13 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_warp();
 }
 
-// A cell is the rows of one source rank for one expert. row_in_heap() returns the index, among all rows of
-// the tensor L in this rank's heap, of the row with the index `offset` in a cell. row_by_cell() returns the
-// index of a cell's first row in the tensors of activations that this rank keeps for all cells (Experts).
+// A cell is the rows of one source rank for one expert. Both functions return the index of a row.
+//
+// row_in_heap(): the index of row `offset` of a cell, counted over all rows of the tensor L in this rank's
+// heap.
+//   If cells share a pool, `offset` is an index in the pool.
+// row_by_cell(): the index of a cell's first row, counted over the rows of the activations that this rank
+//   keeps (Experts). If cells share a pool, it is 0, and the caller adds the cell's offset in the pool.
 __device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,
                                            int offset = 0) {
   return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, offset}));

@@ -1,5 +1,6 @@
 // The symmetric tensor layout L of FlashDMoE (section 5.3), and the flags beside it: which data lies where in
-// a rank's heap, and which rank writes the data. A heap is device memory that all ranks can write.
+// a rank's heap, and which rank writes the data. A heap is device memory that all ranks can write: directly,
+// by stores, or by NVSHMEM's puts.
 //
 //   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (outgoing
 //   and incoming rows), E experts of a rank, C rows of an expert's capacity, H columns of a row.
@@ -10,10 +11,10 @@
 // tiles. If fewer rows arrive, the other rows of the last tile keep old values and are never sent (in-place
 // padding, section 5.4).
 //
-// If all ranks can write to each other's heaps directly, no rows are staged, and L has B = 1 and half the
-// size. If some rank cannot write to some heap, L has B = 2 on all ranks. All regions before L then have two
-// parts as well, for incoming and for outgoing data: the outgoing part begins `outgoing()` bytes behind the
-// incoming part. packets.cuh uses both parts.
+// If every rank can write to every heap directly, no rows are staged, and L has B = 1 and half the size. If
+// some rank needs puts for some heap, L has B = 2 on all ranks, because a put copies from the outgoing part
+// of the rank's own heap. All regions before L then have two parts as well, for incoming and for outgoing
+// data: the outgoing part begins `outgoing()` bytes behind the incoming part. packets.cuh uses both parts.
 //
 // Without a capacity, all cells of a round share one pool of C rows, L(r, b, c). The receiving rank chooses
 // an offset in its pool for each cell, at the beginning of a tile. The results come back into a pool of the

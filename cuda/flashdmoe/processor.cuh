@@ -57,9 +57,9 @@ __device__ __forceinline__ Ends weights_ends(const Layout& layout, int rank, con
 }
 
 // Returns the places, at the source and on this rank, of the routing weights' gradients that this rank
-// returns for a cell.
+// returns for some rows of a cell: from the first row of the cell on, or from the first row of a tile on.
 //
-// home_offset: index of the cell's first row in the source's cell or pool.
+// home_offset: index of the first of these rows in the source's cell or, with a pool, in the source's pool.
 // cell_offset: index of the same row in this rank's cell or pool.
 __device__ __forceinline__ Ends dots_ends(const Layout& layout, int rank, const Task& task, int home_offset,
                                           int cell_offset) {

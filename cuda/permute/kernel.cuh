@@ -179,9 +179,9 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kVectors][kPerVect
 
 // ---- permute: b[position] = weight * a[token]
 
-// The __launch_bounds__ of these kernels ask for at most three blocks on a multiprocessor, so that the
-// compiler has many registers. A thread can then load several positions at once, then vectors of several rows
-// at once, before it uses the first of them.
+// The second argument of __launch_bounds__ is the minimum number of blocks on a multiprocessor. It is small
+// in this file: 3 or 2, and not given for permute. So the compiler may use many registers for a thread, which
+// can then start several loads before it uses the first value.
 constexpr int kThreads = 256;
 constexpr int kPermuteVectors = 4;
 constexpr int kPermuteChoices = 4;  // number of positions loaded together

@@ -15,17 +15,18 @@
 
 namespace pmoe::route {
 
-// Returns the rank of an expert, which has its key in the upper bits. The better of two experts has the
-// larger rank; if their keys are equal, this is the expert with the lower index. Rank 0 stands for no expert.
+// Returns the rank of an expert: a number by which experts are sorted, and no rank of a process group. The
+// rank has the expert's key in the upper bits. The better of two experts has the larger rank; if their keys
+// are equal, this is the expert with the lower index. Rank 0 stands for no expert.
 PMOE_HD uint64_t rank_of(uint32_t key, int32_t expert) {
   return uint64_t{key} << 32 | (key == 0 ? 0 : ~static_cast<uint32_t>(expert));
 }
 
 PMOE_HD constexpr int log2_of(int power_of_2) { return power_of_2 == 1 ? 0 : 1 + log2_of(power_of_2 / 2); }
 
-// Sorts kCount ranks (a power of 2), the largest first, by Batcher's odd-even merging: it merges sorted runs
-// of 1, 2, 4, ... ranks. The places that a step compares are compile-time constants, so all ranks stay in
-// registers.
+// Sorts the ranks of kCount experts (rank_of), the largest first. kCount is a power of 2. The method is
+// Batcher's odd-even merging: it merges sorted runs of 1, 2, 4, ... ranks. The places that a step compares
+// are compile-time constants, so all ranks stay in registers.
 template <class Rank, int kCount>
 __device__ __forceinline__ void sort_ranks(Rank (&rank)[kCount]) {
   unrolled<log2_of(kCount)>([&](auto merge) {

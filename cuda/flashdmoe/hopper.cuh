@@ -98,9 +98,8 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
 
 // A cell is the rows of one source rank for one expert. Both functions return the index of a row.
 //
-// row_in_heap(): the index of row `offset` of a cell, counted over all rows of the tensor L in this rank's
-// heap.
-//   If cells share a pool, `offset` is an index in the pool.
+// row_in_heap(): the index of row `offset` of a cell, counted over all rows of L in this rank's heap. If
+//   cells share a pool, `offset` is an index in the pool.
 // row_by_cell(): the index of a cell's first row, counted over the rows of the activations that this rank
 //   keeps (Experts). If cells share a pool, it is 0, and the caller adds the cell's offset in the pool.
 __device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,

@@ -43,8 +43,7 @@ BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 class _Key:
     """Everything on which the answer of `_programs_of` depends.
 
-    group: name of the ranks' group.
-    life: a number that differs between groups that have the same name, one after another.
+    group: name of the ranks' group (`Ranks.name`). A group that is made again has another name.
     device, dtype: of the rows.
     experts_type, activation: class and nonlinearity of the experts.
     backend: the backend of the device; None if there is none.
@@ -54,7 +53,6 @@ class _Key:
     """
 
     group: str
-    life: int
     device: torch.device
     dtype: torch.dtype
     experts_type: type
@@ -191,13 +189,9 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     assert isinstance(experts, StackedExperts)
     device_type = device.type if backend is None else backend.device_type
     shape = LayerShape.of(modules, x_TM, weight_TK, device_type=device_type)
-    life = (
-        ranks.record.life if ranks.size > 1 else 0
-    )  # a group made again may have the name of an earlier one
     heaps = modules.options.switches.program_heaps
     key = _Key(
         group=ranks.name,
-        life=life,
         device=device,
         dtype=x_TM.dtype,
         experts_type=type(experts),
@@ -241,7 +235,7 @@ def _forget_closed(key: _Key) -> None:
         closed = [
             old
             for old in answers
-            if old.heaps and (old.group, old.life) == (key.group, key.life) and old.closings < key.closings
+            if old.heaps and old.group == key.group and old.closings < key.closings
         ]
         for old in closed:
             del answers[old]

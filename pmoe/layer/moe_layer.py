@@ -77,8 +77,8 @@ class MoELayer(OldAttributes, CalledLayer):
         pad_to_capacity: pads each expert's rows to that number, so the host need not wait for row counts.
         check_finite: whether logits that are not finite raise on all ranks; None is `not pad_to_capacity`.
 
-        pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
-            "solve" computes it from measured costs (FSMoE, Algorithm 1).
+        pipeline: n, the number of micro-batches, at most 1024; False is 1. True finds n by trials (MPipeMoE,
+            Algorithm 1); "solve" computes it from measured costs (FSMoE, Algorithm 1).
         pipeline_backward: n of backward; None is forward's n. The least common multiple of both is <= 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.

@@ -760,10 +760,12 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     Raises what `meet` raises.
     """
     is_open = ranks.open_call in ranks.record.open_calls or ranks.record.leaves_call_out
+    if not (why_compare or is_open or torch._C._current_graph_task_id() != -1):
+        return False
     is_in_backward = torch._C._current_graph_task_id() != -1
     is_in_hook = is_in_backward and not torch.is_grad_enabled()
-    if not (why_compare or is_in_hook or (is_open and not is_in_backward)):
-        return False
+    if is_in_backward and not (why_compare or is_in_hook):
+        return False  # a checkpoint runs the layer again
     assert ranks.group is not None
     if not has_peers(ranks.group):
         return bool(why_compare)

@@ -746,8 +746,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     - it has not run the backward pass of the layer's last call, or its last backward pass has left out any
       open call of the group;
-    - a hook of a backward pass makes the call. Such hooks run without gradients, unlike the recomputation of a
-      checkpoint;
+    - a hook of a backward pass makes the call. Such hooks run without gradients, unlike the recomputation of
+      a checkpoint;
     - it compares its options in this call, and the other ranks may not compare theirs.
 
     ranks: the ranks of the layer.

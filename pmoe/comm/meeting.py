@@ -70,10 +70,10 @@ IS_OPEN = f"has not run the backward pass of a layer's last call, which other ra
 """Why a rank waits that has not run a backward pass. In an error it follows the rank, such as "rank 3"."""
 
 IN_HOOK = (
-    "calls a layer in a hook of a backward pass, and other ranks do not: every rank must call the layers of a "
-    "group in the same order and equally often, also in hooks"
+    "calls a layer in a hook of a backward pass, and other ranks do not: every rank must call the layers of "
+    "a group in the same order and equally often, also in hooks"
 )
-"""Why a rank waits that calls a layer in a backward pass. In an error it follows the rank, such as "rank 3"."""
+"""Why a rank waits that calls a layer in a backward pass. In an error it follows the rank, as "rank 3"."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.
@@ -197,8 +197,8 @@ class Meeting:
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits for a call in which this rank will not take part.
 
-    There are two cases: this rank runs or has run a backward pass to which the peer has not come, or this rank
-    has already made the call for which the peer waits.
+    There are two cases: this rank runs or has run a backward pass to which the peer has not come, or this
+    rank has already made the call for which the peer waits.
 
     record: this rank's record of the group.
     own_rank: this rank's number in the group.

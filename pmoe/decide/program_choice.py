@@ -233,9 +233,7 @@ def _forget_closed(key: _Key) -> None:
         return
     for answers in (_agreed, _pauses):
         closed = [
-            old
-            for old in answers
-            if old.heaps and old.group == key.group and old.closings < key.closings
+            old for old in answers if old.heaps and old.group == key.group and old.closings < key.closings
         ]
         for old in closed:
             del answers[old]

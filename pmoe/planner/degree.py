@@ -55,8 +55,8 @@ def check_pipeline(pipeline: bool | int | str) -> None:
         raise TypeError(f'pipeline ({pipeline!r}) must be False, True or an int, or "{SOLVE}"')
     if not isinstance(pipeline, bool) and not 1 <= pipeline <= MOST_CHUNKS:
         raise ValueError(
-            f"pipeline ({pipeline}) must be False, True or an int of at least 1, at most {MOST_CHUNKS}: it is "
-            "the number of chunks, each with messages of its own; pass True, and the layer chooses it"
+            f"pipeline ({pipeline}) must be False, True or an int of at least 1, at most {MOST_CHUNKS}: it "
+            "is the number of chunks, each with messages of its own; pass True, and the layer chooses it"
         )
 
 
@@ -85,8 +85,8 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
     n = int(pipeline) or 1
     if not 1 <= pipeline_backward <= MOST_CHUNKS:
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must be an int of at least 1, at most {MOST_CHUNKS}: it "
-            "is the number of chunks of the backward pass; pass None for as many as in the forward pass"
+            f"pipeline_backward ({pipeline_backward}) must be an int of at least 1, at most {MOST_CHUNKS}: "
+            "it is the number of chunks of the backward pass; pass None for as many as in the forward pass"
         )
     bins = math.lcm(n, pipeline_backward)
     if bins > max(n, pipeline_backward, MAX_COMMON):

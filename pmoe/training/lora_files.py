@@ -237,7 +237,8 @@ def save_lora(
 
     Raises ValueError or TypeError on every rank, before anything is written, if a layer has no such adapter,
     if the adapters of two layers differ in rank, alpha or the adapted weights, if experts do not fit the
-    layout, or if layout, name or adapters differ between ranks. Raises ImportError without safetensors, OSError if a file cannot be written.
+    layout, or if layout, name or adapters differ between ranks. Raises ImportError without safetensors,
+    OSError if a file cannot be written.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="planning to save adapters"):
@@ -258,7 +259,7 @@ def save_lora(
                 )
     # The ranks gather each matrix. With other adapters they would mix them, or wait for each other.
     own_adapters = [
-        f"{_name_of(layer, adapter)!r} of {layer_name or 'the layer'}: rank {adapter.rank}, {adapter.targets}"
+        f"{_name_of(layer, adapter)!r} of {layer_name}: rank {adapter.rank}, {adapter.targets}"
         for layer_name, (layer, adapter) in adapters.items()
     ]
     check_same(

@@ -89,8 +89,8 @@ def test_other_adapters_on_one_rank_are_named_on_all_and_not_mixed() -> None:
         for by_name, by_layout, active in ranks(2).run(differing_job, folder):
             for error in (by_name, active):
                 assert error.startswith("ValueError: the saved adapters must be the same on every rank")
-                assert "rank 0: [\"'first' of the layer: rank" in error
-                assert "rank 1: [\"'second' of the layer: rank" in error
+                assert "rank 0: [\"'first' of model: rank" in error
+                assert "rank 1: [\"'second' of model: rank" in error
             rule = "ValueError: save_lora's layout must be the same on every rank, and differs: "
             assert by_layout.startswith(f"{rule}rank 0: qwen-moe; rank 1: qwen-moe-stacked. Pass the same")
         assert not any(Path(folder).iterdir())

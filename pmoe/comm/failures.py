@@ -155,9 +155,10 @@ def publish_outside_pass(error: BaseException) -> None:
 
 
 def publish_construction(error: Exception) -> None:
-    """Publishes the error with which this rank failed to build a layer.
+    """Publishes the error with which this rank failed to build a layer, or refused to call it.
 
-    Peers that have built the layer may wait for this rank in their first call.
+    Peers that have built the layer may wait for this rank in their first call. A rank also refuses a call
+    inside a transform of ``torch.func``, before any message. Such calls count as failed constructors here.
 
     If constructors fail on all ranks, no rank waits. So a rank ignores the report of a peer's n-th failed
     constructor if n of its own constructors have failed, even if the errors differ. If a constructor failed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.call.call import Call, CalledLayer
@@ -394,7 +395,7 @@ class MoELayer(OldAttributes, CalledLayer):
         the routing of the first time. Without these contexts, the routing is computed twice, and ValueError
         is raised on every rank if any token is routed differently the second time.
         """
-        if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
+        if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack() or in_transform():
             from pmoe.layer.calls_with_any import call_with_any
 
             return call_with_any(self, x, token_ids, mask)

@@ -310,7 +310,7 @@ def _states_to_fill(
     before = [dict(optimizer.state) for optimizer in optimizers]
 
     def collect() -> tuple[dict[str, Tensor], list[str]]:
-        states.make_states(optimizers)
+        states.make_states(optimizers, names, metadata)
         tensors = states.of_saved(states.optimizer_state(names, optimizers)[0], metadata)
         return tensors, states.option_problems(names, optimizers, plain)
 

@@ -216,7 +216,7 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
             _agreed[key] = why or own
         else:
             programs = _connected_on_all(backend, modules, shape, x_TM)
-            if isinstance(programs, str):  # the same ranks failed for all ranks, so all begin the same pause
+            if isinstance(programs, str):  # on all ranks, which begin the same pause
                 calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
                 _pauses[key] = _Pause(programs, calls, left=calls)
                 return programs

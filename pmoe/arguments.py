@@ -61,12 +61,12 @@ def check_flag(name: str, flag: object, *, or_none: bool = False) -> None:
         raise TypeError(f"{name} ({flag!r}) must be {allowed}")
 
 
-def check_count(**counts: int) -> None:
-    """Raises TypeError unless each value is an int, and ValueError unless it is between 1 and `MOST`."""
+def check_count(most: int = MOST, /, **counts: int) -> None:
+    """Raises TypeError unless each value is an int, and ValueError unless it is between 1 and ``most``."""
     for name, count in counts.items():
         check_int(**{name: count})
-        if not 1 <= count <= MOST:
-            raise ValueError(f"{name} ({count}) must be at least 1, and at most {MOST}")
+        if not 1 <= count <= most:
+            raise ValueError(f"{name} ({count}) must be at least 1, and at most {most}")
 
 
 def check_not_negative(**values: float) -> None:

@@ -93,9 +93,12 @@ class LayerCache:
         - the numbers of chunks of the last call;
         - the nodes of the ranks;
         - the copies of busy experts that this rank has kept;
-        - the bounds on rows on which the ranks agreed.
+        - the bounds on rows on which the ranks agreed;
+        - results of choices and measurements. A rank of the new group may be a new process without them. It
+          would measure, and wait for ranks that do not.
         """
         self.differed = None
+        self.choosers.clear()
         self.padded_kinds.clear()
         self.counted = ()
         self.node_of_ranks = ()

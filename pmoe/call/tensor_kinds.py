@@ -32,6 +32,18 @@ def is_dtensor(x: object) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
+def refused_transform() -> str | None:
+    """Returns why a layer refuses a call inside a transform of ``torch.func``; None outside of transforms."""
+    running: Any = innermost_transform()
+    if running is None:
+        return None
+    return (
+        f"x (inside the transform {running.key().name.lower()} of torch.func) must be outside of it: a "
+        "layer decides each call on the host, so vmap, grad, vjp and jvp cannot transform it: call the "
+        "layer with all tokens as one batch, and differentiate it by torch.autograd.grad"
+    )
+
+
 def refused_kind(x: Tensor, d_model: int) -> str | None:
     """Returns why a layer refuses a tensor of this kind, and what to pass instead; None if it accepts it.
 
@@ -44,13 +56,9 @@ def refused_kind(x: Tensor, d_model: int) -> str | None:
             "x (inside torch.jit.trace) must be outside of it: a layer decides each call on the host, so a "
             "trace would keep the routing of this batch. Trace the modules around the layer"
         )
-    running: Any = innermost_transform()
-    if running is not None:
-        return (
-            f"x (inside the transform {running.key().name.lower()} of torch.func) must be outside of it: a "
-            "layer decides each call on the host, so vmap, grad, vjp and jvp cannot transform it: call the "
-            "layer with all tokens as one batch, and differentiate it by torch.autograd.grad"
-        )
+    transform = refused_transform()
+    if transform is not None:
+        return transform
     name = f"x (a {type(x).__name__})"
     if x.layout is torch.jagged:
         if x.lengths() is not None:  # type: ignore[attr-defined]

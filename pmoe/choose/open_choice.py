@@ -67,12 +67,12 @@ Trials run on as many tokens as fit into the memory of the layer's smallest step
 chunks. With two chunks, only about an eighth of the tokens would fit, too few to compare restore pairs.
 """
 
-_compared: set[tuple[tuple[int, ...], str]] = set()
-"""The profiles that were already compared with a measured step, by (ranks, time when it was measured).
+_compared: set[tuple[str, str]] = set()
+"""The profiles that were already compared with a measured step: (name of the group, time of the measurement).
 
 A profile has the measured rates of a machine. Several groups of ranks may read the same profile, and a rank
-may belong to more than one of them. The key contains the ranks, because a comparison is collective: either
-all ranks of a group make it, or none.
+may belong to more than one of them. The key contains the group's name, because a comparison is collective:
+either all ranks of a group make it, or none.
 """
 
 
@@ -268,7 +268,7 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     profile = PROFILES.get((ranks.name, x_TM.device, x_TM.dtype))
     if profile is None or not batch.may_try:
         return choice
-    key = (tuple(ranks.members), profile.when)
+    key = (ranks.name, profile.when)
     if key in _compared:
         return choice
     _compared.add(key)

@@ -71,7 +71,8 @@ def degrees_by_search(batch: TrialBatch, restore: Restore) -> PassDegrees:
     degrees = table.lookup(batch.counts.max_tokens)
     if learned is None or not batch.trials_allowed:
         return degrees or degrees_by_rule(batch)
-    tested = (str(batch.inputs.x_TM.dtype), hosted, rounded(batch.counts.max_tokens), restore)
+    rounded_tokens = rounded(batch.counts.max_tokens)
+    tested = (modules.ranks.name, str(batch.inputs.x_TM.dtype), hosted, rounded_tokens, restore)
     if degrees is None:
         degrees = search(
             table, batch, restore, options.degrees, apart=options.rotates and not options.send_once
@@ -506,9 +507,10 @@ class LearnedDegrees:
     path: the file in which rank 0 keeps the tables between runs; None on other ranks, and if $PMOE_CACHE is
         not set.
     with_enough_memory: results of earlier memory tests (`n_with_enough_memory`), so that none is repeated. A
-        key of this dict is (dtype of the rows, copies on a rank, rounded number of tokens, restore pair, n of
-        both passes from the table). The value is the n to use: the same n if every rank had enough memory for
-        it, otherwise a larger n. The restore pair says how backward gets the rows and the hidden activation.
+        key of this dict is (name of the group, dtype of the rows, copies on a rank, rounded number of tokens,
+        restore pair, n of both passes from the table). The value is the n to use: the same n if every rank
+        had enough memory for it, otherwise a larger n. The restore pair says how backward gets the rows and
+        the hidden activation.
     """
 
     key: Mapping[str, Any]
@@ -550,7 +552,12 @@ class LearnedDegrees:
             )
 
 
-_LEARNED: dict[tuple[str, str], LearnedDegrees] = {}  # {(name of the process group, key as JSON): results}
+_LEARNED: dict[tuple[str, str], LearnedDegrees] = {}
+"""The results of trials of this process: {(the global ranks as text, key as JSON): results}.
+
+They stay valid if the process group is made again, because its ranks take the results of rank 0
+(`load_learned`).
+"""
 
 
 def load_learned(
@@ -611,7 +618,8 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
     path: the file in which new results will be kept; None for no file. Only the first call for a key uses
         ``path``.
     """
-    return _LEARNED.setdefault((ranks.name, json.dumps(key, sort_keys=True)), LearnedDegrees(key, path=path))
+    name = (str(ranks.members), json.dumps(key, sort_keys=True))
+    return _LEARNED.setdefault(name, LearnedDegrees(key, path=path))
 
 
 def _stored_tables(path: Path | None, key: Mapping[str, Any], candidates: Sequence[int]) -> Tables:

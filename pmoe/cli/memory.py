@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pmoe.arguments import check_int
+from pmoe.arguments import check_count, check_int
 from pmoe.cli.arguments import DTYPES, add_allow, parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
@@ -25,7 +25,7 @@ from pmoe.engine.buffers.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.papers.mpipemoe_memory import theory
-from pmoe.planner.degree import all_choices, check_backward
+from pmoe.planner.degree import MOST_CHUNKS, all_choices, check_backward
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.priced_choices import bound, planned_pairs
 from pmoe.schedule.restore import Restore, without_messages
@@ -83,6 +83,7 @@ def run_command(args: argparse.Namespace) -> Output:
     """
     if args.theory:
         return _theory(args)
+    check_count(MOST_CHUNKS, **{"--n": args.n})
     try:
         check_backward(args.n, args.n_backward)
     except ValueError as error:

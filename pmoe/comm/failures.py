@@ -47,6 +47,7 @@ from pmoe.comm.group_record import (
 from pmoe.comm.meeting import (
     CURE,
     FIRST_PAUSE_SECONDS,
+    IN_HOOK,
     IS_OPEN,
     LAST_PAUSE_SECONDS,
     Meeting,
@@ -154,9 +155,10 @@ def publish_outside_pass(error: BaseException) -> None:
 
 
 def publish_construction(error: Exception) -> None:
-    """Publishes the error with which this rank failed to build a layer.
+    """Publishes the error with which this rank failed to build a layer, or refused to call it.
 
-    Peers that have built the layer may wait for this rank in their first call.
+    Peers that have built the layer may wait for this rank in their first call. A rank also refuses a call
+    inside a transform of ``torch.func``, before any message. Such calls count as failed constructors here.
 
     If constructors fail on all ranks, no rank waits. So a rank ignores the report of a peer's n-th failed
     constructor if n of its own constructors have failed, even if the errors differ. If a constructor failed
@@ -741,14 +743,16 @@ def enter_call(ranks: Ranks) -> None:
 def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     """Waits until all ranks have come to the same call of a layer, if they may be in different calls.
 
-    This rank waits in two cases (`pmoe.comm.meeting`):
+    This rank waits in three cases (`pmoe.comm.meeting`):
 
     - it has not run the backward pass of the layer's last call, or its last backward pass has left out any
       open call of the group;
+    - a hook of a backward pass makes the call. Such hooks run without gradients, unlike the recomputation of
+      a checkpoint;
     - it compares its options in this call, and the other ranks may not compare theirs.
 
     ranks: the ranks of the layer.
-    why_compare: in the second case, why this rank compares its options, as the end of a sentence that begins
+    why_compare: in the last case, why this rank compares its options, as the end of a sentence that begins
         with "rank 3"; otherwise "".
 
     Returns True if all ranks must compare their options in this call, because one of them has a reason. The
@@ -757,12 +761,17 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     Raises what `meet` raises.
     """
     is_open = ranks.open_call in ranks.record.open_calls or ranks.record.leaves_call_out
-    if not (why_compare or (is_open and torch._C._current_graph_task_id() == -1)):
+    if not (why_compare or is_open or torch._C._current_graph_task_id() != -1):
         return False
+    is_in_backward = torch._C._current_graph_task_id() != -1
+    is_in_hook = is_in_backward and not torch.is_grad_enabled()
+    if is_in_backward and not (why_compare or is_in_hook):
+        return False  # a checkpoint runs the layer again
     assert ranks.group is not None
     if not has_peers(ranks.group):
         return bool(why_compare)
-    return meet(ranks, why_compare or IS_OPEN, compares=bool(why_compare))
+    why = why_compare or (IN_HOOK if is_in_hook else IS_OPEN)
+    return meet(ranks, why, compares=bool(why_compare))
 
 
 def meet_before_reduction(ranks: Ranks) -> None:

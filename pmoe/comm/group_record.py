@@ -241,6 +241,24 @@ def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
     return record
 
 
+_serials: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def serial_of_group(group: dist.ProcessGroup) -> int:
+    """Returns a number that no other process group of this process has, 1 for the first group that asks.
+
+    A group may be destroyed and made again under the same name. It then has another number. The number may be
+    different on each rank.
+    """
+    if group not in _serials:
+        _serials[group] = next(_next_serial)
+    return _serials[group]
+
+
+_next_serial = itertools.count(1)
+"""The numbers of `serial_of_group`."""
+
+
 def is_known(group: dist.ProcessGroup) -> bool:
     """Returns whether torch.distributed knows a group: False after destroy_process_group has destroyed it."""
     return group in dist.distributed_c10d._world.pg_map

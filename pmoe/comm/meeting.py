@@ -2,7 +2,7 @@
 
 The rank reads in the store (torch.distributed's key-value store) whether all ranks have come.
 
-There are two reasons for a meeting.
+There are three reasons for a meeting.
 
 1. Skipped backward passes. A rank may skip the backward pass of a layer's last call and call the layer again,
    while its peers run that pass. Its row counts would then be paired with rows of the peers' backward pass.
@@ -35,6 +35,10 @@ There are two reasons for a meeting.
      evaluates alone. This is possible if layers of the group were called repeatedly before, or if the layer
      is a copy (copy.deepcopy) of a layer that was called.
 
+3. Calls in hooks of a backward pass. A rank may have a hook that calls a layer in a backward pass, while its
+   peers run that pass without such a hook. Its row counts would then be paired with rows of the pass. If the
+   messages had different sizes, processes would abort. So the rank waits in a meeting before such a call.
+
 Ranks come to a meeting for different reasons. If any of them compares its options, all of them compare
 theirs.
 
@@ -64,6 +68,12 @@ CURE = (
 
 IS_OPEN = f"has not run the backward pass of a layer's last call, which other ranks may be running: {CURE}"
 """Why a rank waits that has not run a backward pass. In an error it follows the rank, such as "rank 3"."""
+
+IN_HOOK = (
+    "calls a layer in a hook of a backward pass, and other ranks do not: every rank must call the layers of "
+    "a group in the same order and equally often, also in hooks"
+)
+"""Why a rank waits that calls a layer in a backward pass. In an error it follows the rank, as "rank 3"."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.
@@ -187,8 +197,8 @@ class Meeting:
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits for a call in which this rank will not take part.
 
-    There are two cases: this rank runs or has run a backward pass that the peer has skipped, or this rank has
-    already made the call for which the peer waits.
+    There are two cases: this rank runs or has run a backward pass to which the peer has not come, or this
+    rank has already made the call for which the peer waits.
 
     record: this rank's record of the group.
     own_rank: this rank's number in the group.
@@ -209,7 +219,9 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
             continue  # all ranks came to that meeting: the peer is slow to leave it, and will come, too
         layers = {int(number): layer for number, layer in json.loads(calls).items()}
         skipped = [number for number in layers if record.has_closed(number)]
-        if skipped and int(call) > record.exchanges:
+        if skipped and int(call) > record.exchanges and why == IN_HOOK:
+            sentences.append(f"rank {rank} {why}")
+        elif skipped and int(call) > record.exchanges:
             number = record.backward_of if record.backward_of in skipped else skipped[-1]
             verb = "is running" if number == record.backward_of else "has run"
             sentences.append(

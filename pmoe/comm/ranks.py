@@ -8,7 +8,13 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from pmoe.comm.group_record import GroupRecord, collectives, is_known, record_of_group
+from pmoe.comm.group_record import (
+    GroupRecord,
+    collectives,
+    is_known,
+    record_of_group,
+    serial_of_group,
+)
 
 
 class Ranks:
@@ -93,8 +99,15 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """A text that identifies the group, the same on all of its ranks; "" without a group."""
-        return "" if self.group is None else f"{self.group.group_name} {self.members}"
+        """A text that identifies the group in this process; "" without a group.
+
+        A process keeps the results of its measurements and choices under this text. A group that is made
+        again, after destroy_process_group, has another text. So its ranks use no earlier results: one of them
+        may be a new process, which has none, and would wait alone in a measurement.
+        """
+        if self.group is None:
+            return ""
+        return f"{self.group.group_name} {self.members} {serial_of_group(self.group)}"
 
     @property
     def record(self) -> GroupRecord:

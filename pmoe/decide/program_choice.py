@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.comm.agreement import gathered
+from pmoe.comm.agreement import all_fail_together, gathered
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.heap.program_heap import num_closings
 from pmoe.engine.passes.base import Inputs
@@ -43,8 +43,7 @@ BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 class _Key:
     """Everything on which the answer of `_programs_of` depends.
 
-    group: name of the ranks' group.
-    life: a number that differs between groups that have the same name, one after another.
+    group: name of the ranks' group (`Ranks.name`). A group that is made again has another name.
     device, dtype: of the rows.
     experts_type, activation: class and nonlinearity of the experts.
     backend: the backend of the device; None if there is none.
@@ -54,7 +53,6 @@ class _Key:
     """
 
     group: str
-    life: int
     device: torch.device
     dtype: torch.dtype
     experts_type: type
@@ -191,13 +189,9 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     assert isinstance(experts, StackedExperts)
     device_type = device.type if backend is None else backend.device_type
     shape = LayerShape.of(modules, x_TM, weight_TK, device_type=device_type)
-    life = (
-        ranks.record.life if ranks.size > 1 else 0
-    )  # a group made again may have the name of an earlier one
     heaps = modules.options.switches.program_heaps
     key = _Key(
         group=ranks.name,
-        life=life,
         device=device,
         dtype=x_TM.dtype,
         experts_type=type(experts),
@@ -221,13 +215,12 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
         if why is not None or backend is None:
             _agreed[key] = why or own
         else:
-            try:
-                _agreed[key] = _connected(backend, modules, shape, x_TM)
-            except RuntimeError as error:  # all ranks raise it, so all ranks begin the same pause
+            programs = _connected_on_all(backend, modules, shape, x_TM)
+            if isinstance(programs, str):  # on all ranks, which begin the same pause
                 calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
-                reason = f"there is no communicator: {error}"
-                _pauses[key] = _Pause(reason, calls, left=calls)
-                return reason
+                _pauses[key] = _Pause(programs, calls, left=calls)
+                return programs
+            _agreed[key] = programs
     return _agreed[key]
 
 
@@ -240,18 +233,46 @@ def _forget_closed(key: _Key) -> None:
         return
     for answers in (_agreed, _pauses):
         closed = [
-            old
-            for old in answers
-            if old.heaps and (old.group, old.life) == (key.group, key.life) and old.closings < key.closings
+            old for old in answers if old.heaps and old.group == key.group and old.closings < key.closings
         ]
         for old in closed:
             del answers[old]
 
 
+def _connected_on_all(
+    backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor
+) -> Programs | str:
+    """Returns programs with a communicator if every rank has one, or the reason why some rank has none.
+
+    If a rank failed alone, for example because it cannot start a thread, the other ranks have a communicator
+    with which that rank would never send. So the ranks compare their errors. Collective.
+
+    backend, shape: of the programs.
+    modules: the modules of the layer.
+    x_TM: (T, M), the rows of a call.
+
+    Raises other errors than RuntimeErrors on every rank.
+    """
+    stage = "connecting the ranks for pass programs"
+    programs: Programs | None = None
+    failure = ""
+    with all_fail_together(modules.ranks, stage=stage):
+        try:
+            programs = _connected(backend, modules, shape, x_TM)
+        except RuntimeError as error:
+            failure = str(error)
+    failures = gathered(modules.ranks, failure, stage=stage)
+    of_others = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+    failure = failure or next(of_others, "")
+    if programs is None or failure:
+        return f"there is no communicator: {failure}"
+    return programs
+
+
 def _connected(backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor) -> Programs:
     """Returns programs with a communicator for the layer's ranks. Collective.
 
-    Raises RuntimeError, on all ranks, if no communicator could be made.
+    Raises RuntimeError if no communicator could be made. It may be raised on some ranks only.
     """
     ranks = modules.ranks
     communicator = None

@@ -15,7 +15,8 @@ FakeTensorMode the result has no values. Selective activation checkpointing must
 (`pmoe.checkpointing.selective`). make_fx and torch.export are refused. Other modes change nothing.
 
 `pmoe.call.tensor_kinds.refused_kind` says which types are refused. A rank that refuses its input reports this
-to the other ranks in the exchange of row counts, so that every rank raises and none waits.
+to the other ranks in the exchange of row counts, so that every rank raises and none waits. Inside a transform
+of ``torch.func`` no message can be sent, so the rank publishes its error in the store.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from pmoe.call.tensor_kinds import PLAIN, is_dtensor, is_jagged, refused_kind
+from pmoe.call.tensor_kinds import PLAIN, is_dtensor, is_jagged, refused_kind, refused_transform
 from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
+from pmoe.comm.counts import Fault, FaultError
+from pmoe.comm.failures import publish_construction
 from pmoe.layer.shapes_only import computed_shapes, has_no_values
 
 if TYPE_CHECKING:
@@ -45,8 +48,15 @@ def call_with_any(layer: MoELayer, x: Tensor, *of_tokens: Tensor | None) -> Tens
     of_tokens: forward's arguments token_ids and mask, (...): one value for each token, or None. Each is a
         plain tensor, or of the type of x.
 
-    Raises what `MoELayer.forward` raises, and RuntimeError if make_fx or torch.export traces the call.
+    Raises what `MoELayer.forward` raises, and RuntimeError if make_fx or torch.export traces the call. Raises
+    FaultError inside a transform of ``torch.func``.
     """
+    transform = refused_transform()
+    if transform is not None and layer.ranks.size > 1:
+        # A transform wraps all tensors that are made in it, so no message could be sent.
+        error = FaultError(Fault.SHAPE, transform)
+        publish_construction(error)
+        raise error
     if get_proxy_mode() is not None:  # the traced graph would hold the row counts of this batch as constants
         raise RuntimeError(
             "a MoELayer decides each call on the host, so make_fx and torch.export cannot trace it: trace "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.call.call import Call, CalledLayer
@@ -77,8 +78,8 @@ class MoELayer(OldAttributes, CalledLayer):
         pad_to_capacity: pads each expert's rows to that number, so the host need not wait for row counts.
         check_finite: whether logits that are not finite raise on all ranks; None is `not pad_to_capacity`.
 
-        pipeline: n, the number of micro-batches; False is 1. True finds n by trials (MPipeMoE, Algorithm 1);
-            "solve" computes it from measured costs (FSMoE, Algorithm 1).
+        pipeline: n, the number of micro-batches, at most 1024; False is 1. True finds n by trials (MPipeMoE,
+            Algorithm 1); "solve" computes it from measured costs (FSMoE, Algorithm 1).
         pipeline_backward: n of backward; None is forward's n. The least common multiple of both is <= 256.
         fused: True computes both passes by COMET's fused kernels, "forward" only forward, "auto" both if that
             was measured to be faster. "persistent" computes each pass by one kernel of FlashDMoE.
@@ -394,7 +395,7 @@ class MoELayer(OldAttributes, CalledLayer):
         the routing of the first time. Without these contexts, the routing is computed twice, and ValueError
         is raised on every rank if any token is routed differently the second time.
         """
-        if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack():
+        if type(x) is not Tensor or x.is_meta or torch._C._len_torch_dispatch_stack() or in_transform():
             from pmoe.layer.calls_with_any import call_with_any
 
             return call_with_any(self, x, token_ids, mask)

@@ -9,7 +9,7 @@ from pmoe.call.modules import LayerModules
 from pmoe.call.narrow_pairs import check_narrow, possible_pairs
 from pmoe.call.sizes import memory_shape, rows_of_call
 from pmoe.comm.counts import RankCounts, cuts
-from pmoe.planner.degree import Choice, all_choices
+from pmoe.planner.degree import MOST_CHUNKS, Choice, all_choices
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
@@ -55,7 +55,7 @@ def predict_memory(
     """
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
-            check_count(**{name: value})
+            check_count(MOST_CHUNKS, **{name: value})
     check_int(0, num_tokens=num_tokens)
     check_kind((RankCounts, type(None)), "None or what layer.row_counts holds", row_counts=row_counts)
     check_predictable(modules)

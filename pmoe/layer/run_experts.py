@@ -265,6 +265,14 @@ def layers(model: nn.Module) -> dict[str, MoELayer]:
     return {name: _layers[module].layer for name, module in model.named_modules() if module in _layers}
 
 
+def _with_types(options: Mapping[str, Any]) -> dict[str, tuple[type, Any]]:
+    """Returns the options of a layer with the types of their values, to compare them with other options.
+
+    pipeline=True and pipeline=1 are different options, although True == 1.
+    """
+    return {name: (type(value), value) for name, value in options.items()}
+
+
 @contextmanager
 def _layer_of(
     owner: nn.Module,
@@ -291,8 +299,6 @@ def _layer_of(
     if not experts.stacks.transposed:
         d_hidden, d_model = d_model, d_hidden
     sizes = (d_model, d_hidden, num_experts, top_k)
-    # Types are compared, too: pipeline=True and pipeline=1 are different options, although True == 1.
-    typed = {name: (type(value), value) for name, value in options.items()}
     entry = _layers.get(owner)
     if entry is not None and entry.thread == threading.get_ident():
         # The lock would wait for itself.
@@ -300,7 +306,7 @@ def _layer_of(
             f"owner ({type(owner).__name__}) must not be the module whose experts are running: the "
             "activation or a hook has called them again. Pass another module as owner of the inner call"
         )
-    made_for = (sizes, group, typed)
+    made_for = (sizes, group, _with_types(options))
     if entry is None or entry.made_for != made_for:
         ranks = Ranks.single() if group is None else group
         layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
@@ -341,7 +347,10 @@ def run_borrowed(
     index = index.to(torch.int64)
     is_exact = options.get("products") is None  # `run_few_rows` cannot round the operands of products
     if group is None and is_exact and has_few_rows(x, index, weights, experts.stacks):
-        y = run_few_rows(owner, x, index, weights, experts.stacks)
+        built = _layers.get(owner)
+        # Other options than before must be checked, so the layer is built again.
+        has_same_options = built is not None and built.made_for[2] == _with_types(options)
+        y = run_few_rows(owner, x, index, weights, experts.stacks) if has_same_options else None
         if y is not None:
             return y
     num_experts = experts.num_local_experts * (1 if group is None else dist.get_world_size(group))

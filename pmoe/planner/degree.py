@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pmoe.arguments import MOST
 from pmoe.schedule.restore import Restore
 
 DEGREES = (1, 2, 4, 8, 16)
@@ -18,6 +17,13 @@ MAX_DEGREE = 16
 
 SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
 """Numbers of chunks that pipeline="solve" chooses from. Forward and backward may have different ones."""
+
+MOST_CHUNKS = 1024
+"""The largest number of chunks that a user may choose.
+
+A layer counts rows, makes a plan and sends messages for each chunk, also if the chunk has no rows. So far
+more chunks than this would exhaust memory, or seem to hang.
+"""
 
 MAX_COMMON = 256
 """Largest number of equal parts into which a batch is cut to suit the chunks of both passes.
@@ -41,14 +47,17 @@ def check_pipeline(pipeline: bool | int | str) -> None:
     """Checks a layer's argument ``pipeline``: the number of chunks n, or how the layer chooses n.
 
     Raises TypeError unless ``pipeline`` is a bool, an int or "solve". Raises ValueError for an int below 1 or
-    above 2**31 - 1.
+    above `MOST_CHUNKS`.
     """
     if isinstance(pipeline, str) and pipeline == SOLVE:
         return
     if not isinstance(pipeline, int):
         raise TypeError(f'pipeline ({pipeline!r}) must be False, True or an int, or "{SOLVE}"')
-    if not isinstance(pipeline, bool) and not 1 <= pipeline <= MOST:
-        raise ValueError(f"pipeline ({pipeline}) must be False, True or an int of at least 1, at most {MOST}")
+    if not isinstance(pipeline, bool) and not 1 <= pipeline <= MOST_CHUNKS:
+        raise ValueError(
+            f"pipeline ({pipeline}) must be False, True or an int of at least 1, at most {MOST_CHUNKS}: it "
+            "is the number of chunks, each with messages of its own; pass True, and the layer chooses it"
+        )
 
 
 def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) -> None:
@@ -74,9 +83,10 @@ def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) ->
             "which chooses both degrees"
         )
     n = int(pipeline) or 1
-    if not 1 <= pipeline_backward <= MOST:
+    if not 1 <= pipeline_backward <= MOST_CHUNKS:
         raise ValueError(
-            f"pipeline_backward ({pipeline_backward}) must be an int of at least 1, at most {MOST}"
+            f"pipeline_backward ({pipeline_backward}) must be an int of at least 1, at most {MOST_CHUNKS}: "
+            "it is the number of chunks of the backward pass; pass None for as many as in the forward pass"
         )
     bins = math.lcm(n, pipeline_backward)
     if bins > max(n, pipeline_backward, MAX_COMMON):

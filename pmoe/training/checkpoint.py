@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from pmoe.arguments import check_count, check_int, check_kind, check_module, check_path, plain_int
+from pmoe.arguments import check_count, check_int, check_kind, check_module, check_path, plain_int, shown
 from pmoe.comm.agreement import from_first, gathered
+from pmoe.comm.counts import ranks_in_words
 from pmoe.comm.ranks import Ranks
 from pmoe.training import checkpoint_files as files
 from pmoe.training import checkpoint_state as states
@@ -91,7 +92,8 @@ def save_checkpoint(
     unchanged and is still the one that is loaded.
 
     Raises CheckpointError on every rank if any rank fails. For example, the model was not parallelized, so
-    that ranks hold different experts under one name. Raises RuntimeError if another rank died.
+    that ranks hold different experts under one name. Also raises it on every rank if ``folder``, ``step``,
+    ``keep`` or the classes of the optimizers differ between ranks. Raises RuntimeError if another rank died.
     """
     ranks = Ranks(group)
     step = plain_int(step)
@@ -113,7 +115,10 @@ def save_checkpoint(
         files.check_plain(plain)
         return tensors | of_optimizer, plain
 
-    tensors, own = _on_all(ranks, "collecting", collect)
+    def arguments() -> dict[str, str]:
+        return _as_texts("save_checkpoint", folder, optimizer, step=step, keep=keep)
+
+    tensors, own = _on_all(ranks, "collecting", collect, arguments)
     joined = _joined(gathered(ranks, own, stage="collecting a checkpoint"))
     plain = joined | {"ranks": ranks.size, "format": files.FORMAT}
     part = _on_first(ranks, "making the folder", lambda: files.new_folder(Path(folder), step))
@@ -151,9 +156,11 @@ def load_checkpoint(
 
     Raises CheckpointError on every rank, before anything is changed, if there is no checkpoint, if files are
     missing, too short or damaged, or if names, shapes or dtypes do not fit the model and the optimizers. The
-    message names the files or tensors that are wrong.
+    message names the files or tensors that are wrong. Also raises it on every rank if ``folder``, ``step`` or
+    the classes of the optimizers differ between ranks. For example, one rank has passed no optimizer.
     """
     ranks = Ranks(group)
+    step = plain_int(step)
 
     def collect() -> tuple[states.Names, dict[str, Tensor], list[Optimizer]]:
         check_path(folder=folder)
@@ -163,9 +170,12 @@ def load_checkpoint(
         names = states.Names(model)
         return names, states.model_state(model, names)[0], _listed(optimizer)
 
-    names, tensors, optimizers = _on_all(ranks, "collecting", collect)
+    def arguments() -> dict[str, str]:
+        return _as_texts("load_checkpoint", folder, optimizer, step=step)
+
+    names, tensors, optimizers = _on_all(ranks, "collecting", collect, arguments)
     path = Path(folder) / _on_first(
-        ranks, "looking for a checkpoint in folder", lambda: files.find(Path(folder), plain_int(step))
+        ranks, "looking for a checkpoint in folder", lambda: files.find(Path(folder), step)
     )
     plain, metadata, random = _on_all(
         ranks, f"reading {path} (step= loads another)", lambda: files.read(path, ranks.rank, ranks.size)
@@ -197,6 +207,63 @@ def _listed(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer
     return optimizers
 
 
+def _as_texts(
+    function: str,
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    **numbers: object,
+) -> dict[str, str]:
+    """Returns the arguments that must be the same on every rank, as texts: {name of the argument: its value}.
+
+    Ranks compare the texts (`_check_same`).
+
+    function: name of the function that was called, which must be the same on every rank, too.
+    folder: the argument ``folder``. Its text is the absolute path without symbolic links, because ranks may
+        have different working directories.
+    optimizer: the argument ``optimizer``. Its text has the classes of the optimizers, because each rank has
+        optimizers of its own.
+    numbers: arguments that are ints or None.
+    """
+    classes = [type(of_model).__name__ for of_model in _listed(optimizer)]
+    texts = {name: shown(number) for name, number in numbers.items()}
+    return {
+        "the function": function,
+        "folder": os.path.realpath(folder),
+        "optimizer": ", ".join(classes) or "None",
+        **texts,
+    }
+
+
+def _check_same(of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Raises CheckpointError, with the same text on all ranks, if an argument differs between ranks.
+
+    Without this error, some ranks would run collectives that the others do not run. For example, only ranks
+    with an optimizer compare the states of optimizers.
+
+    of_ranks: for each rank, its arguments as texts (`_as_texts`). The function is compared first, because the
+        other names depend on it.
+    """
+    for name in of_ranks[0]:
+        ranks_with = dict[str, list[int]]()
+        for rank, arguments in enumerate(of_ranks):
+            ranks_with.setdefault(arguments[name], []).append(rank)
+        if len(ranks_with) > 1:
+            values = "; ".join(f"{ranks_in_words(some)}: {value}" for value, some in ranks_with.items())
+            raise CheckpointError(
+                f"checkpoint: {name} must be the same on every rank, and differs: {values}. {CURES[name]}"
+            )
+
+
+CURES = {
+    "the function": "Every rank must call the same function",
+    "folder": "Pass the same folder, which all ranks see, on every rank",
+    "optimizer": "Pass the optimizers of the model on every rank, or None on every rank",
+    "step": "Pass the same step on every rank",
+    "keep": "Pass the same keep on every rank",
+}
+"""What to do if an argument differs between ranks, by the argument's name."""
+
+
 def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merges the plain data of all ranks into one dict.
 
@@ -210,12 +277,7 @@ def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         model      extra states of modules, by name
         options    options of optimizers, by name of the parameter
         values     optimizer states that are not tensors, by name of the parameter
-
-    Raises CheckpointError if the ranks gave different steps.
     """
-    steps = [plain_data["step"] for plain_data in of_ranks]
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"checkpoint: step must be the same on every rank, not {steps}")
     plain = dict(of_ranks[0])
     for kind in ("model", "options", "values"):
         plain[kind] = {
@@ -248,7 +310,7 @@ def _states_to_fill(
     before = [dict(optimizer.state) for optimizer in optimizers]
 
     def collect() -> tuple[dict[str, Tensor], list[str]]:
-        states.make_states(optimizers)
+        states.make_states(optimizers, names, metadata)
         tensors = states.of_saved(states.optimizer_state(names, optimizers)[0], metadata)
         return tensors, states.option_problems(names, optimizers, plain)
 
@@ -295,21 +357,29 @@ def _check_fit(
 # ---- an error on one rank raises on all ranks
 
 
-def _on_all(ranks: Ranks, stage: str, act: Callable[[], T]) -> T:
+def _on_all(
+    ranks: Ranks, stage: str, act: Callable[[], T], arguments: Callable[[], dict[str, str]] = dict
+) -> T:
     """Calls ``act`` on every rank and returns this rank's result.
 
-    Raises CheckpointError on every rank if ``act`` raised an error on any rank. Collective.
+    Raises CheckpointError on every rank if ``act`` raised an error on any rank, or if the ranks have
+    different ``arguments``. Collective.
 
     ranks: the ranks that hold the model together.
     stage: what ``act`` does, for the message.
+    arguments: returns the arguments that must be the same on every rank, as texts (`_as_texts`).
     """
     error = None
     value = None
+    own = dict[str, str]()
     try:
         value = act()
+        own = arguments()
     except Exception as raised:
         error = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
-    _raise(stage, gathered(ranks, error, stage=f"agreeing on a checkpoint ({stage})"))
+    of_ranks = gathered(ranks, (error, own), stage=f"agreeing on a checkpoint ({stage})")
+    _raise(stage, [error_of_rank for error_of_rank, _ in of_ranks])
+    _check_same([arguments_of_rank for _, arguments_of_rank in of_ranks])
     return value  # type: ignore[return-value]
 
 

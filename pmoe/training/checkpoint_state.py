@@ -234,16 +234,29 @@ def option_problems(names: Names, optimizers: Sequence[Optimizer], plain: Plain)
     return problems
 
 
-def make_states(optimizers: Sequence[Optimizer]) -> None:
-    """Creates the optimizer's state of every trained parameter that has none yet.
+def make_states(optimizers: Sequence[Optimizer], names: Names, metadata: Metadata) -> None:
+    """Creates the optimizer's state of every parameter that is trained, or has a saved state.
+
+    A frozen parameter has a saved state if it was trained before it was frozen.
 
     torch creates states by a step with zero gradients and zero learning rates, but only for an optimizer
-    without any state or gradient. So existing states, gradients and options are set aside during the step,
-    and put back afterwards.
+    without any state or gradient, and not for frozen parameters. So existing states, gradients and options
+    are set aside during the step, and put back afterwards.
+
+    optimizers: the optimizers.
+    names: maps parameters to their names in the checkpoint.
+    metadata: the list of the saved tensors that torch.distributed.checkpoint wrote.
     """
+    saved = _owners(metadata)
     for optimizer in optimizers:
         parameters = [parameter for _, _, parameter in _parameters_of([optimizer])]
-        if all(tensor in optimizer.state for tensor in parameters if tensor.requires_grad):
+        frozen = [
+            tensor
+            for tensor in parameters
+            if not tensor.requires_grad and f"optimizer.{names.of(tensor)}" in saved
+        ]
+        trained = [tensor for tensor in parameters if tensor.requires_grad]
+        if all(tensor in optimizer.state for tensor in (*trained, *frozen)):
             continue
         states = dict(optimizer.state)
         gradients = [tensor.grad for tensor in parameters]
@@ -251,9 +264,13 @@ def make_states(optimizers: Sequence[Optimizer]) -> None:
         optimizer.state.clear()
         for tensor in parameters:
             tensor.grad = None
+        for tensor in frozen:
+            tensor.requires_grad_(True)
         try:
             state_dict._init_optim_state(optimizer)
         finally:
+            for tensor in frozen:
+                tensor.requires_grad_(False)
             optimizer.state.update(states)
             for tensor, gradient in zip(parameters, gradients, strict=True):
                 tensor.grad = gradient

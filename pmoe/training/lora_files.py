@@ -43,13 +43,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pmoe.arguments import check_kind, check_one_of, check_path
-from pmoe.comm.agreement import all_fail_together
+from pmoe.comm.agreement import all_fail_together, check_same
 from pmoe.comm.failures import at_stage
 from pmoe.comm.ranks import Ranks
 from pmoe.convert import LAYOUTS, Layout
 from pmoe.experts.columns import joined_columns, own_columns
 from pmoe.experts.dtensor_layout import hold_own_parts
-from pmoe.experts.lora import WEIGHTS, Adapter
+from pmoe.experts.lora import WEIGHTS, Adapter, LoraExperts
 from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import UNCUT, StackedExperts, part_of_cut
 from pmoe.layer import MoELayer
@@ -236,8 +236,9 @@ def save_lora(
     saves those. Collective: every rank of the group must call it.
 
     Raises ValueError or TypeError on every rank, before anything is written, if a layer has no such adapter,
-    if the adapters of two layers differ in rank, alpha or the adapted weights, or if experts do not fit the
-    layout. Raises ImportError without safetensors, OSError if a file cannot be written.
+    if the adapters of two layers differ in rank, alpha or the adapted weights, if experts do not fit the
+    layout, or if layout, name or adapters differ between ranks. Raises ImportError without safetensors,
+    OSError if a file cannot be written.
     """
     ranks = Ranks(group)
     with all_fail_together(ranks, stage="planning to save adapters"):
@@ -256,6 +257,17 @@ def save_lora(
                     f"{next(iter(adapters))}, {(first.rank, first.alpha, first.targets)}: PEFT's files have "
                     "one rank for all layers"
                 )
+    # The ranks gather each matrix. With other adapters they would mix them, or wait for each other.
+    own_adapters = [
+        f"{_name_of(layer, adapter)!r} of {layer_name}: rank {adapter.rank}, {adapter.targets}"
+        for layer_name, (layer, adapter) in adapters.items()
+    ]
+    check_same(
+        ranks,
+        {"save_lora's layout": layout, "the saved adapters": own_adapters},
+        stage="comparing the adapters to save",
+        cure="Pass the same model, layout and name on every rank, or call pmoe.use_lora on every rank",
+    )
     hold_own_parts(model)
     matrices: dict[str, Tensor] = {}
     for layer_name, (layer, adapter) in adapters.items():
@@ -279,6 +291,13 @@ def save_lora(
                 save_file(matrices, partial / MATRICES, metadata={"format": "pt"})
                 text = json.dumps(_config(form, first, base_model), indent=2, sort_keys=True)
                 (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _name_of(layer: MoELayer, adapter: Adapter) -> str:
+    """Returns the name of one of a layer's adapters."""
+    experts = layer.layer_modules.experts
+    assert isinstance(experts, LoraExperts)
+    return next(name for name, one in experts.adapters.items() if one is adapter)
 
 
 def _config(form: _Form, adapter: Adapter, base_model: str | None) -> dict[str, Any]:

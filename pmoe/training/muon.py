@@ -37,6 +37,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 """A matrix is divided by its norm, or by this number if the norm is smaller."""
 
+MOST_STEPS = 99
+"""The largest number of Newton-Schulz steps, as in `torch.optim.Muon`."""
+
 AdjustName = Literal["original", "match_rms_adamw"]
 """Values of `ExpertMuon`'s argument adjust_lr_fn."""
 
@@ -89,7 +92,7 @@ class ExpertMuon(Optimizer):
         if momentum >= 1:
             raise ValueError(f"momentum ({momentum}) must be below 1")
         check_flag("nesterov", nesterov)
-        check_count(ns_steps=ns_steps)
+        check_count(MOST_STEPS, ns_steps=ns_steps)
         check_one_of("adjust_lr_fn", adjust_lr_fn, get_args(AdjustName))
         if dtype is None:
             raise TypeError("dtype (None) must be a torch.dtype")

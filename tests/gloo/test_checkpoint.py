@@ -447,10 +447,82 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all_before_anything_is_written
     assert first == second
     extra, step, raises, lambdas = first
     assert extra == "checkpoint: collecting: rank 1: TypeError: extra (5) must be a mapping of names, or None"
-    assert step == "checkpoint: step must be the same on every rank, not [3, 4]"
+    rule = "checkpoint: step must be the same on every rank, and differs"
+    assert step == f"{rule}: rank 0: 3; rank 1: 4. Pass the same step on every rank"
     assert raises == "checkpoint: collecting: rank 1: RuntimeError: out of order"
     assert "rank 1: extra, extra states of modules and options" in lambdas and "rank 0" not in lambdas
     assert not folder.exists()
+
+
+def frozen_later(rank: int, world: int, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """Trains all, then freezes the MoE layers and goes on. Saves, and loads into a new frozen model."""
+    found = []
+    for is_saved in (True, False):
+        model, optimizer = make({"ep": 2}, "ddp", "ffn")
+        layers = [module for module in model.modules() if isinstance(module, pmoe.MoELayer)]
+        if is_saved:
+            train(model, optimizer, range(2), rank, world)
+        for layer in layers:
+            layer.requires_grad_(False)
+        if is_saved:
+            pmoe.save_checkpoint(folder, model, optimizer, step=2)
+        else:
+            pmoe.load_checkpoint(folder, model, optimizer)
+        found.append(contents(model, optimizer))
+        is_frozen = not any(p.requires_grad for layer in layers for p in layer.parameters())
+    return found[0], found[1], is_frozen
+
+
+def test_states_of_parameters_that_were_frozen_later_load_into_frozen_ones(tmp_path: Path) -> None:
+    """torch makes no state for a frozen parameter, so the saved states seemed not to fit the optimizer."""
+    for saved_contents, loaded_contents, is_frozen in ranks(2).run(frozen_later, tmp_path):
+        assert any("experts.w1/exp_avg" in name for name in saved_contents)
+        assert_same(loaded_contents, saved_contents)
+        assert is_frozen
+
+
+def different_arguments(rank: int, world: int, folder: Path) -> dict[str, str]:
+    """Calls both functions with arguments that differ between the ranks, as a script by mistake does."""
+    model, optimizer = make({"ep": 2}, "none", "ffn")
+    pmoe.save_checkpoint(folder, model, optimizer, step=1)
+    save, load = pmoe.save_checkpoint, pmoe.load_checkpoint
+    own = None if rank else optimizer
+    other = folder / "of_rank_1" if rank else folder
+    either = (lambda: load(folder, model)) if rank else (lambda: save(folder, model, step=2))
+    calls: dict[str, Callable[[], object]] = {
+        "load optimizer": lambda: load(folder, model, own),
+        "load optimizers": lambda: load(folder, model, [optimizer, *([optimizer] if rank else [])]),
+        "load folder": lambda: load(other, model, optimizer),
+        "load step": lambda: load(folder, model, optimizer, step=None if rank else 1),
+        "save optimizer": lambda: save(folder, model, own, step=2),
+        "save folder": lambda: save(other, model, optimizer, step=2),
+        "save keep": lambda: save(folder, model, optimizer, step=2, keep=2 + rank),
+        "either": either,
+    }
+    messages = {name: refused(rank, world, call) for name, call in calls.items()}
+    assert [each.name for each in folder.glob("step_*")] == ["step_00000001"]
+    relative = os.path.relpath(folder)  # one folder under two names is no difference
+    assert load(relative if rank else folder, model, optimizer).step == 1
+    return messages
+
+
+def test_arguments_that_differ_between_ranks_are_named_on_all_at_once(tmp_path: Path) -> None:
+    first, second = ranks(2).run(different_arguments, tmp_path)
+    assert first == second
+    folder = os.path.realpath(tmp_path)
+    values = {
+        "load optimizer": ("optimizer", "rank 0: AdamW; rank 1: None"),
+        "load optimizers": ("optimizer", "rank 0: AdamW; rank 1: AdamW, AdamW"),
+        "load folder": ("folder", f"rank 0: {folder}; rank 1: {folder}/of_rank_1"),
+        "load step": ("step", "rank 0: 1; rank 1: None"),
+        "save optimizer": ("optimizer", "rank 0: AdamW; rank 1: None"),
+        "save folder": ("folder", f"rank 0: {folder}; rank 1: {folder}/of_rank_1"),
+        "save keep": ("keep", "rank 0: 2; rank 1: 3"),
+        "either": ("the function", "rank 0: save_checkpoint; rank 1: load_checkpoint"),
+    }
+    for name, (argument, of_ranks) in values.items():
+        rule = f"checkpoint: {argument} must be the same on every rank, and differs: {of_ranks}. "
+        assert first[name].startswith(rule), first[name]
 
 
 def unparallelized(rank: int, world: int, folder: Path) -> str:

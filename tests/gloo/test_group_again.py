@@ -5,6 +5,7 @@ not.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import pmoe
+from pmoe.planner import degree_trials
+from tests.gloo import kit
 from tests.gloo.kit import error_of
+from tests.gloo.test_choices import step
 from tests.pool import Pool
 
 M, H, E = 6, 8, 4
@@ -194,3 +198,54 @@ def test_a_layer_that_was_built_before_the_group_warns_at_its_first_call() -> No
         assert before == "0" and len(warned) == 1
         assert "built before init_process_group holds all of its experts on this rank of 2" in warned[0]
         assert "pmoe.parallelize(model, mesh)" in warned[0] and "Ranks.single()" in warned[0]
+
+
+# ---- a rank that is a new process in the new group
+
+KEPT: list[pmoe.MoELayer] = []
+"""The layer of a process that goes on after its process group."""
+
+
+def first_life(rank: int, world: int, options: dict[str, Any], folder: str) -> None:
+    """Makes a step, in which the ranks measure what they need to choose n and the restore pair."""
+    os.environ["PMOE_CACHE"] = folder
+    degree_trials.MOST_ROUNDS = 1
+    KEPT.append(kit.build(top_k=1, **options))
+    step(KEPT[0], 3000, rank)
+
+
+def second_life(rank: int, world: int, options: dict[str, Any], folder: str) -> list[int]:
+    """Makes the default group again, and two steps. A new process has built its layer again."""
+    os.environ["PMOE_CACHE"] = folder
+    degree_trials.MOST_ROUNDS = 1
+    dist.destroy_process_group()
+    make_again(rank, world, folder)
+    layer = KEPT[0] if KEPT else kit.build(top_k=1, **options)
+    degrees = []
+    for count in (3000, 5000):
+        step(layer, count, rank)
+        assert layer.ran is not None
+        degrees.append(layer.ran.forward)
+    return degrees
+
+
+@pytest.mark.parametrize("new_rank", [0, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"pipeline": True}, id="trials"),
+        pytest.param({"pipeline": 2, "memory_reuse": True}, id="profile"),
+        pytest.param({"pipeline": "solve"}, id="solver"),
+    ],
+)
+def test_a_new_process_takes_a_ranks_place_beside_one_that_has_measured(
+    options: dict[str, Any], new_rank: int, tmp_path: Path
+) -> None:
+    """The process that went on would find all in its memory, and not take part in any measurement."""
+    with Pool(2) as old, Pool(2) as new:
+        old.run(first_life, options, str(tmp_path))
+        pools = [new if rank == new_rank else old for rank in range(2)]
+        for rank, pool in enumerate(pools):
+            pool.pipes[rank].send((second_life, (options, str(tmp_path))))
+        first, second = (pool.answer(rank, 60) for rank, pool in enumerate(pools))
+        assert first == second

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import pmoe
 from pmoe import MoELayer
 from tests import kit
-from tests.gloo.kit import NUM_EXPERTS, counted_collectives
+from tests.gloo.kit import NUM_EXPERTS, counted_collectives, error_of
 from tests.kit import AUX, D_HIDDEN, D_MODEL, assert_same, tokens
-from tests.pool import ranks
+from tests.pool import Pool, ranks
 
 
 def step(layer: MoELayer, x: Tensor, run: Any, dy: Any) -> dict[str, Tensor]:
@@ -181,3 +181,56 @@ def unfinished_job(rank: int, world: int) -> None:
 
 def test_a_collective_that_runs_on_is_waited_for() -> None:
     ranks(2).run(unfinished_job)
+
+
+def in_transform(layer: MoELayer, way: str, x: Tensor) -> object:
+    """Calls a layer inside a transform of torch.func."""
+    parameters = dict(layer.named_parameters())
+    if way == "grad":
+        return torch.func.grad(lambda x: layer(x).sum())(x)
+    if way == "vmap":
+        return torch.func.vmap(layer)(x[:, None])
+    if way == "jvp":
+        return torch.func.jvp(layer, (x,), (x,))
+    assert way == "parameters"
+    call = torch.func.functional_call
+    return torch.func.grad(lambda values: call(layer, values, (x,)).sum())(parameters)
+
+
+def transforms_job(rank: int, world: int, was_called: bool) -> list[str]:
+    """All ranks call a layer in each transform, then without one. Returns the errors."""
+    layer = kit.build(NUM_EXPERTS)
+    x = tokens(4, rank)
+    if was_called:
+        layer(x).sum().backward()
+    errors = [
+        error_of(lambda way=way: in_transform(layer, way, x)) for way in ("grad", "vmap", "jvp", "parameters")
+    ]
+    return [*errors, error_of(lambda: layer(x).sum().backward())]
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_transforms_of_torch_func_are_refused_by_name_and_the_next_call_works(was_called: bool) -> None:
+    """A transform wraps the tensors of messages, too, which no collective can send."""
+    for *errors, after in ranks(2).run(transforms_job, was_called):
+        assert after == ""
+        for error in errors:
+            assert error.startswith("FaultError: x (inside the transform ")
+            assert "of torch.func) must be outside of it" in error
+            assert error.endswith("all tokens as one batch, and differentiate it by torch.autograd.grad")
+
+
+def transform_of_one_job(rank: int, world: int, was_called: bool) -> str:
+    layer = kit.build(NUM_EXPERTS)
+    x = tokens(4, rank)
+    if was_called:
+        layer(x).sum().backward()
+    return error_of((lambda: in_transform(layer, "grad", x)) if rank else (lambda: layer(x)))
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+def test_a_transform_of_one_rank_is_told_to_the_others(was_called: bool) -> None:
+    with Pool(2) as pool:
+        waiting, own = pool.run(transform_of_one_job, was_called)
+    assert own.startswith("FaultError: x (inside the transform grad of torch.func) must be outside of it")
+    assert "global rank 1 raised FaultError: x (inside the transform grad of torch.func) must be" in waiting

@@ -69,6 +69,33 @@ def test_files_do_not_depend_on_the_ranks_and_are_read_back(world: int, how: str
                 assert of_ranks.read_bytes() == of_one.read_bytes()
 
 
+def differing_job(rank: int, world: int, folder: str) -> list[str]:
+    """Saves other adapters on each rank, by mistake, and returns the errors."""
+    layer = build(expert="swiglu", bias=False)
+    for name in ("first", "second"):
+        pmoe.add_lora(layer, rank=RANK, name=name)
+    names = ("first", "second")
+    by_name = error_of(lambda: pmoe.save_lora(layer, f"{folder}/a", "qwen-moe", name=names[rank]))
+    layout = LAYOUTS[rank]
+    by_layout = error_of(lambda: pmoe.save_lora(layer, f"{folder}/a", layout, name="first"))
+    pmoe.use_lora(layer, names[rank])
+    active = error_of(lambda: pmoe.save_lora(layer, f"{folder}/a", "qwen-moe"))
+    return [by_name, by_layout, active]
+
+
+def test_other_adapters_on_one_rank_are_named_on_all_and_not_mixed() -> None:
+    """Ranks gather each matrix. One file would get the experts of two adapters."""
+    with tempfile.TemporaryDirectory() as folder:
+        for by_name, by_layout, active in ranks(2).run(differing_job, folder):
+            for error in (by_name, active):
+                assert error.startswith("ValueError: the saved adapters must be the same on every rank")
+                assert "rank 0: [\"'first' of model: rank" in error
+                assert "rank 1: [\"'second' of model: rank" in error
+            rule = "ValueError: save_lora's layout must be the same on every rank, and differs: "
+            assert by_layout.startswith(f"{rule}rank 0: qwen-moe; rank 1: qwen-moe-stacked. Pass the same")
+        assert not any(Path(folder).iterdir())
+
+
 def fault_job(rank: int, world: int, folder: str, fault: str) -> tuple[str, list[str]]:
     layer = build(expert="swiglu", bias=False)
     path = Path(folder) / "adapter"

@@ -151,6 +151,48 @@ def test_ranks_that_failed_to_connect_try_again_after_some_calls() -> None:
     assert second == (["there is no communicator: number 17 is busy"], paths, 3)
 
 
+class UnconnectedAlone(CpuBackend):
+    """A backend whose rank 1 fails to connect after the last exchange, when rank 0 has its communicator."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Exchange:
+        communicator = super().connect(ranks, device, heaps=heaps)
+        if ranks.rank == 1:
+            raise self.error
+        return communicator
+
+
+def alone_job(rank: int, world: int, error: Exception) -> tuple[list[str], str, str]:
+    """Runs one call. Returns the reasons told, the path, and the error of the call."""
+    raised = ""
+    with on_cpu(UnconnectedAlone(error)):
+        layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True)
+
+        def run() -> None:
+            nonlocal raised
+            raised = error_of(lambda: layer(tokens(5, rank)))
+
+        reasons = fallbacks(run)
+    return reasons, "" if layer.ran is None else layer.ran.path, raised
+
+
+def test_if_one_rank_alone_fails_to_connect_all_ranks_run_by_the_engine_and_say_why() -> None:
+    """Rank 0 would send by its communicator, and wait for rank 1, whose engine sends by the group."""
+    first, second = ranks(2).run(alone_job, RuntimeError("can't start new thread"))
+    assert first == (["there is no communicator: rank 1: can't start new thread"], "pipeline", "")
+    assert second == (["there is no communicator: can't start new thread"], "pipeline", "")
+
+
+def test_another_error_of_one_rank_while_it_connects_raises_on_all() -> None:
+    with Pool(2) as pool:
+        first, second = pool.run(alone_job, ValueError("a wrong variable"))
+    assert first == ([], "", "ValueError: rank 1: a wrong variable")
+    assert second == ([], "", "ValueError: a wrong variable")
+
+
 def differing_job(rank: int, world: int) -> str:
     """Sets the switch on one rank only."""
     layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=rank == 0)

@@ -387,6 +387,7 @@ def test_profile_stores_what_it_measured(
         (["memory", *LAYER, "--slack", "0.5"], "argument --slack: '0.5' must be a number of at least 1"),
         (["memory", *LAYER, "--top-k", "9"], "top_k (9) must be at most num_experts (8)"),
         (["memory", *LAYER, "--ranks", "3"], "num_experts (8) must be divisible by num_ranks (3)"),
+        (["memory", *LAYER, "--n", "2000"], "--n (2000) must be at least 1, and at most 1024"),
         (["memory", *LAYER, "--n", "32", "--n-backward", "9"], "--n-backward (9) must divide --n (32)"),
         (["memory", *LAYER, "--memory-reuse", "S5"], "argument --memory-reuse: 'S5' must be one of S1,"),
         (["memory", *LAYER, "--ranks", "2", "--measure"], "--ranks (2) must be 1 with --measure"),

@@ -565,6 +565,7 @@ def test_a_budget_counts_what_autocast_copies_and_is_decided_anew_for_another_ty
     [
         (lambda layer: layer.predict_memory(-1), r"num_tokens \(-1\) must be an int of at least 0"),
         (lambda layer: layer.predict_memory(8, pipeline=0), r"pipeline \(0\) must be at least 1"),
+        (lambda layer: layer.predict_memory(8, pipeline=10**9), r"pipeline \(1000000000\) .* at most 1024"),
         (
             lambda layer: layer.predict_memory(8, memory_reuse="S9"),
             r"memory_reuse \('S9'\) must be False, True",

@@ -76,6 +76,12 @@ from tests.own_experts import mlp
         ({"capacity_factor": "1"}, TypeError, r"capacity_factor \('1'\) must be a number"),
         ({"pipeline": 0}, ValueError, r"pipeline \(0\) must be False, True or an int of at least 1"),
         ({"pipeline": -2}, ValueError, r"pipeline \(-2\) must be False, True or an int of at least 1"),
+        ({"pipeline": 10**9}, ValueError, r"pipeline \(1000000000\) must be .* at most 1024: .* pass True"),
+        (
+            {"pipeline": 1000, "pipeline_backward": 2000},
+            ValueError,
+            r"pipeline_backward \(2000\) must be an int of at least 1, at most 1024: .* pass None",
+        ),
         ({"pipeline": 2.0}, TypeError, r"pipeline \(2.0\) must be False, True or an int"),
         ({"pipeline": "auto"}, TypeError, r"pipeline \('auto'\) must be False, True or an int"),
         ({"memory_reuse": "S5"}, ValueError, r"memory_reuse \('S5'\) must be False, True, a Restore or one"),

@@ -118,3 +118,5 @@ def test_models_that_it_cannot_train_are_named() -> None:
         pmoe.ExpertMuon(pmoe.MoELayer(M, H, E, expert=lambda **_: nn.Linear(M, M)))
     with pytest.raises(ValueError, match=r"momentum \(1.0\) must be below 1"):
         pmoe.ExpertMuon(layer(), momentum=1.0)
+    with pytest.raises(ValueError, match=r"ns_steps \(1000000000\) must be at least 1, and at most 99"):
+        pmoe.ExpertMuon(layer(), ns_steps=10**9)

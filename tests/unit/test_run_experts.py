@@ -131,6 +131,15 @@ def test_a_second_call_without_gradients_goes_the_short_way(activation: str, num
     assert sum(layer.tokens_per_expert) == num_tokens * K
 
 
+def test_an_option_that_is_wrong_in_a_later_call_is_named_on_the_short_way_too() -> None:
+    owner = Owner("swiglu", bias=False, transposed=False).eval()
+    x, index, weights = routed_without_gradients()
+    with torch.no_grad():
+        pmoe.run_experts(owner, x, index, weights, **owner.arguments())
+        with pytest.raises(ValueError, match=r"pipeline \(1000000000\) must be"):
+            pmoe.run_experts(owner, x, index, weights, **owner.arguments(), pipeline=10**9)
+
+
 def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overwritten() -> None:
     owner = Owner("swiglu", bias=False, transposed=False).eval()
     x, index, weights = routed_without_gradients()
@@ -261,6 +270,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "typo": ({"piepline": 2}, r"piepline \(2\) must be left out: .*: did you mean pipeline\?"),
     "value": ({"pipeline": -1}, r"pipeline \(-1\)"),
+    "chunks": ({"pipeline": 10**9}, r"pipeline \(1000000000\) must be .* at most 1024: .* pass True"),
     "activation": ({"activation": "tanh"}, r"activation \('tanh'\) must be one of 'swiglu', 'silu'"),
     "weights": (
         {"weights": torch.ones(T, K + 1)},

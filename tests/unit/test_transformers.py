@@ -351,6 +351,7 @@ def test_stats_name_the_layers_of_a_model_by_its_experts_modules() -> None:
         ({"memory_reus": "S4"}, r"memory_reus \('S4'\) must be left out: .*: did you mean memory_reuse\?"),
         ({"top_k": 2}, r"top_k \(2\) must be left out"),
         ({"pipeline": 0}, r"pipeline \(0\)"),
+        ({"pipeline": 10**9}, r"pipeline \(1000000000\) must be .* at most 1024"),
         ({"pipeline": "fast"}, r"pipeline \('fast'\)"),
         ({"memory_reuse": "S5"}, r"memory_reuse \('S5'\)"),
         ({"memory_budget": "2 apples"}, r"memory_budget \('2 apples'\) must be a number of bytes"),

@@ -218,8 +218,8 @@ def _as_texts(
     Ranks compare the texts (`_check_same`).
 
     function: name of the function that was called, which must be the same on every rank, too.
-    folder: the argument ``folder``. Its text is the absolute path without symbolic links, because ranks may
-        have different working directories.
+    folder: the argument ``folder``. Its text is the path as it was given: the same folder may be mounted, or
+        linked, at different places on different machines.
     optimizer: the argument ``optimizer``. Its text has the classes of the optimizers, because each rank has
         optimizers of its own.
     numbers: arguments that are ints or None.
@@ -228,7 +228,7 @@ def _as_texts(
     texts = {name: shown(number) for name, number in numbers.items()}
     return {
         "the function": function,
-        "folder": os.path.realpath(folder),
+        "folder": os.fspath(folder),
         "optimizer": ", ".join(classes) or "None",
         **texts,
     }

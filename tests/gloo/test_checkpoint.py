@@ -501,15 +501,13 @@ def different_arguments(rank: int, world: int, folder: Path) -> dict[str, str]:
     }
     messages = {name: refused(rank, world, call) for name, call in calls.items()}
     assert [each.name for each in folder.glob("step_*")] == ["step_00000001"]
-    relative = os.path.relpath(folder)  # one folder under two names is no difference
-    assert load(relative if rank else folder, model, optimizer).step == 1
     return messages
 
 
 def test_arguments_that_differ_between_ranks_are_named_on_all_at_once(tmp_path: Path) -> None:
     first, second = ranks(2).run(different_arguments, tmp_path)
     assert first == second
-    folder = os.path.realpath(tmp_path)
+    folder = tmp_path
     values = {
         "load optimizer": ("optimizer", "rank 0: AdamW; rank 1: None"),
         "load optimizers": ("optimizer", "rank 0: AdamW; rank 1: AdamW, AdamW"),

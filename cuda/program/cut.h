@@ -181,6 +181,7 @@ struct Cut {
     int64_t row = 0;
     int64_t local = 0;
     int64_t received = 0;
+    int64_t sent = 0;
     for (int64_t i = 0; i < header.chunks; ++i) numbers[kSentRows] += of_chunk(i)[kSent];
     for (int64_t i = 0; i < header.chunks; ++i) {
       int64_t* chunk = of_chunk(i);
@@ -193,9 +194,11 @@ struct Cut {
       chunk[kLocalWeight] = numbers[kSentRows] + local;
       chunk[kReceivedBegin] = received;
       chunk[kIsStraight] = 1 - chunk[kIsSorted];
+      chunk[kSentBegin] = sent;
       chunk[kSorted] = chunk[kReceived] * chunk[kIsSorted];
       chunk[kStraight] = chunk[kReceived] * chunk[kIsStraight];
       row += chunk[kHome];
+      sent += chunk[kSent];
       local += chunk[kLocal];
       received += chunk[kReceived];
     }

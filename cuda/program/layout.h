@@ -18,7 +18,7 @@
 
 namespace pmoe::program {
 
-constexpr int64_t kVersion = 3;
+constexpr int64_t kVersion = 4;
 constexpr int kMaxOperands = 8;
 
 // The lanes of a schedule, in the order of pmoe.schedule.tasks.Lane. A call has a stream for each.
@@ -70,6 +70,7 @@ enum OfChunk : int {
   kStraight,       // kReceived - kSorted
   kIsSorted,       // 1 if the rows must be sorted, else 0
   kIsStraight,     // 1 - kIsSorted
+  kSentBegin,      // first row that it sends, counted among the rows of all chunks that are sent
   kNumOfChunk,
 };
 

@@ -112,6 +112,10 @@ struct Message {
   int64_t row_bytes;             // a multiple of 4. If it is one of 16, so are source and target
   int64_t send_end[kMostHeaps];  // where the rows to each rank end, in rows
   int64_t recv_end[kMostHeaps];  // where the rows from each rank end
+  // The rows to and from each rank, (W,) on the device; null if the host knows them. Then the last numbers of
+  // send_end and recv_end are the most rows of all ranks together.
+  const int64_t* send_rows;
+  const int64_t* recv_rows;
 };
 
 // The arguments of a launch.

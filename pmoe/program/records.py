@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 
 from pmoe.schedule.tasks import Lane
 
-VERSION = 3
+VERSION = 4
 """The version of the words' form. The C++ side refuses another one."""
 
 MAX_OPERANDS = 8
@@ -138,6 +138,7 @@ class ChunkNumber(enum.IntEnum):
     STRAIGHT = 12  # RECEIVED - SORTED
     IS_SORTED = 13  # 1 if the rows must be sorted, else 0
     IS_STRAIGHT = 14  # 1 - IS_SORTED
+    SENT_BEGIN = 15  # first row that it sends, counted among the rows of all chunks that are sent
 
 
 def chunk_number(number: ChunkNumber, chunk: int) -> int:

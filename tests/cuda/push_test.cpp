@@ -56,6 +56,8 @@ struct Rank {
   uint8_t *heap, *source, *other;
   peers::Report report = {};
   bool is_direct = false;  // whether rows arrive in the heap's arena
+  bool counts_on_device = false;
+  std::vector<int64_t> send_rows, recv_rows;  // by exchange and other rank
 };
 
 uint8_t* aligned(std::vector<uint8_t>& memory, int64_t bytes) {
@@ -79,6 +81,7 @@ struct World {
       r.source = aligned(r.source_memory, kArena);
       r.other = aligned(r.other_memory, kArena);
       r.is_direct = random() % 2;
+      r.counts_on_device = random() % 2;
     }
     for (int e = 0; e < kExchanges; ++e) {
       Exchange exchange = {{random() % 2 ? 48 : 16, 4}, 1 + static_cast<int>(random() % 2), {}};
@@ -90,6 +93,12 @@ struct World {
       }
       exchanges.push_back(exchange);
     }
+    for (int r = 0; r < ranks; ++r)
+      for (int e = 0; e < kExchanges; ++e)
+        for (int i = 0; i < ranks; ++i) {
+          rank[static_cast<size_t>(r)].send_rows.push_back(rows(e, r, i));
+          rank[static_cast<size_t>(r)].recv_rows.push_back(rows(e, i, r));
+        }
   }
 
   uint8_t* target_of(int r) {
@@ -125,6 +134,10 @@ struct World {
         message.send_end[i] = sent += rows(e, r, i);
         message.recv_end[i] = received += rows(e, i, r);
       }
+      if (!own.counts_on_device) continue;
+      for (int i = 0; i < ranks; ++i) message.send_end[i] = message.recv_end[i] = -1;  // not read
+      message.send_rows = own.send_rows.data() + e * ranks;
+      message.recv_rows = own.recv_rows.data() + e * ranks;
     }
     return push;
   }

@@ -174,8 +174,8 @@ def engine_job(rank: int, world: int, cases: list[tuple[Restore, int]]) -> list[
         x = tokens(ROWS[world][rank], 10 + rank).requires_grad_()
         call = engine_call(lambda layer=layer, x=x: loss_of(layer, layer(x)).backward())
         bounds = RowBounds.of(
-            max_tokens=max(ROWS[world]), top_k=call.inputs.weight_TK.shape[1], slack=world, chunks=n,
-            ranks=world, local_experts=num_experts // world,
+            max_tokens=max(ROWS[world]), top_k=call.inputs.weight_TK.shape[1], slack=world,
+            chunks=len(call.plan.forward.chunks), ranks=world, local_experts=num_experts // world,
         )  # fmt: skip
         rows = device_rows(layer.gate(x.detach()).expert, bounds)
         bounded = BoundedCall(call, rank, bounds, rows, 17 * n + rank, places=number % 2 == 1)
@@ -258,7 +258,7 @@ def batch(rank: int, index: int, num_experts: int) -> Tensor:
     first = {
         BALANCED: token % num_experts,
         TURNED: (3 * token + rank) % num_experts,
-        UNEVEN: (token // 3 + rank) % num_experts,
+        UNEVEN: token % 2 * (num_experts // 2 - 1),
         CROWDED: 0 * token,
     }[index]
     x[token, first] += 3
@@ -267,9 +267,10 @@ def batch(rank: int, index: int, num_experts: int) -> Tensor:
 
 
 def steered(num_experts: int, n: int) -> pmoe.MoELayer:
+    """Returns a layer whose number of chunks stays n, however uneven its rows are."""
     layer = build(
-        num_experts, pipeline=n, memory_reuse="S4", expert="swiglu", bias=False, d_model=WIDTH,
-        d_hidden=WIDTH, dtype=torch.bfloat16,
+        num_experts, pipeline=n, memory_reuse="S4", slack=num_experts, expert="swiglu", bias=False,
+        d_model=WIDTH, d_hidden=WIDTH, dtype=torch.bfloat16,
     )  # fmt: skip
     with torch.no_grad():
         layer.gate.weight.zero_()
@@ -297,6 +298,7 @@ def replay_job(
         def exactly(index: int) -> tuple[EngineCall, DeviceRows, list[Tensor]]:
             x = batch(rank, index, num_experts).requires_grad_()
             call = engine_call(lambda: loss_of(layer, layer(x)).backward())
+            assert len(call.plan.forward.chunks) == n
             expert_TK = layer.gate(x.detach()).expert
             send = own_counts(call, expert_TK, num_experts, world)
             exact = DeviceCall(

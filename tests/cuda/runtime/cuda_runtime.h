@@ -34,7 +34,6 @@ enum cudaError_t {
   cudaErrorMapBufferObjectFailed = 205,
   cudaErrorPeerAccessUnsupported = 217,
   cudaErrorInvalidResourceHandle = 400,
-  cudaErrorIllegalState = 401,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
   cudaErrorCooperativeLaunchTooLarge = 720,
@@ -114,8 +113,13 @@ inline int processors = 16;
 inline thread_local int device = 0, current = -1;  // the runtime's device, and whose context is current
 inline cudaError_t last = cudaSuccess;
 
-inline bool captures = false;  // whether launches and fills of memory are kept; they run all the same
-inline std::vector<std::function<void()>> captured;  // with the arguments that they had in the capture
+// A launch that a graph holds: with the arguments that it had when the graph was captured.
+struct Captured {
+  Launched one;
+  std::function<void()> body;
+};
+inline bool captures = false;  // whether launches are kept; they run all the same
+inline std::vector<Captured> captured;
 
 // How launches run, where they do.
 inline bool runs = true;
@@ -152,7 +156,7 @@ inline void run(const Launched& one, const std::function<void()>& body) {
 }
 
 // Runs a launch of a graph again.
-inline void replay(size_t number) { captured.at(number)(); }
+inline void replay(size_t number) { run(captured.at(number).one, captured.at(number).body); }
 
 inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
                           const std::function<void()>& body) {
@@ -167,7 +171,7 @@ inline cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel,
   }
   if (const cudaError_t error = allow(config, one)) return error;
   launched.push_back(one);
-  if (captures) captured.push_back([one, body] { run(one, body); });
+  if (captures) captured.push_back({one, body});
   if (runs) run(one, body);
   return cudaSuccess;
 }

@@ -70,13 +70,13 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 inline cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
   if (flags && !stub::captures)
-    return stub::refuse(cudaErrorIllegalState, "an external record outside of a capture");
+    return stub::refuse(cudaErrorNotSupported, "an external record outside of a capture");
   return stub::call(flags ? "external record" : "record", stream, {stub::number(event)});
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
   if (flags && !stub::captures)
-    return stub::refuse(cudaErrorIllegalState, "an external wait outside of a capture");
+    return stub::refuse(cudaErrorNotSupported, "an external wait outside of a capture");
   return stub::call(flags ? "external wait" : "wait", stream, {stub::number(event)});
 }
 // A capture takes in all streams.
@@ -104,7 +104,10 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   const cudaError_t error = stub::call("set", stream, {stub::number(to), static_cast<int64_t>(bytes)});
-  if (!error && stub::captures) stub::captured.push_back([=] { std::memset(to, value, bytes); });
+  if (!error && stub::captures) {  // a graph repeats it as a launch of one thread
+    const stub::Launched one = {nullptr, 1, 1, 1, 0, false, stream, stub::device};
+    stub::captured.push_back({one, [=] { std::memset(to, value, bytes); }});
+  }
   if (!error && stub::runs) std::memset(to, value, bytes);
   return error;
 }

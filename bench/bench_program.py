@@ -57,7 +57,10 @@ ENTRY_MICROSECONDS = 10.0
 of NCCL's calls, and of all else in a pass (Python's call, row counts and addresses).
 """
 REPLAY_MICROSECONDS = 20.0
-"""Assumed cost for the host of launching a CUDA graph, whatever it holds. `tests.gpu.first_costs` measures it."""
+"""Assumed cost for the host of launching a CUDA graph, whatever it holds.
+
+`tests.gpu.first_costs` measures it on a GPU.
+"""
 SLACK = 1.25
 """Room of bounded programs, as a multiple of the rows of balanced routing."""
 PLACES_OF_LAUNCH = 4

@@ -7,8 +7,8 @@
 //   chunk 0            sent  stays                  kRowBegin 0, kSent 2, kLocalRowBegin 2, kLocal 3
 //   chunk 1                          sent      stays    kRowBegin 5, kSent 4, kLocalRowBegin 9, kLocal 1
 //
-// If row counts stay on the device, the cut is computed from upper bounds (pmoe/program/bounded.py). Rows then
-// begin where they would begin if each chunk had the most rows.
+// If row counts stay on the device, the cut is computed from upper bounds (pmoe/program/bounded.py). Rows
+// then begin where they would begin if each chunk had the most rows.
 #pragma once
 
 #include <stdexcept>

@@ -10,10 +10,11 @@ grids are the same in each call. The rows that exist lie at the beginning of the
 
 The kernels find out on the device which rows exist:
 
-    products          the ends of the experts' rows. Rows from the last end on are not written
-    PLACE, SUM        the position of each row. A position outside the rows marks a row that does not exist
-    TAKE, PUT         the pair of each row. Rows that do not exist have the pair T * K, one number too many
-    EXCHANGE          a table of row counts: only rows that exist are sent, into heaps (``cuda/program/push.h``)
+    products      the ends of the experts' rows. Rows after the last end are not written
+    PLACE, SUM    the position of each row. A row that does not exist has the position -1
+    TAKE, PUT     the (token, choice) pair of each row. Rows that do not exist have the pair T * K, so
+                  routing weights need one number more
+    EXCHANGE      a table of row counts. Only rows that exist are sent, into heaps (``cuda/program/push.h``)
 
 `rows_on_device` computes these tensors from the row counts of all ranks, which the ranks gather on the
 device. If the rows of any rank do not fit, all ranks compute nothing: then no row exists.
@@ -55,7 +56,7 @@ class RowBounds:
         if self.ranks < 2:
             raise ValueError(f"ranks ({self.ranks}) must be at least 2: a single rank exchanges no rows")
         for name, rows in (("sent", self.sent), ("stays", self.stays), ("received", self.received)):
-            # The cut must see rows from each rank, so that the program sorts what arrives.
+            # The cut must have rows from each other rank, so that the program sorts the rows that arrive.
             if rows < self.ranks - 1:
                 raise ValueError(f"{name} ({rows}) must be at least ranks - 1 ({self.ranks - 1})")
 
@@ -69,8 +70,8 @@ class RowBounds:
         top_k: K, choices of a token.
         slack: at least 1.
 
-        Example: 8 tokens, K = 2, 2 chunks, 2 ranks, slack 1.5 -> 8 rows of a chunk, 4 of them for each rank if
-        routing is balanced -> 6 rows each are sent, stay and are received.
+        Example: 8 tokens, K = 2, 2 chunks, 2 ranks, slack 1.5. A chunk has 8 rows, 4 for each rank if routing
+        is balanced. So there is room for 6 rows that are sent, 6 that stay, and 6 that are received.
         """
         rows = -(-max_tokens // chunks) * top_k
         share = slack * rows / ranks
@@ -100,7 +101,7 @@ class RowBounds:
         return self._spread(rank, self.sent), self._spread(rank, self.received)
 
     def _spread(self, rank: int, rows: int) -> Tensor:
-        """Returns counts of which ``rows`` are of other ranks, at least 1 of each, and ``stays`` of this one."""
+        """Returns counts with ``rows`` of the other ranks, at least 1 of each, and ``stays`` of this rank."""
         counts = torch.zeros(self.chunks, self.ranks, self.local_experts, dtype=torch.int64)
         counts[:, :, 0] = 1
         counts[:, (rank + 1) % self.ranks, 0] = rows - (self.ranks - 2)
@@ -114,13 +115,15 @@ class DeviceRows:
 
     fits: bool scalar, the same on all ranks: whether the rows of each rank fit into its bounds.
     position_TK: (T, K) int32, the sorted row of each (token, choice) pair (`Base.POSITION`); -1 for none.
-    pair_by_number: (rows,) int32 (`Base.PAIR_BY_NUMBER`): first sent rows by chunk, then rows that stay. It is
-        T * K for rows that do not exist, so WEIGHT and DWEIGHT need one number more.
+    pair_by_number: (rows,) int32 (`Base.PAIR_BY_NUMBER`): first sent rows by chunk, then rows that stay. Rows
+        that do not exist have the pair T * K, so `Base.WEIGHT` and `Base.DWEIGHT` need one number more.
     ends: (2 n, E_local) int32, where each expert's rows end: received rows by chunk, then rows that stay.
-    regroup: (n, received) int32, the index that sorts received rows by expert; None with 2 ranks.
-    regroup_weights: (n * received,) int32, the same index for routing weights of all chunks; None with 2 ranks.
-    rows_by_rank: (2 n + 2, W) int64. Lines 2 i and 2 i + 1 are the rows of chunk i that are sent to each rank,
-        and received from each. The last two lines are not read.
+    regroup: (n, received) int32, the index that sorts the received rows of each chunk by expert; None with 2
+        ranks.
+    regroup_weights: (n * received,) int32, the same index for the routing weights of all chunks; None with 2
+        ranks.
+    rows_by_rank: (2 n + 2, W) int64. Line 2 i has the rows of chunk i that are sent to each rank, and line
+        2 i + 1 those that are received from each. The last two lines are not read.
     """
 
     fits: Tensor

@@ -65,7 +65,9 @@ def calls_of(device: torch.device, machine: Machine | None) -> dict[str, Callabl
     return calls
 
 
-def graph_of_two_lanes(one: torch.Tensor, other: torch.Tensor, side: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+def graph_of_two_lanes(
+    one: torch.Tensor, other: torch.Tensor, side: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
     """Captures `LANE_OPERATIONS` operations on two streams, which wait for each other after each pair."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

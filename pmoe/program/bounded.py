@@ -117,6 +117,7 @@ class DeviceRows:
     position_TK: (T, K) int32, the sorted row of each (token, choice) pair (`Base.POSITION`); -1 for none.
     pair_by_number: (rows,) int32 (`Base.PAIR_BY_NUMBER`): first sent rows by chunk, then rows that stay. Rows
         that do not exist have the pair T * K, so `Base.WEIGHT` and `Base.DWEIGHT` need one number more.
+        Backward writes only the gradients of pairs that have rows, so the caller sets `Base.DWEIGHT` to 0.
     ends: (2 n, E_local) int32, where each expert's rows end: received rows by chunk, then rows that stay.
     regroup: (n, received) int32, the index that sorts the received rows of each chunk by expert; None with 2
         ranks.

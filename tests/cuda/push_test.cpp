@@ -93,6 +93,10 @@ struct World {
       }
       exchanges.push_back(exchange);
     }
+  }
+
+  // Writes the row counts to where the kernels of some ranks read them.
+  void put_counts() {
     for (int r = 0; r < ranks; ++r)
       for (int e = 0; e < kExchanges; ++e)
         for (int i = 0; i < ranks; ++i) {
@@ -232,6 +236,7 @@ void test_exchanges(int ranks, const std::string& mistake) {
     signals_are_relaxed = mistake == "signal";
 #endif
     w.delay_seed = seed % 3 ? seed : 0;
+    w.put_counts();
     run(w, ranks, seed);
     for (const Rank& each : w.rank) expect(!each.report.wait, "a wait that did not end");
   }
@@ -241,6 +246,7 @@ void test_absent(int ranks) {
   World w(ranks, 5, 5'000'000);  // nanoseconds
   for (Exchange& each : w.exchanges)
     for (auto& rows : each.rows) rows.assign(static_cast<size_t>(ranks), 5);
+  w.put_counts();
   run(w, ranks - 1, 1);
   for (int r = 0; r < ranks - 1; ++r) {
     const peers::Report& report = w.rank[static_cast<size_t>(r)].report;

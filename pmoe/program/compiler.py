@@ -649,5 +649,5 @@ def compile_pass(
     """
     assert schedule.slots, "a program's chunks take turns in ring slots"
     assert restore is None or not restore.is_narrow, "a program keeps tensors as they are"
-    assert not bounded or (shape.keeps_own and shape.sends), "bounds are for rows that are sent, and that stay"
+    assert not bounded or (shape.keeps_own and shape.sends), "bounds are for rows sent, and rows that stay"
     return _PassCompiler(schedule, shape, restore, bounded=bounded).compile()

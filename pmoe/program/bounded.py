@@ -111,7 +111,9 @@ class RowBounds:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRows:
-    """Which rows of a call exist, on the device: what a bounded program reads in place of counts on the host.
+    """The rows of a call that exist, as tensors on the device, which a bounded program reads.
+
+    They take the place of row counts on the host.
 
     fits: bool scalar, the same on all ranks: whether the rows of each rank fit into its bounds.
     position_TK: (T, K) int32, the sorted row of each (token, choice) pair (`Base.POSITION`); -1 for none.
@@ -137,7 +139,7 @@ class DeviceRows:
 
 
 def rows_on_device(expert_TK: Tensor, counts_WnE: Tensor, bounds: RowBounds, rank: int) -> DeviceRows:
-    """Returns which rows of a call exist. The host does not wait for the device.
+    """Computes which rows of a call exist. The host does not wait for the device.
 
     expert_TK: (T, K) int64 or int32, the experts of this rank's tokens.
     counts_WnE: (W, n, E) int64, the rows of each source rank for each expert, by chunk

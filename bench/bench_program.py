@@ -12,7 +12,8 @@ The time of a run is the CPU time of the thread for all calls of a round, divide
 rounds the median and the smallest. No GPU is used.
 
 Further tables predict the host's time of a pass over CUDA and NCCL, and over CUDA and symmetric heaps, from
-the numbers of calls and from assumed costs of a call. Nobody has measured either on a GPU.
+the numbers of calls and from assumed costs of a call. The last one is of passes that a CUDA graph repeats.
+Nobody has measured any of them on a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a cl
 
 from bench.recorded_program import Issue, RecordedProgram, Signal, Wait, compile_library, load_library
 from bench.timing import counted, write_json
+from pmoe.program.bounded import RowBounds
 from pmoe.program.compiler import compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import Base, Kernel, PassProgram
@@ -54,6 +56,13 @@ ENTRY_MICROSECONDS = 10.0
 """Assumed costs for the host: of a launch or a copy, of an event that is recorded or waited for, of a group
 of NCCL's calls, and of all else in a pass (Python's call, row counts and addresses).
 """
+REPLAY_MICROSECONDS = 20.0
+"""Assumed cost for the host of launching a CUDA graph, whatever it holds.
+
+`tests.gpu.first_costs` measures it on a GPU.
+"""
+SLACK = 1.25
+"""Room of bounded programs, as a multiple of the rows of balanced routing."""
 PLACES_OF_LAUNCH = 4
 """The most PLACE calls in one launch (``kMostCopies`` in ``cuda/permute/launch.h``)."""
 SUMS_OF_LAUNCH = 2
@@ -64,8 +73,11 @@ GOAL_MICROSECONDS = 20
 """The goal for two ranks and n = 4, a pass."""
 
 
-def compiled(ranks: int, n: int, direction: str) -> PassProgram:
-    """Returns the program of one pass of the benchmark's layer."""
+def compiled(ranks: int, n: int, direction: str, *, bounded: bool = False) -> PassProgram:
+    """Returns the program of one pass of the benchmark's layer.
+
+    bounded: whether its row counts stay on the device.
+    """
     restore = STRATEGIES["S4"]
     stages = Stages(local=True, remote=ranks > 1)
     shape = LayerShape(
@@ -83,7 +95,7 @@ def compiled(ranks: int, n: int, direction: str) -> PassProgram:
         weight_bytes=4,
         sum_bytes=4,
     )
-    return compile_pass(rotating(direction, n, stages, restore=restore), shape, restore)
+    return compile_pass(rotating(direction, n, stages, restore=restore), shape, restore, bounded=bounded)
 
 
 @dataclass(frozen=True)
@@ -171,15 +183,24 @@ def num_launches(issued: Sequence[Issue | Wait | Signal], *, splits: bool = True
     return launches
 
 
-def host_calls(library: Any, ranks: int, n: int, direction: str, *, heaps: bool = False) -> HostCalls:
+def host_calls(
+    library: Any, ranks: int, n: int, direction: str, *, heaps: bool = False, bounded: bool = False
+) -> HostCalls:
     """Counts the calls of a pass of the benchmark's layer, with an even load, on Hopper.
 
     heaps: whether rows travel over heaps, and not by NCCL.
+    bounded: whether row counts stay on the device. The calls are then those of any load that fits.
     """
-    calls = RecordedProgram(library, compiled(ranks, n, direction).words())
-    rows = TOKENS * TOP_K // n // EXPERTS
-    counts = [rows] * (n * EXPERTS)
-    calls.cut(TOKENS, 0, counts, counts)
+    calls = RecordedProgram(library, compiled(ranks, n, direction, bounded=bounded).words())
+    if bounded:
+        bounds = RowBounds.of(
+            max_tokens=TOKENS, top_k=TOP_K, slack=SLACK, chunks=n, ranks=ranks, local_experts=EXPERTS // ranks
+        )
+        calls.cut(TOKENS, 0, *(counts.flatten().tolist() for counts in bounds.counts(0)))
+    else:
+        rows = TOKENS * TOP_K // n // EXPERTS
+        counts = [rows] * (n * EXPERTS)
+        calls.cut(TOKENS, 0, counts, counts)
     issued = calls.run({base: base << 32 for base in Base})
     kernels = [call.kernel for call in issued if isinstance(call, Issue)]
     groups = 0 if heaps else kernels.count(Kernel.EXCHANGE)
@@ -209,6 +230,18 @@ def prediction_table(library: Any, *, heaps: bool = False) -> str:
             numbers = (f"{number}" for number in astuple(calls))
             rows.append((f"{ranks}", f"{n}", direction, *numbers, f"{calls.predicted_microseconds:.0f}"))
     return table([(*headings, "us, predicted"), *rows], left=(2,))
+
+
+def replay_table(library: Any) -> str:
+    """Returns the table of passes over heaps that a CUDA graph repeats, with the predicted host times."""
+    rows = []
+    for ranks, n in [case for case in CASES if case[0] > 1]:
+        for direction in DIRECTIONS:
+            calls = host_calls(library, ranks, n, direction, heaps=True, bounded=True)
+            numbers = (f"{calls.launches}", f"{calls.copies}", "1", f"{REPLAY_MICROSECONDS:.0f}")
+            rows.append((f"{ranks}", f"{n}", direction, *numbers))
+    headings = ("ranks", "n", "pass", "kernels", "fills", "launches of the host", "us, predicted")
+    return table([headings, *rows], left=(2,))
 
 
 def timed(library: Any, ranks: int, n: int, direction: str, rounds: int, calls: int) -> dict[str, Any]:
@@ -250,6 +283,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         library = load_library(path)
         predicted = prediction_table(library)
         predicted_over_heaps = prediction_table(library, heaps=True)
+        predicted_replays = replay_table(library)
         found = [
             timed(library, ranks, n, direction, given.rounds, given.calls)
             for ranks, n in CASES
@@ -265,6 +299,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     print(f"Goal: at most {GOAL_MICROSECONDS} us for 2 ranks, n = 4.")
     print(f"\nPredicted for CUDA and NCCL, from assumed costs of a call:\n{predicted}")
     print(f"\nPredicted for CUDA and heaps, from the same costs:\n{predicted_over_heaps}")
+    print(f"\nPredicted for a CUDA graph that repeats a pass over heaps:\n{predicted_replays}")
     if given.json is not None:
         write_json(given.json, passes=found)
     return found

@@ -11,7 +11,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,6 @@ from bench.recorded_program import Issue, Signal, Wait
 from pmoe.engine.passes.base import plan_schedule
 from pmoe.kernels import extension
 from pmoe.kernels.heap import tensor_at
-from pmoe.program.compiler import compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.on_cuda import LoadedProgram
 from pmoe.program.records import Base, Kernel, PassProgram
@@ -261,11 +260,15 @@ class DeviceCall(ProgramCall):
     kernels: "sm_80" or "sm_90a".
     communicator: the communicator of several ranks.
     num_lent: passes whose ring slots lay in a heap.
+    device_rows: the table of row counts, if the host does not know them.
+    workspaces: the scratch memory of all passes. Launches that are repeated use it again.
     """
 
     kernels: str = "sm_80"
     communicator: Any = None
     num_lent: int = 0
+    device_rows: Tensor | None = None
+    workspaces: list[Tensor] = field(default_factory=list)
 
     def layer_shape(self) -> LayerShape:
         """Returns the facts of the layer as on a device: the activated hidden has memory of its own."""
@@ -277,7 +280,7 @@ class DeviceCall(ProgramCall):
     def run(self, direction: str) -> None:
         plan = self.call.plan
         schedule = plan_schedule(plan, direction)
-        self.program = compile_pass(schedule, self.shape, plan.restore)
+        self.program = self.compiled(schedule)
         activation = plan.modules.experts.fused_activation  # type: ignore[attr-defined]
         spare = 1 if self.communicator is not None else 0
         loaded = load(
@@ -293,7 +296,9 @@ class DeviceCall(ProgramCall):
             addresses[Base.ARENA] = lent
         workspace = torch.full((loaded.workspace_bytes(cut),), 255, dtype=torch.uint8)
         counters = workspace[: counter_bytes(self.program) if spare else 0].view(torch.int32).fill_(1 << 30)
-        loaded.run(cut, addresses, STREAMS, workspace.data_ptr())
+        self.workspaces.append(workspace)
+        device_rows = 0 if self.device_rows is None else self.device_rows.data_ptr()
+        loaded.run(cut, addresses, STREAMS, workspace.data_ptr(), device_rows)
         assert (counters < 1 << 30).all(), "a launch sets the counters of all products to 0"
         if lent:
             loaded.give_back_arena()

@@ -550,6 +550,9 @@ class ProgramCall:
         """Places tensors at the bases of these names."""
         self.held |= {Base[name]: tensor.contiguous() for name, tensor in tensors.items()}
 
+    def compiled(self, schedule: Schedule) -> PassProgram:
+        return compile_pass(schedule, self.shape, self.call.plan.restore)
+
     def addresses(self) -> dict[Base, int]:
         # A tensor without numbers has no address, and its operands have no rows.
         return {base: tensor.data_ptr() for base, tensor in self.held.items()}
@@ -557,7 +560,7 @@ class ProgramCall:
     def run(self, direction: str) -> None:
         """Runs one pass: compiles its schedule, lets the interpreter issue its calls, and computes these."""
         schedule = plan_schedule(self.call.plan, direction)
-        self.program = compile_pass(schedule, self.shape, self.call.plan.restore)
+        self.program = self.compiled(schedule)
         recorded = RecordedProgram(library(), self.program.words())
         counts = [each.flatten().tolist() for each in (self.send, self.recv)]
         arena_bytes = recorded.cut(self.call.inputs.x_TM.shape[0], self.rank, *counts)

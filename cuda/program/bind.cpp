@@ -121,9 +121,12 @@ void bind_program(py::module_& m) {
       .def(
           "run",
           [](program::CudaProgram& self, const program::Cut& cut, const std::vector<int64_t>& bases,
-             const std::vector<int64_t>& streams,
-             Address workspace) { self.run(cut, bases, streams, reinterpret_cast<void*>(workspace)); },
-          arg("cut"), arg("bases"), arg("streams"), arg("workspace"), no_gil(), "Issues a pass.");
+             const std::vector<int64_t>& streams, Address workspace, Address device_rows) {
+            self.run(cut, bases, streams, reinterpret_cast<void*>(workspace),
+                     reinterpret_cast<const int64_t*>(device_rows));
+          },
+          arg("cut"), arg("bases"), arg("streams"), arg("workspace"), arg("device_rows") = 0, no_gil(),
+          "Issues a pass.");
 }
 
 const pmoe::Module module(bind_program, program::list_kernels);

@@ -418,15 +418,19 @@ class CudaProgram {
   // streams: a stream for each lane. A lane that the pass does not use may have the stream of the compute
   //     lane.
   // workspace: CudaBackend::workspace_bytes() bytes of device memory.
+  // device_rows: the rows that travel, on the device (Places); null if those of `cut` travel. Throws
+  // std::invalid_argument if the exchanger cannot read them.
   void run(const Cut& cut, const std::vector<int64_t>& bases, const std::vector<int64_t>& streams,
-           void* workspace) {
+           void* workspace, const int64_t* device_rows = nullptr) {
     check_places(bases, streams);
+    if (device_rows && exchanger_ && !exchanger_->reads_device_rows())
+      throw std::invalid_argument("row counts on the device need an exchange over heaps, and not by NCCL");
     const std::lock_guard<std::mutex> lock(mutex_);
     const OnDevice on_device(device_);
     error_.clear();
     backend_->begin(streams.data(), workspace);
     const Backend backend = {this, launch, copy, exchange, wait, signal};
-    const Ending ending = program::run(words_, cut, {bases.data(), streams.data()}, backend);
+    const Ending ending = program::run(words_, cut, {bases.data(), streams.data(), device_rows}, backend);
     const auto stream = reinterpret_cast<cudaStream_t>(streams[0]);
     if (!ending.error) {
       if (exchanger_) exchanger_->end(stream);

@@ -7,6 +7,9 @@
 //   sorted rows      | 0 1 | 2 3 4 | 5 6 7 8 | 9 |
 //   chunk 0            sent  stays                  kRowBegin 0, kSent 2, kLocalRowBegin 2, kLocal 3
 //   chunk 1                          sent      stays    kRowBegin 5, kSent 4, kLocalRowBegin 9, kLocal 1
+//
+// If row counts stay on the device, the cut is computed from upper bounds (pmoe/program/bounded.py). Rows
+// then begin where they would begin if each chunk had the most rows.
 #pragma once
 
 #include <stdexcept>
@@ -184,6 +187,7 @@ struct Cut {
     int64_t row = 0;
     int64_t local = 0;
     int64_t received = 0;
+    int64_t sent = 0;
     for (int64_t i = 0; i < header.chunks; ++i) numbers[kSentRows] += of_chunk(i)[kSent];
     for (int64_t i = 0; i < header.chunks; ++i) {
       int64_t* chunk = of_chunk(i);
@@ -196,9 +200,11 @@ struct Cut {
       chunk[kLocalWeight] = numbers[kSentRows] + local;
       chunk[kReceivedBegin] = received;
       chunk[kIsStraight] = 1 - chunk[kIsSorted];
+      chunk[kSentBegin] = sent;
       chunk[kSorted] = chunk[kReceived] * chunk[kIsSorted];
       chunk[kStraight] = chunk[kReceived] * chunk[kIsStraight];
       row += chunk[kHome];
+      sent += chunk[kSent];
       local += chunk[kLocal];
       received += chunk[kReceived];
     }

@@ -30,6 +30,9 @@ class Exchanger {
   // Bytes that take_arena() gives at most.
   virtual int64_t arena_bytes() const { return 0; }
 
+  // Whether exchange() takes calls whose row counts are on the device.
+  virtual bool reads_device_rows() const { return false; }
+
   // Begins a pass, before its first call. Throws std::runtime_error if an earlier exchange has failed or has
   // not ended in time.
   //

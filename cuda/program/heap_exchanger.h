@@ -8,9 +8,14 @@
 //
 // The last pass of a run has no later pass. And an optimizer may use gradients before the next pass begins.
 // In both cases only a caller that waits for the device and calls throw_failure() notices wrong results.
+//
+// A CUDA graph may hold passes. The host does not see a replay, so the graph itself waits for the last pass
+// outside of graphs, and records an event for which the next one waits. Replays of two graphs are not
+// ordered.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
@@ -39,7 +44,9 @@ class HeapExchanger final : public Exchanger {
   // Throws std::invalid_argument if the number of ranks or this rank is out of range, or if the heap is too
   // small.
   explicit HeapExchanger(HeapPlace place)
-      : place_(std::move(place)), regions_(HeapRegions::of(ranks())), ended_(1, place_.device) {
+      : place_(std::move(place)),
+        regions_(HeapRegions::of(ranks())),
+        ended_(std::make_unique<Events>(kNumEnds, place_.device)) {
     if (ranks() < 1 || ranks() > kMostHeaps)
       throw std::invalid_argument("heaps (" + std::to_string(ranks()) + ") must be from 1 to " +
                                   std::to_string(kMostHeaps));
@@ -50,6 +57,13 @@ class HeapExchanger final : public Exchanger {
       throw std::invalid_argument("a heap of " + std::to_string(place_.bytes) + " bytes must have at least " +
                                   std::to_string(regions_.arena) + " bytes for flags and landing places");
   }
+
+  // A graph may outlive this object, and its nodes refer to the events without owning them.
+  ~HeapExchanger() override {
+    if (is_in_graph_) ended_.release();
+  }
+  HeapExchanger(const HeapExchanger&) = delete;
+  HeapExchanger& operator=(const HeapExchanger&) = delete;
 
   int ranks() const override { return static_cast<int>(place_.heaps.size()); }
   int rank() const override { return place_.rank; }
@@ -70,6 +84,8 @@ class HeapExchanger final : public Exchanger {
 
   int64_t arena_bytes() const override { return place_.bytes - regions_.arena; }
 
+  bool reads_device_rows() const override { return true; }
+
   // Makes this object unusable: begin() throws from now on. Its memory will be freed.
   void close() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -77,12 +93,22 @@ class HeapExchanger final : public Exchanger {
   }
 
   // Throws the errors of throw_failure(). Passes use the arena one after another. So if the last pass had
-  // another compute stream, this pass waits for its end.
+  // another compute stream, this pass waits for its end. Throws std::runtime_error in a capture if no pass
+  // outside of graphs came before, because a capture leaves out a wait for an event that was never recorded.
   void begin(cudaStream_t compute) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_usable();
+    if (is_captured(compute)) {
+      if (!has_run_)
+        throw std::runtime_error("run a pass over these heaps before a CUDA graph of one is captured");
+      check(cudaStreamWaitEvent(compute, (*ended_)[kOutside], cudaEventWaitExternal),
+            "cudaStreamWaitEvent for passes outside of a graph");
+      return;
+    }
     if (has_run_ && compute != last_)
-      check(cudaStreamWaitEvent(compute, ended_[0], 0), "cudaStreamWaitEvent for an earlier pass");
+      check(cudaStreamWaitEvent(compute, (*ended_)[kOutside], 0), "cudaStreamWaitEvent for an earlier pass");
+    if (is_in_graph_)
+      check(cudaStreamWaitEvent(compute, (*ended_)[kInGraph], 0), "cudaStreamWaitEvent for a replay");
   }
 
   // Throws std::runtime_error if an exchange has waited too long, or after close(). It does not wait for
@@ -117,12 +143,29 @@ class HeapExchanger final : public Exchanger {
   // recorded now, and not when a later pass waits for it, because the stream may have been destroyed by then.
   void end(cudaStream_t compute) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    check(cudaEventRecord(ended_[0], compute), "cudaEventRecord of the end of a pass");
+    if (is_captured(compute)) {
+      check(cudaEventRecordWithFlags((*ended_)[kInGraph], compute, cudaEventRecordExternal),
+            "cudaEventRecordWithFlags of the end of a replay");
+      is_in_graph_ = true;
+      return;
+    }
+    check(cudaEventRecord((*ended_)[kOutside], compute), "cudaEventRecord of the end of a pass");
     last_ = compute;
     has_run_ = true;
   }
 
  private:
+  // Numbers of the events at the ends of passes: of passes outside of graphs, and of replays.
+  static constexpr int64_t kOutside = 0;
+  static constexpr int64_t kInGraph = 1;
+  static constexpr int64_t kNumEnds = 2;
+
+  static bool is_captured(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+
   void launch(void* stream, const std::vector<Message>& messages) const {
     Push push = {};
     std::copy(messages.begin(), messages.end(), push.message);
@@ -165,6 +208,8 @@ class HeapExchanger final : public Exchanger {
     message.source = reinterpret_cast<const uint8_t*>(source.address);
     message.target = reinterpret_cast<uint8_t*>(target.address);
     message.row_bytes = source.row_bytes;
+    message.send_rows = call.device_send;
+    message.recv_rows = call.device_recv;
     int64_t sent = 0;
     int64_t received = 0;
     for (int rank = 0; rank < ranks(); ++rank) {
@@ -195,11 +240,12 @@ class HeapExchanger final : public Exchanger {
 
   const HeapPlace place_;
   const HeapRegions regions_;
-  const Events ended_;           // recorded at the end of each pass
+  std::unique_ptr<Events> ended_;
   std::mutex mutex_;             // for all members below
   cudaStream_t last_ = nullptr;  // the compute lane of the last pass
   bool has_run_ = false;
-  bool is_taken_ = false;  // whether a pass has the arena
+  bool is_in_graph_ = false;  // whether a CUDA graph holds passes
+  bool is_taken_ = false;     // whether a pass has the arena
   bool is_closed_ = false;
 };
 

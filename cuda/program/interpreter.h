@@ -35,6 +35,10 @@ struct Call {
   int64_t ranks;        // W, for an all-to-all
   const int64_t* send;  // (W,) rows to each rank; null unless the call is an all-to-all
   const int64_t* recv;  // (W,) rows from each rank
+  // The same on the device, null if the host has them. Then `send` and `recv` have the most rows of all ranks
+  // together, divided among the ranks in any way.
+  const int64_t* device_send;
+  const int64_t* device_recv;
   int64_t operands;
   Memory operand[kMaxOperands];
 };
@@ -50,9 +54,13 @@ struct Backend {
 };
 
 // What the caller of a pass provides: an address for each base, and a stream for each lane.
+//
+// device_rows: a table like Cut::rows_by_rank on the device, if the host does not know how many rows travel;
+// else null. The numbers of the Cut are then upper bounds.
 struct Places {
   const int64_t* bases;
   const int64_t* streams;
+  const int64_t* device_rows = nullptr;
 };
 
 // How a pass ended. `error` is 0, or the number that a function of the backend returned for the record with
@@ -82,6 +90,11 @@ inline int issue(const Words& words, const Record& record, int64_t index, const 
   call.operands = record.operands;
   call.send = record.send_line < 0 ? nullptr : &cut.rows_by_rank[record.send_line * call.ranks];
   call.recv = record.recv_line < 0 ? nullptr : &cut.rows_by_rank[record.recv_line * call.ranks];
+  const auto on_device = [&](int64_t line) {
+    return line < 0 || !places.device_rows ? nullptr : places.device_rows + line * call.ranks;
+  };
+  call.device_send = on_device(record.send_line);
+  call.device_recv = on_device(record.recv_line);
   for (int64_t i = 0; i < record.operands; ++i)
     call.operand[i] = resolve(words.operand(record.operand_begin + i), cut, places.bases);
   switch (record.kernel) {

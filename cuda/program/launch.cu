@@ -82,8 +82,11 @@ void push_rows(void* stream, const Push& push) {
   for (int i = 0; i < push.messages; ++i) {
     const Message& message = push.message[i];
     for (const int64_t* ends : {message.send_end, message.recv_end})
-      for (int rank = 0; rank < push.ranks; ++rank)
-        most_bytes = larger(most_bytes, (ends[rank] - (rank ? ends[rank - 1] : 0)) * message.row_bytes);
+      for (int rank = 0; rank < push.ranks; ++rank) {
+        // If only the device knows the rows of each rank, one rank may have all of them.
+        const int64_t first = rank && !message.send_rows ? ends[rank - 1] : 0;
+        most_bytes = larger(most_bytes, (ends[rank] - first) * message.row_bytes);
+      }
   }
   const int blocks = ceil_div(1 << channel_shift(most_bytes), kPushThreads / kWarp);
   Prepared("program.push", push_kernel, {blocks, kPushThreads}, stream).launch(push);

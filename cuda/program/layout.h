@@ -18,7 +18,7 @@
 
 namespace pmoe::program {
 
-constexpr int64_t kVersion = 3;
+constexpr int64_t kVersion = 4;
 constexpr int kMaxOperands = 8;
 
 // The number of lanes of a schedule: those of pmoe.schedule.tasks.Lane, in that order. A pass has a stream
@@ -72,6 +72,7 @@ enum OfChunk : int {
   kStraight,       // kReceived - kSorted
   kIsSorted,       // 1 if the received rows must be sorted, else 0
   kIsStraight,     // 1 - kIsSorted
+  kSentBegin,      // index of the chunk's first sent row among the sent rows of all chunks
   kNumOfChunk,
 };
 

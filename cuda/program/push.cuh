@@ -93,13 +93,16 @@ class Channel {
   // target).
   //
   // ends: Message::send_end or Message::recv_end.
-  __device__ Part part(const int64_t* ends, int rank) const {
-    const int64_t first = rank ? ends[rank - 1] : 0;
-    const Part own = part_of(ends[rank] - first, message_.row_bytes, team_.number);
+  // rows: Message::send_rows or Message::recv_rows. If it is not null, `ends` is not read.
+  __device__ Part part(const int64_t* ends, const int64_t* rows, int rank) const {
+    int64_t first = rank && !rows ? ends[rank - 1] : 0;
+    for (int other = 0; rows && other < rank; ++other) first += read(rows + other);
+    const int64_t count = rows ? read(rows + rank) : ends[rank] - first;
+    const Part own = part_of(count, message_.row_bytes, team_.number);
     return {first * message_.row_bytes + own.begin, own.bytes};
   }
-  __device__ Part sent_to(int rank) const { return part(message_.send_end, rank); }
-  __device__ Part received_from(int rank) const { return part(message_.recv_end, rank); }
+  __device__ Part sent_to(int rank) const { return part(message_.send_end, message_.send_rows, rank); }
+  __device__ Part received_from(int rank) const { return part(message_.recv_end, message_.recv_rows, rank); }
 
   // Returns whether bytes of a part are left for a round.
   //

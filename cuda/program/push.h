@@ -119,6 +119,10 @@ struct Message {
   int64_t row_bytes;             // a multiple of 4. If it is a multiple of 16, both addresses are, too
   int64_t send_end[kMostHeaps];  // for each rank, the index behind the last row in `source` for it
   int64_t recv_end[kMostHeaps];  // for each rank, the index behind the last row in `target` from it
+  // (W,) number of rows to each rank, and from each rank, on the device; null if the host knows them. If they
+  // are not null, the last numbers of send_end and recv_end are the most rows of all ranks together.
+  const int64_t* send_rows;
+  const int64_t* recv_rows;
 };
 
 // The arguments of a launch.

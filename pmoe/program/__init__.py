@@ -10,6 +10,7 @@ engine on the CPU.
     compiler      compiles a schedule into a program
     operands      where the buffers of a pass lie
     layer_shape   the facts of a layer that a program depends on
+    bounded       row counts that stay on the device, so that a CUDA graph can hold a pass; no layer uses it
     backend       the interface of backends, which issue programs, and the programs of a layer
     on_cuda       the backend for CUDA devices: issues passes over CUDA, and over NCCL or symmetric heaps
 

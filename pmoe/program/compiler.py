@@ -62,6 +62,7 @@ class _PassCompiler:
     schedule: the tasks of the pass.
     shape: the sizes and settings of the layer.
     restore: the restore pair; None for a forward pass without a backward pass.
+    bounded: whether the program is for calls whose row counts the host does not know (`compile_pass`).
     memory: makes the operands of the records.
     records: the records that were appended so far.
     task, lane: index of the task whose records are being appended (`NO_TASK` for none), and its lane.
@@ -74,9 +75,12 @@ class _PassCompiler:
     first_computed, last_computed: chunks of the first and the last task C; -1 if the pass has no task C.
     """
 
-    def __init__(self, schedule: Schedule, shape: LayerShape, restore: Restore | None) -> None:
+    def __init__(
+        self, schedule: Schedule, shape: LayerShape, restore: Restore | None, *, bounded: bool
+    ) -> None:
         self.schedule = schedule
         self.shape = shape
+        self.bounded = bounded
         self.memory = PassOperands(schedule, shape, restore)
         self.records: list[Record] = []
         self.task = NO_TASK
@@ -129,9 +133,9 @@ class _PassCompiler:
         """
         tokens = self.memory.tokens(base, i)
         first_row = chunk_number(first, i)
-        self.add(
-            Kernel.PLACE, tokens, self.memory.position(i), target, condition=target.rows, first=first_row
-        )
+        # The rows of a bounded program are upper bounds, which are not 0 if the chunk has no tokens.
+        condition = tokens.rows if self.bounded else target.rows
+        self.add(Kernel.PLACE, tokens, self.memory.position(i), target, condition=condition, first=first_row)
 
     def place_once(self, base: Base, name: str, i: int, first: ChunkNumber) -> None:
         """Appends a record that copies tokens of chunk i to a buffer, unless an earlier task has appended it.
@@ -264,21 +268,46 @@ class _PassCompiler:
         self.add(Kernel.SUM, home, self.memory.position(i), out, condition=out.rows, first=first_row)
 
     def weights(self, _: int) -> None:
-        """Task P: the record sends the routing weights of all chunks; in backward it returns their gradients.
+        """Task P: the records send the routing weights of all chunks; in backward they return the gradients.
+
+        One exchange sends the weights of all chunks. In a bounded program each chunk has an exchange, because
+        its rows begin at a fixed place of the memory, not where those of the chunk before end.
+        """
+        if self.bounded:
+            for i in range(self.memory.n):
+                self.weights_of_rows(
+                    line=2 * i,
+                    sent=(chunk_number(ChunkNumber.SENT, i), chunk_number(ChunkNumber.SENT_BEGIN, i)),
+                    received=(
+                        chunk_number(ChunkNumber.RECEIVED, i),
+                        chunk_number(ChunkNumber.RECEIVED_BEGIN, i),
+                    ),
+                )
+            return
+        self.weights_of_rows(
+            line=2 * self.memory.n,
+            sent=(CallNumber.SENT_ROWS, CallNumber.ZERO),
+            received=(CallNumber.RECEIVED_ROWS, CallNumber.ZERO),
+        )
+
+    def weights_of_rows(self, *, line: int, sent: tuple[int, int], received: tuple[int, int]) -> None:
+        """Appends the all-to-all of routing weights, or in backward of their gradients, for some rows.
 
         If rows may come from several ranks, there is a record for each form, because the received weights are
         in different memory if they must be sorted.
+
+        line: the line of the table of row counts with the rows that dispatch sends to each rank (`exchange`).
+        sent, received: indices, among the numbers of a call, of the number of rows and of the first row.
         """
-        line = 2 * self.memory.n
         sorted_base = Base.WEIGHT_ARRIVED if self.memory.is_forward else Base.DWEIGHT_LEAVING
         straight_base = Base.WEIGHT_RECEIVED if self.memory.is_forward else Base.DWEIGHT_RECEIVED
         by_number = Base.WEIGHT_BY_NUMBER if self.memory.is_forward else Base.DWEIGHT_BY_NUMBER
-        home = self.memory.numbers_of_rows(by_number, CallNumber.SENT_ROWS)
+        home = self.memory.numbers_of_rows(by_number, *sent)
         forms = [(straight_base, CallNumber.MESSAGE_IS_STRAIGHT)]
         if self.memory.may_sort:
             forms.insert(0, (sorted_base, CallNumber.MESSAGE_IS_SORTED))
         for base, condition in forms:
-            away = self.memory.numbers_of_rows(base, CallNumber.RECEIVED_ROWS)
+            away = self.memory.numbers_of_rows(base, *received)
             if self.memory.is_forward:
                 self.exchange(home, away, line, back=False, condition=condition)
             else:
@@ -616,7 +645,9 @@ def _with_end(schedule: Schedule) -> Schedule:
     return replace(schedule, tasks=(*schedule.tasks, end))
 
 
-def compile_pass(schedule: Schedule, shape: LayerShape, restore: Restore | None) -> PassProgram:
+def compile_pass(
+    schedule: Schedule, shape: LayerShape, restore: Restore | None, *, bounded: bool = False
+) -> PassProgram:
     """Compiles the schedule of a pass into a program.
 
     schedule: the tasks of the pass, whose chunks take turns in ring slots
@@ -624,10 +655,13 @@ def compile_pass(schedule: Schedule, shape: LayerShape, restore: Restore | None)
     shape: the sizes and settings of the layer.
     restore: the restore pair with which the schedule was built; None for a forward pass without a backward
         pass.
+    bounded: whether the program is for calls whose row counts stay on the device. Its cut is then computed
+        from upper bounds (`pmoe.program.bounded`). Routing weights have an all-to-all for each chunk.
 
     Raises ValueError, with the task's name, for a task that a program cannot have. Layers and calls with such
     tasks are refused earlier, by `pmoe.decide.program_choice`.
     """
     assert schedule.slots, "a program's chunks take turns in ring slots"
     assert restore is None or not restore.is_narrow, "a program keeps tensors as they are"
-    return _PassCompiler(schedule, shape, restore).compile()
+    assert not bounded or (shape.keeps_own and shape.sends), "bounds are for rows sent, and rows that stay"
+    return _PassCompiler(schedule, shape, restore, bounded=bounded).compile()

@@ -263,17 +263,27 @@ class LoadedProgram:
         size: int = self._loaded.workspace_bytes(cut)
         return size
 
-    def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
+    def run(
+        self,
+        cut: Any,
+        bases: Mapping[Base, int],
+        streams: Mapping[Lane, int],
+        workspace: int,
+        device_rows: int = 0,
+    ) -> None:
         """Enqueues all work of a pass. The host does not wait for the device.
 
         cut: the numbers of the call, from `cut`.
         bases: for each `Base`, the address of its memory; 0 if the pass does not use it.
         streams: the stream of each lane that the pass uses.
         workspace: address of the scratch memory, `workspace_bytes` bytes on the device.
+        device_rows: address of `pmoe.program.bounded.DeviceRows.rows_by_rank`, if the host does not know the
+            row counts; else 0.
 
         Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. The compute lane then still
         waits for all other lanes. Raises RuntimeError, before anything is enqueued, if an earlier pass did
-        not end in time. Raises ValueError for an address that is not a multiple of 16.
+        not end in time. Raises ValueError for an address that is not a multiple of 16, and for row counts on
+        the device if rows travel by NCCL.
         """
         compute = streams[Lane.COMPUTE]
         collectives.begun += self._num_exchanges
@@ -282,6 +292,7 @@ class LoadedProgram:
             [bases.get(base, 0) for base in Base],
             [streams.get(lane, compute) for lane in LANES],
             workspace,
+            device_rows,
         )
 
     def give_back_arena(self) -> None:

@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass
 
 from pmoe.schedule.tasks import Lane
 
-VERSION = 3
+VERSION = 4
 """The version of the form in which programs are passed as words. The C++ side refuses any other version."""
 
 MAX_OPERANDS = 8
@@ -148,6 +148,7 @@ class ChunkNumber(enum.IntEnum):
     STRAIGHT = 12  # RECEIVED - SORTED
     IS_SORTED = 13  # 1 if the received rows must be sorted, else 0
     IS_STRAIGHT = 14  # 1 - IS_SORTED
+    SENT_BEGIN = 15  # index of the chunk's first sent row among the sent rows of all chunks
 
 
 def chunk_number(number: ChunkNumber, chunk: int) -> int:

@@ -56,6 +56,8 @@ struct Rank {
   uint8_t *heap, *source, *other;
   peers::Report report = {};
   bool is_direct = false;  // whether rows arrive in the heap's arena
+  bool counts_on_device = false;
+  std::vector<int64_t> send_rows, recv_rows;  // by exchange and other rank
 };
 
 uint8_t* aligned(std::vector<uint8_t>& memory, int64_t bytes) {
@@ -79,6 +81,7 @@ struct World {
       r.source = aligned(r.source_memory, kArena);
       r.other = aligned(r.other_memory, kArena);
       r.is_direct = random() % 2;
+      r.counts_on_device = random() % 2;
     }
     for (int e = 0; e < kExchanges; ++e) {
       Exchange exchange = {{random() % 2 ? 48 : 16, 4}, 1 + static_cast<int>(random() % 2), {}};
@@ -90,6 +93,16 @@ struct World {
       }
       exchanges.push_back(exchange);
     }
+  }
+
+  // Writes the row counts to where the kernels of some ranks read them.
+  void put_counts() {
+    for (int r = 0; r < ranks; ++r)
+      for (int e = 0; e < kExchanges; ++e)
+        for (int i = 0; i < ranks; ++i) {
+          rank[static_cast<size_t>(r)].send_rows.push_back(rows(e, r, i));
+          rank[static_cast<size_t>(r)].recv_rows.push_back(rows(e, i, r));
+        }
   }
 
   uint8_t* target_of(int r) {
@@ -125,6 +138,10 @@ struct World {
         message.send_end[i] = sent += rows(e, r, i);
         message.recv_end[i] = received += rows(e, i, r);
       }
+      if (!own.counts_on_device) continue;
+      for (int i = 0; i < ranks; ++i) message.send_end[i] = message.recv_end[i] = -1;  // not read
+      message.send_rows = own.send_rows.data() + e * ranks;
+      message.recv_rows = own.recv_rows.data() + e * ranks;
     }
     return push;
   }
@@ -219,6 +236,7 @@ void test_exchanges(int ranks, const std::string& mistake) {
     signals_are_relaxed = mistake == "signal";
 #endif
     w.delay_seed = seed % 3 ? seed : 0;
+    w.put_counts();
     run(w, ranks, seed);
     for (const Rank& each : w.rank) expect(!each.report.wait, "a wait that did not end");
   }
@@ -228,6 +246,7 @@ void test_absent(int ranks) {
   World w(ranks, 5, 5'000'000);  // nanoseconds
   for (Exchange& each : w.exchanges)
     for (auto& rows : each.rows) rows.assign(static_cast<size_t>(ranks), 5);
+  w.put_counts();
   run(w, ranks - 1, 1);
   for (int r = 0; r < ranks - 1; ++r) {
     const peers::Report& report = w.rank[static_cast<size_t>(r)].report;

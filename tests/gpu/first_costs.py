@@ -21,6 +21,8 @@ from tests.gpu.ladder.nccl import streams_of
 
 CALLS = 1000
 WARM_UP = 20
+LANE_OPERATIONS = 100
+"""Operations of a graph on two streams: about as many as a forward and a backward pass of a program."""
 CLOCKS = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 
@@ -58,7 +60,25 @@ def calls_of(device: torch.device, machine: Machine | None) -> dict[str, Callabl
         with torch.cuda.graph(graph):
             one.add_(1)
         calls["graph, a replay of 1 operation"] = graph.replay
+        of_lanes = f"graph, a replay of {LANE_OPERATIONS} operations on 2 streams"
+        calls[of_lanes] = graph_of_two_lanes(one, other, side).replay
     return calls
+
+
+def graph_of_two_lanes(
+    one: torch.Tensor, other: torch.Tensor, side: torch.cuda.Stream
+) -> torch.cuda.CUDAGraph:
+    """Captures `LANE_OPERATIONS` operations on two streams, which wait for each other after each pair."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        main = torch.cuda.current_stream()
+        for _ in range(LANE_OPERATIONS // 2):
+            side.wait_stream(main)
+            one.add_(1)
+            with torch.cuda.stream(side):
+                other.add_(1)
+            main.wait_stream(side)
+    return graph
 
 
 def cost(call: Callable[[], object], device: torch.device, count: int) -> dict[str, float]:

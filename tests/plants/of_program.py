@@ -85,4 +85,20 @@ PROGRAM = (
         new=")",
         tests="tests/gloo/test_program.py -k engine_does",
     ),
+    Plant(
+        name="bounded-weights-of-all-chunks-together",
+        breaks="routing weights of a bounded pass begin at the same place for all chunks",
+        file=COMPILER,
+        old="sent=(chunk_number(ChunkNumber.SENT, i), chunk_number(ChunkNumber.SENT_BEGIN, i)),",
+        new="sent=(chunk_number(ChunkNumber.SENT, i), CallNumber.ZERO),",
+        tests="tests/gloo/test_bounded_programs.py -k engine_does",
+    ),
+    Plant(
+        name="bounded-rows-that-exist-though-they-do-not-fit",
+        breaks="a rank whose rows do not fit computes the others",
+        file="pmoe/program/bounded.py",
+        old="    counts_WnWL = counts_WnWL * fits\n",
+        new="",
+        tests="tests/unit/test_program_bounded.py",
+    ),
 )

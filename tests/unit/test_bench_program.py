@@ -40,6 +40,18 @@ def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time(heaps: boo
     assert shown == counted
 
 
+def test_the_page_shows_what_a_graph_holds_and_what_its_replay_is_predicted_to_take() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    _, _, rest = page.partition("<!-- replays of programs over heaps -->\n")
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in rest.partition("\n\n")[0].splitlines()[2:]
+    ]
+    assert shown == [line.split() for line in bench_program.replay_table(library()).splitlines()[1:]]
+    assert f"{bench_program.REPLAY_MICROSECONDS:.0f} us for the launch of a graph" in page
+    assert bench_program.REPLAY_MICROSECONDS <= 20  # the goal
+
+
 @pytest.mark.parametrize(
     ("heaps", "direction", "goal"),
     [(False, "forward", 190), (False, "backward", 295), (True, "forward", 120), (True, "backward", 205)],

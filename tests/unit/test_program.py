@@ -262,6 +262,7 @@ def expected_numbers(call: Counted) -> list[int]:
         numbers += [begin + rows.send[i], local_begin, sum(rows.send) + local_begin, sum(rows.received[:i])]
         received, regrouped = rows.received[i], rows.regrouped[i]
         numbers += [received, received * regrouped, received * (not regrouped), regrouped, not regrouped]
+        numbers.append(sum(rows.send[:i]))
     return numbers
 
 

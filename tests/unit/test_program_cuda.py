@@ -650,6 +650,60 @@ def test_a_pass_on_another_stream_waits_for_the_end_of_the_last_one(cuda: Module
     assert len(events) == 1
 
 
+def test_passes_and_replays_over_a_heap_wait_for_each_other(cuda: ModuleType) -> None:
+    """A graph itself waits for the last pass outside of graphs, and records an event for the next one."""
+    report = torch.zeros(8, dtype=torch.int32)
+    exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0)
+    for captures, stream in ((False, 1001), (True, 1002), (True, 1002), (False, 1001), (False, 1003)):
+        cuda.stub_capture(captures)
+        exchanged(exchanger, stream)
+    noted = journal(cuda)
+    in_graph = [("external wait", 1002), ("launch", 1002), ("external record", 1002)]
+    assert [(call.what, call.stream) for call in noted] == [
+        *[("launch", 1001), ("record", 1001)],
+        *[*in_graph, *in_graph],
+        *[("wait", 1001), ("launch", 1001), ("record", 1001)],
+        *[("wait", 1003), ("wait", 1003), ("launch", 1003), ("record", 1003)],
+    ]
+    events = [call.numbers for call in noted if call.what != "launch"]
+    outside, in_replay = events[0], events[2]
+    assert outside != in_replay
+    assert events == [
+        *[outside, outside, in_replay, outside, in_replay],
+        *[in_replay, outside, outside, in_replay, outside],
+    ]
+    assert cuda.stub_refused() == []
+
+
+def test_a_graph_of_a_pass_needs_a_pass_before_and_may_outlive_the_heap(cuda: ModuleType) -> None:
+    """A capture leaves out a wait for an event that was never recorded. Nodes do not own their events."""
+    report = torch.zeros(8, dtype=torch.int32)
+    before = cuda.stub_num_events()
+    for captures, kept in ((False, 0), (True, 2)):
+        exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0)
+        cuda.stub_capture(True)
+        with pytest.raises(RuntimeError, match="run a pass over these heaps before a CUDA graph"):
+            exchanged(exchanger)
+        cuda.stub_capture(False)
+        exchanged(exchanger)
+        cuda.stub_capture(captures)
+        exchanged(exchanger)
+        cuda.stub_capture(False)
+        del exchanger
+        gc.collect()
+        assert cuda.stub_num_events() - before == kept
+
+
+def test_row_counts_on_the_device_are_refused_where_rows_travel_by_nccl(cuda: ModuleType) -> None:
+    """NCCL's sends take numbers of rows from the host."""
+    one = s4(cuda)
+    cuda.stub_reset(runs=False)
+    cut = one.loaded.cut(one.tokens, one.rank, one.send, one.recv)
+    with pytest.raises(ValueError, match="row counts on the device need an exchange over heaps"):
+        one.loaded.run(cut, ADDRESSES, STREAMS, 1 << 50, 1 << 51)
+    assert journal(cuda) == []
+
+
 def test_a_closed_heap_lends_no_memory(cuda: ModuleType) -> None:
     report = torch.zeros(8, dtype=torch.int32)
     exchanger = heap_exchanger(cuda, 2, 0, report, seconds=1.0, arena=1024)

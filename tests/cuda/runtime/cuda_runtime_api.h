@@ -6,8 +6,10 @@
 #define PMOE_NCCL_LIBRARY "libpmoe_nccl.so"  // nccl.cpp
 
 enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal = 0, cudaStreamCaptureModeRelaxed = 2 };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
 enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3, cudaMemcpyDefault = 4 };
 constexpr unsigned cudaEventDisableTiming = 2;
+constexpr unsigned cudaEventRecordExternal = 1, cudaEventWaitExternal = 1;
 typedef struct CUevent_st* cudaEvent_t;
 
 namespace stub {
@@ -64,9 +66,23 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
   return stub::call("record", stream, {stub::number(event)});
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+// With the flag "external" a graph itself records the event in each replay.
+inline cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
   if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
-  return stub::call("wait", stream, {stub::number(event)});
+  if (flags && !stub::captures)
+    return stub::refuse(cudaErrorNotSupported, "an external record outside of a capture");
+  return stub::call(flags ? "external record" : "record", stream, {stub::number(event)});
+}
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+  if (!stub::events.count(event)) return stub::refuse(cudaErrorInvalidResourceHandle, "no such event");
+  if (flags && !stub::captures)
+    return stub::refuse(cudaErrorNotSupported, "an external wait outside of a capture");
+  return stub::call(flags ? "external wait" : "wait", stream, {stub::number(event)});
+}
+// A capture takes in all streams.
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = stub::captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
   stub::need_context();
@@ -88,6 +104,10 @@ inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cud
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   const cudaError_t error = stub::call("set", stream, {stub::number(to), static_cast<int64_t>(bytes)});
+  if (!error && stub::captures) {  // a graph repeats it as a launch of one thread
+    const stub::Launched one = {nullptr, 1, 1, 1, 0, false, stream, stub::device};
+    stub::captured.push_back({one, [=] { std::memset(to, value, bytes); }});
+  }
   if (!error && stub::runs) std::memset(to, value, bytes);
   return error;
 }

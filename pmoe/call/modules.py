@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import max_bins, num_bins, slack_with_copies, with_two
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
-from pmoe.experts.operands import local_part
+from pmoe.experts.operands import local_part, need_gradients, parameters_of
 from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
@@ -201,9 +200,11 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
-        reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        return _as_computed(reference) if hasattr(reference, "to_local") else reference
+        for module in (self.experts, self.gate):
+            for parameter in parameters_of(module):
+                if parameter.is_floating_point():
+                    return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
+        return None
 
     def no_loss(self) -> Tensor:
         """Returns the value of the auxiliary loss (l_aux) before any call: zero, a scalar.
@@ -224,11 +225,14 @@ class LayerModules(PassModules):
         """
         if not torch.is_grad_enabled():
             return False
-        modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
-        hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
-        parameters = (module.parameters() for module in modules if module is not None)
-        operands = itertools.chain(tensors, hooks, *parameters)
-        return any(operand.requires_grad for operand in operands) or self.experts.asks_for_gradients()
+        if need_gradients(tensors):
+            return True
+        for module in (self.experts_module, self.shared_module, self.shared_gate, self.latent):
+            if module is not None and need_gradients(parameters_of(module)):
+                return True
+        if self.hooks is not None and need_gradients(self.hooks.parameters):
+            return True
+        return self.experts.asks_for_gradients()
 
     @functools.cached_property
     def stages(self) -> Stages:

@@ -82,8 +82,11 @@ def replay_of(layer: nn.Module) -> Replay:
     returns the recorded decisions. So this function starts a record or takes the next one, and must be called
     exactly once for each call of the layer, at the call's start.
     """
-    replays = (find(layer) for find in REPLAY_FINDERS)
-    return next((replay for replay in replays if replay is not None), Replay())
+    for find in REPLAY_FINDERS:
+        replay = find(layer)
+        if replay is not None:
+            return replay
+    return Replay()
 
 
 def hidden_from_checkpoints() -> AbstractContextManager[None]:

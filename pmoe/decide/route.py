@@ -21,6 +21,7 @@ from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
+from pmoe.experts.operands import need_gradients, parameters_of
 from pmoe.gates.base import Routing
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.logits import logits_and_rows
@@ -61,8 +62,7 @@ def needs_gradients(call: Call, *tensors: Tensor) -> bool:
     call: the call.
     tensors: the rows, and the routing weights or the parameters of the gate, of any shape.
     """
-    has_grad = torch.is_grad_enabled()
-    return call.parameters_need_grad or (has_grad and any(tensor.requires_grad for tensor in tensors))
+    return call.parameters_need_grad or (torch.is_grad_enabled() and need_gradients(tensors))
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
@@ -422,7 +422,7 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     if not x.is_floating_point():
         cure = ": pass x.dequantize()" if x.is_quantized else ": pass x.real" if x.is_complex() else ""
         raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
-    if like is not None and cast_dtype(modules, x) is None and x.dtype != like.dtype:
+    if like is not None and x.dtype != like.dtype and cast_dtype(modules, x) is None:
         raise FaultError(
             Fault.DTYPE,
             f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}): cast x, or call the layer "
@@ -459,11 +459,9 @@ def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     autocast = autocast_dtype(x) or modules.experts.gathered_dtype
     if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):
         return autocast
-    gate_parameter = next(modules.gate.parameters(), None)
     like = modules.reference_parameter
-    is_cast = (
-        gate_parameter is not None
-        and like is not None
-        and (gate_parameter.dtype, like.dtype) == (x.dtype, torch.float32)
-    )
+    if like is None or like.dtype != torch.float32:
+        return None
+    gate_parameter = next(iter(parameters_of(modules.gate)), None)
+    is_cast = gate_parameter is not None and gate_parameter.dtype == x.dtype
     return x.dtype if is_cast else None

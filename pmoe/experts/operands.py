@@ -128,6 +128,28 @@ def train_frozen_rows(parameter: Tensor) -> None:
         hooks.pop(key).returned.remove()
 
 
+def parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
+    """Returns the parameters of a module and its submodules, as ``module.parameters()`` does.
+
+    Nothing is cached, because tools replace parameters between calls. But torch walks through a module by
+    four nested generators. So the parameters of a module without submodules are listed here directly. A
+    parameter that such a module has under two names is listed twice.
+    """
+    kind = type(module)
+    is_plain = kind.parameters is nn.Module.parameters and kind.named_parameters is nn.Module.named_parameters
+    if module._modules or not is_plain:
+        return module.parameters()
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
+
+
+def need_gradients(tensors: Iterable[Tensor]) -> bool:
+    """Returns whether any of some tensors, of any shape, requires a gradient."""
+    for tensor in tensors:  # a loop, because any() over a generator takes three times as long
+        if tensor.requires_grad:
+            return True
+    return False
+
+
 def value_names(module: nn.Module) -> list[str]:
     """Returns the dotted attribute names of the weights and biases that a module computes with.
 

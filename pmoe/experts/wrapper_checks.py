@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.base import Experts
 from pmoe.experts.marks import is_expert, is_flattened
-from pmoe.experts.operands import local_part
+from pmoe.experts.operands import local_part, parameters_of
 from pmoe.experts.values import has_values
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
@@ -56,7 +56,7 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the
     gradients, and is itself the experts' wrapper.
     """
-    parameter = next(experts.parameters(), None)
+    parameter = next(iter(parameters_of(experts)), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
     if parameter is not None and is_expert(parameter) and ddp is None:
         return  # FSDP replaces the parameters that it manages, and the new parameters have no mark

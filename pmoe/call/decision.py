@@ -12,7 +12,7 @@ A call takes these steps, in this order. Each of the methods returns the record 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,8 +80,7 @@ class HostRowCounts:
         return self.kept_device_E.to("cpu", torch.int64, copy=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgreedChoice:
+class AgreedChoice(NamedTuple):
     """The numbers and operators on which all ranks agreed for a call.
 
         counts   row counts of the call; None if the host does not need them
@@ -148,8 +147,7 @@ class CountsSource(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """Everything that is needed to run one call.
 
     call      the call

@@ -39,7 +39,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -202,7 +202,8 @@ class RankCounts:
         """Returns the counts with tensors on the host also in the fields ``..._device``."""
         if self.recv_device is self.recv and self.received_once is None:
             return self  # a call on the CPU
-        return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
+        on_host = {"recv_device": self.recv, "received_once_device": self.received_once, "messages": None}
+        return RankCounts(**{**vars(self), **on_host})
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
@@ -235,12 +236,24 @@ class RankCounts:
             return self
 
         def join(value: Any) -> Any:
-            return value.unflatten(0, (n, -1)).sum(1) if isinstance(value, Tensor) else value
+            return by_chunk(value, n) if isinstance(value, Tensor) else value
 
         # The first axis of each tensor is that of the bins.
         kept = {} if self.messages is None else {"recv_device": self.recv_device}
-        by_chunk = {name: join(value) for name, value in vars(self).items() if name not in kept}
-        return RankCounts(**{**by_chunk, **kept, "relayed": tuple(map(join, self.relayed))})
+        tables = {name: join(value) for name, value in vars(self).items() if name not in kept}
+        return RankCounts(**{**tables, **kept, "relayed": tuple(map(join, self.relayed))})
+
+
+def by_chunk(counts: Tensor, n: int) -> Tensor:
+    """Returns the row counts of n chunks, (n, ...), from those of F bins; ``counts`` itself if n is F.
+
+    Bins are equal ranges of a rank's tokens. Each chunk consists of F / n neighbouring bins.
+
+    counts: (F, ...), row counts by bin. n must divide F.
+    """
+    if counts.shape[0] == n:
+        return counts
+    return counts.view(n, counts.shape[0] // n, *counts.shape[1:]).sum(1)
 
 
 def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Tensor:
@@ -619,8 +632,7 @@ def heading(
     return Heading(ranks.size, num_degrees, (num_tokens, 0, mode, kind))
 
 
-@dataclass(frozen=True)
-class EarlyMessages:
+class EarlyMessages(NamedTuple):
     """Messages of row counts that the routing kernels have written, before the exchange began.
 
     heading: the numbers in front of the counts, and the sizes of the messages.

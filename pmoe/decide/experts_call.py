@@ -138,7 +138,7 @@ class ExpertsCall:
             decision = self.decision = self.decide(experts, inputs)
         else:  # activation checkpointing of only the experts runs them again
             self._check_second_run()
-            decision = replace(self.decision, routed=routed, inputs=inputs)
+            decision = self.decision._replace(routed=routed, inputs=inputs)
         y_TM = run(decision)
         self._stage = HOOKS
         return y_TM

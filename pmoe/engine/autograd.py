@@ -7,8 +7,7 @@ node for each operation, autograd would choose the order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ gradients: the gradient of each tensor of `Inputs.all`, or None.
 """
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """Everything that autograd needs to run the backward pass of a call.
 
     tensors: the tensors for ``ctx.save_for_backward``; an entry may be None.

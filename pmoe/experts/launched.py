@@ -10,7 +10,6 @@ activation before the nonlinearity (G = H, or 2H for gated experts).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -419,7 +418,7 @@ def without_result_rows(expert_rows: ExpertRows) -> ExpertRows:
     """
     if expert_rows.result_row is None:
         return expert_rows
-    return dataclasses.replace(expert_rows, out=None, result_row=None)
+    return expert_rows._replace(out=None, result_row=None)
 
 
 def put_in_result_rows(result_NM: Tensor, expert_rows: ExpertRows) -> Tensor:

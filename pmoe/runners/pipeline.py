@@ -227,7 +227,7 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
         unchecked["shared_parameters"] = [parameter.data for parameter in inputs.shared_parameters]
     if restore.dispatched != "communicate" and inputs.hook_parameters:
         unchecked["hook_parameters"] = [parameter.data for parameter in inputs.hook_parameters]
-    return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
+    return inputs._replace(**unchecked) if unchecked else inputs
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Schedule
@@ -48,8 +49,7 @@ class HiddenColumns:
     adapter: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkRows:
+class ChunkRows(NamedTuple):
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
     The engine passes tuples, because they are a part of the key under which `slot_layout` caches layouts.

@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,7 @@ class AutocastState:
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The tensors of a call that may have gradients, and the autocast state of the layer's caller.
 
     T is the number of tokens, K the number of experts per token, M = d_model.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,8 +13,7 @@ from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import ExpertRows
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """The buffers of a message with one number for each row, for all chunks together.
 
     Routing weights are sent in this way. S is the number of rows that this rank sends, N the number of rows

@@ -41,7 +41,7 @@ import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,8 +70,7 @@ def length(at: slice) -> int:
     return int(at.stop - at.start)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One micro-batch of this rank: a range of its tokens, and the rows that it sends and receives.
 
     "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
@@ -126,8 +125,7 @@ class Chunk:
         return sum(self.gathered) if self.gathered else self.num_arrived
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalChunk:
+class LocalChunk(NamedTuple):
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
     rows: slice of this rank's sorted rows (all rows of its tokens, in the order of `PassPlan`).
@@ -141,8 +139,7 @@ class LocalChunk:
     of_copies: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightMessage:
+class WeightMessage(NamedTuple):
     """The all-to-all of routing weights: a single message for all chunks of a pass.
 
     slot: (S,) int64, the S (token, choice) pairs whose weights are sent, sorted by destination rank, then
@@ -161,8 +158,7 @@ class WeightMessage:
     gathered: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelOrder:
+class KernelOrder(NamedTuple):
     """The order in which this rank sends one number for each of its rows, computed by a kernel on a GPU.
 
     The number of a row is, for example, its routing weight. The numbers of the S rows that are sent come

@@ -157,7 +157,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
             fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
     is_again = has_changed is not None
     if by_kernels is not None and keep is None:
-        return by_kernels._replace(fault=fault, is_again=is_again)
+        return by_kernels._replace(routing=routing, fault=fault, is_again=is_again)
     # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
     # cannot be used.
     checked_routing = Routing(

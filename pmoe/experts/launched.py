@@ -266,10 +266,9 @@ class LaunchedExperts:
         groups = expert_rows.groups
         num_rows = groups.num_rows
         out = expert_rows.out
-        takes = (
-            out is not None and self._hidden.takes(num_rows, rows_NM) and self._output.takes(num_rows, out)
-        )
-        if out is None or not takes:
+        slots = expert_rows.slots
+        # Rows have slots only if the caller has asked `takes`.
+        if out is None or (slots is None and not self.takes(num_rows, rows_NM, out)):
             in_order = without_result_rows(expert_rows)
             result_NM, hidden = self._stacked.compute(in_order, weight_N, keep=keep)
             return put_in_result_rows(result_NM, expert_rows), hidden
@@ -278,7 +277,6 @@ class LaunchedExperts:
         active_NH = (
             hidden_NG if in_place and hidden_NG is not None else expert_rows.new("active", self._width)
         )
-        slots = expert_rows.slots
         gathering = {}
         if slots is not None:
             gathering = {"slot": slots.slot_N.data_ptr(), "top_k": slots.top_k, "a_gathered": True}
@@ -292,19 +290,23 @@ class LaunchedExperts:
         )  # fmt: skip
         return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
 
-    def reads_tokens(self, tokens_TM: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
-        """Returns whether `compute` should load rows directly from the tokens, without copying them first.
+    def takes(self, num_rows: int, rows: Tensor, out_NM: Tensor) -> bool:
+        """Returns whether `compute` launches pmoe's kernels for N rows. Otherwise PyTorch computes them.
 
-        True if the kernels can load rows from tokens, and if that is faster. Each row is then loaded from the
-        token that ``ExpertRows.slots`` names for it.
-
-        tokens_TM: (T, M), the T tokens of which the rows are copies, with M = d_model columns.
-        out_NM: (N, M), memory for the results.
         num_rows: N, the number of rows.
+        rows: (N, M), the rows with M = d_model columns; or (T, M), T tokens of which the rows are copies.
+        out_NM: (N, M), memory for the results.
+        """
+        return self._hidden.takes(num_rows, rows) and self._output.takes(num_rows, out_NM)
+
+    def gathers(self, top_k: int) -> bool:
+        """Returns whether loading rows from tokens is faster for `compute` than copying the rows first.
+
+        Each row is then loaded from the token that ``ExpertRows.slots`` names for it, if `takes` is True.
+
         top_k: K, the number of choices of a token.
         """
-        takes = self._hidden.takes(num_rows, tokens_TM) and self._output.takes(num_rows, out_NM)
-        return takes and gathers_in_load(self._kernels, self._num_hidden, top_k)
+        return gathers_in_load(self._kernels, self._num_hidden, top_k)
 
     # ---- backward
 

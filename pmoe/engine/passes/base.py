@@ -579,11 +579,11 @@ class Pass:
         rank. It uses the method for received rows, with the argument place="_L": LOCAL_WGRAD calls wgrad(i,
         place="_L"), for example.
         """
-        return {kind: self._action(kind) for kind in self.schedule.kinds}
-
-    def _action(self, kind: Kind) -> Callable[[int], dist.Work | None]:
-        method: Callable[..., dist.Work | None] = getattr(self, METHODS[kind])
-        return functools.partial(method, place="_L") if kind in LOCAL_KINDS else method
+        actions: dict[Kind, Callable[..., dist.Work | None]] = {}
+        for kind in self.schedule.kinds:
+            method = getattr(self, METHODS[kind])
+            actions[kind] = functools.partial(method, place="_L") if kind in LOCAL_KINDS else method
+        return actions
 
     def run_schedule(self) -> None:
         """Runs all tasks of the pass, then frees its buffers, even if a task raised an error."""

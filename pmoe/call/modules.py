@@ -15,7 +15,7 @@ from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
 from pmoe.call.narrow_pairs import possible_pairs
 from pmoe.call.options import LayerOptions
-from pmoe.comm.counts import max_bins, num_bins, slack_with_copies, with_two
+from pmoe.comm.counts import Slots, max_bins, num_bins, slack_with_copies, with_two
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part, need_gradients, parameters_of
@@ -288,8 +288,29 @@ class LayerModules(PassModules):
         room in a ring slot. On a single rank all rows stay. So a single rank has a limit only if it offloads
         rows to the host, or if its own rows go through the exchange as well.
         """
-        offloads = any(pair.dispatched == "offload" for pair in self.pairs)
-        return self.rotates and (self.stages.remote or offloads)
+        return self.rotates and (self.stages.remote or self.may_offload_rows)
+
+    @functools.cached_property
+    def may_offload_rows(self) -> bool:
+        """Whether a call may offload received rows (T_DI) to the host."""
+        return any(pair.dispatched == "offload" for pair in self.pairs)
+
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """The rows that a ring slot holds, for all numbers of chunks that the options allow.
+
+        The limit of host memory is not in it, because it differs from call to call
+        (`pmoe.choose.slots.requested_slots`).
+        """
+        options = self.options
+        return Slots(
+            slack=self.slack,
+            top_k=options.top_k * self.grid.esp.size,
+            degrees=self.checked_degrees(options.degrees),
+            own_rank=self.ranks.rank if self.stages.local else None,
+            num_staying=self.experts.num_local_experts,
+            total_slack=options.slack if self.has_copies else None,
+        )
 
     @functools.cached_property
     def sequential(self) -> bool:

@@ -37,6 +37,7 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -305,6 +306,11 @@ class Slots:
     host_rows: int | None = None
     num_staying: int | None = None
     total_slack: float | None = None
+
+    @functools.cached_property
+    def ratios(self) -> list[tuple[int, float]]:
+        """For each number of chunks n: (n, the rows of a slot divided by the largest number of tokens)."""
+        return [(n, self.slack * self.top_k / n) for n in self.degrees]
 
     def may_cut(self, num_bins: int) -> bool:
         """Returns whether any chunks can be cut finer: not if each consists of a single bin."""
@@ -828,7 +834,7 @@ class CountsExchange:
             raise FaultError(Fault(max(codes)), "; ".join(faults))
         if self._ranks.size > 1:
             modes, kinds = headers[:, 2:].t().tolist()
-            self._ranks.any_trains = any(mode & TRAINING for mode in modes)
+            self._ranks.any_trains = bool(functools.reduce(operator.or_, modes) & TRAINING)
             if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
                 compare_headers(modes, kinds, self._ranks)
 
@@ -1019,7 +1025,7 @@ class CountsExchange:
             host_rows=None if slots is None else slots.host_rows,
             asks_rows=self._asks_max_rows,
             irregular=self._asks_max_rows and not self._one_row_a_choice,
-            limits=() if slots is None else [(n, slots.slack * slots.top_k / n) for n in slots.degrees],
+            limits=() if slots is None else slots.ratios,
         )
         if self._ranks.size > 1 and (slots is not None or self._asks_max_rows):
             agreed = messages.agreed

@@ -40,6 +40,17 @@ COPIED = (
 """The error for experts that are equal on all ranks although they were built to differ."""
 
 
+def may_be_wrapped(experts: Experts) -> bool:
+    """Returns whether a data-parallel wrapper may manage the experts. If it is False, none does.
+
+    The test is quick. Each call makes it, and makes `check_wrapped` only after it.
+    """
+    parameter = next(iter(parameters_of(experts)), None)
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    # FSDP replaces the parameters that it manages, and the new parameters have no mark.
+    return parameter is None or not is_expert(parameter) or ddp is not None
+
+
 def check_wrapped(experts: Experts, own: set[int]) -> None:
     """Raises ValueError on every rank if a data-parallel wrapper would mix different ranks' experts.
 
@@ -56,10 +67,6 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the
     gradients, and is itself the experts' wrapper.
     """
-    parameter = next(iter(parameters_of(experts)), None)
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if parameter is not None and is_expert(parameter) and ddp is None:
-        return  # FSDP replaces the parameters that it manages, and the new parameters have no mark
     for wrapper, ranks in _wrappers(experts):
         if wrapper == FSDP2 and experts.is_sharded:
             continue

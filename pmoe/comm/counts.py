@@ -724,7 +724,7 @@ class CountsExchange:
         early: messages that the routing kernels have written already. They are sent if they agree with the
             other arguments. Otherwise new messages are written.
         """
-        counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
+        counts_FPX = counts_FE.view(counts_FE.shape[0], grid.ep.size, -1)
         self._counted_once = once_FP is not None
         if once_FP is not None:
             counts_FPX = torch.cat([counts_FPX, once_FP.unsqueeze(2)], dim=2)
@@ -859,7 +859,7 @@ class CountsExchange:
             device_FWX = self._own_FPX.long()
             headers = self._header.unsqueeze(0)
         else:
-            messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
+            messages = self._received[:, HEADER:].view(self._ranks.size, -1, self._own_FPX.shape[2])
             device_FWX = messages.transpose(0, 1)
             if self._grid.is_sharded:
                 device_FWX = self._grid.by_arrival(device_FWX)

@@ -192,8 +192,8 @@ class Messages(NamedTuple):
 
         messages_WL: (W, L) int32, one message of L numbers for each rank, or from each rank.
         """
-        _, num_bins, num_experts = self.sizes
-        counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
+        num_ranks, num_bins, num_experts = self.sizes
+        counts_WFE = messages_WL[:, HEADER:].view(num_ranks, num_bins, num_experts)
         return counts_WFE.transpose(0, 1)
 
     def pack(self, header: Sequence[int], fault: Tensor | None, counts_FE: Tensor) -> None:

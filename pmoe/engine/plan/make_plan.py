@@ -322,7 +322,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
                     message_regroup = _regroup(fine.flatten(1), come_by_source)
         elif order is not None and order.of_chunks is not None:
             message_regroup = order.of_all
-            of_chunk = order.of_chunks.split([sum(come_W) for come_W in come_by_chunk])
+            of_chunk = order.of_chunks.split_with_sizes([sum(come_W) for come_W in come_by_chunk])
             regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
         staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
         sizes = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from pmoe.call.call import Call

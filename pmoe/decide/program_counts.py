@@ -7,7 +7,6 @@ programs is run by the engine, in the same chunks.
 
 from __future__ import annotations
 
-
 from pmoe.call.decision import AgreedChoice, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.decide.exact_counts import ExactCounts

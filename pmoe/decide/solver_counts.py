@@ -16,7 +16,6 @@ All ranks take the same steps, because the solver's answer follows from numbers 
 
 from __future__ import annotations
 
-
 from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice
 from pmoe.call.modules import LayerModules

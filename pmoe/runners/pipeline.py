@@ -220,7 +220,7 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """
     modules = plan.modules
     restore = plan.restore
-    unchecked: dict[str, list[Tensor]] = {}
+    unchecked: dict[str, Any] = {}
     if modules.experts.are_modules and restore.hidden != "recompute":
         unchecked["parameters"] = [parameter.data for parameter in inputs.parameters]
     if modules.shared_expert is not None and modules.shared_expert.are_modules:
@@ -287,6 +287,9 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     for unit, kept in state.kept.items():
         rows_NM = swap(kept.rows_NM)
         hidden = kept.hidden
+        if hidden is None and rows_NM is kept.rows_NM:
+            swapped.kept[unit] = kept  # nothing was kept for this task
+            continue
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)

@@ -33,7 +33,7 @@ from torch import Tensor
 from pmoe.engine.buffers.arena import Arena, DevicePool, pool
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Actions
-from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage, length
+from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.buffer_sizes import BufferSizes
@@ -284,8 +284,10 @@ class Pass:
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)
-        self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in pass_plan.chunks])
-        slots = [length(chunk.slots) // plan.top_k for chunk in pass_plan.chunks]
+        chunks = pass_plan.chunks
+        tokens = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
+        slots = [(chunk.slots.stop - chunk.slots.start) // plan.top_k for chunk in chunks]
+        self.results = self.result_TM.split_with_sizes(tokens)
         self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.experts = plan.modules.experts
         self.shared_TM: Tensor | None = None
@@ -377,16 +379,21 @@ class Pass:
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
         """
+        return functools.partial(self.place, unit)
+
+    def place(self, unit: Unit, name: str, rows: int, columns: int) -> Tensor:
+        """Returns the ring slot of a buffer of one task, or new memory if the buffer has no slot (`space`).
+
+        unit: names the set of rows of the task.
+        name: the name of the buffer, such as "T_M".
+        rows, columns: its sizes.
+        """
         i, suffix = unit
-
-        def place(name: str, rows: int, columns: int) -> Tensor:
-            slot = self.arena.buffers.get(f"{name}{suffix}.{i}")
-            if slot is None:
-                return self.new(rows, columns)
-            assert slot.shape == (rows, columns), (name, unit, slot.shape, rows, columns)
-            return slot
-
-        return place
+        slot = self.arena.buffers.get(f"{name}{suffix}.{i}")
+        if slot is None:
+            return self.new(rows, columns)
+        assert slot.shape == (rows, columns), (name, unit, slot.shape, rows, columns)
+        return slot
 
     def groups(self, unit: Unit) -> RowGroups:
         """Returns how many rows each local expert has among the rows of one task.
@@ -526,7 +533,8 @@ class Pass:
             return self.home[rows]
         home = self.temporary(self.home_name, i)
         start = self.pass_plan.home[i].start
-        return home if length(rows) == home.shape[0] else home[rows.start - start : rows.stop - start]
+        first = rows.start - start
+        return home if rows.stop - rows.start == home.shape[0] else home[first : rows.stop - start]
 
     def combine_output(self, i: int) -> Tensor:
         """Returns the memory in which the all-to-all back to the tokens' rank puts the results of chunk i."""

@@ -302,7 +302,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
         come_nW = recv_nWE.sum(2) if bins.received_once is None else by_chunk(bins.received_once, n)
         come_by_chunk = come_nW.tolist()
         by_expert = recv_nWE.sum(1).tolist()
-        are_several = [_are_several(come_W) for come_W in come_by_chunk]
+        are_several = [len(come_W) - come_W.count(0) > 1 for come_W in come_by_chunk]
         come_by_source = recv_nWE.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None

@@ -249,17 +249,19 @@ class PassPlan:
         n = len(self.chunks)
         no_rows = (0,) * n
         esp_size = len(self.chunks[0].gathered)
-        by_chunk = len(self.pieces) in (0, n) and not any(piece.of_copies for piece in self.pieces)
+        by_chunk = len(self.pieces) in (0, n) and not (self.pieces and self.pieces[-1].of_copies)
         apart = esp_size > 0 or self.once is not None
+        home = self.home
+        # Lists, because a generator takes a call for each number.
         return ChunkRows(
-            arrived=tuple(chunk.num_arrived for chunk in chunks) if apart else None,
-            gathered=tuple(chunk.num_gathered for chunk in chunks) if apart else None,
+            arrived=tuple([chunk.num_arrived for chunk in chunks]) if apart else None,
+            gathered=tuple([chunk.num_gathered for chunk in chunks]) if apart else None,
             esp_size=esp_size,
-            send=tuple(chunk.num_sent for chunk in chunks),
-            received=tuple(chunk.received.num_rows for chunk in chunks),
-            local=tuple(piece.groups.num_rows for piece in self.pieces) or no_rows,
-            home=tuple(length(rows) + self.has_drops for rows in self.home) if by_chunk else no_rows,
-            regrouped=tuple(self.once is not None or chunk.regroup is not None for chunk in chunks),
+            send=tuple([sum(chunk.send_rows) for chunk in chunks]),
+            received=tuple([chunk.received.num_rows for chunk in chunks]),
+            local=tuple([piece.groups.num_rows for piece in self.pieces]) or no_rows,
+            home=tuple([rows.stop - rows.start + self.has_drops for rows in home]) if by_chunk else no_rows,
+            regrouped=tuple([self.once is not None or chunk.regroup is not None for chunk in chunks]),
         )
 
     @property

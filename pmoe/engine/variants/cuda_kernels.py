@@ -129,7 +129,8 @@ class _OnCuda(Pass):
             sent = self.pass_plan.chunks[i].sent
             self.plan.modules.order.order(source_TM, self.row_token[sent], out)
             return
-        self.moves.place(*self.copy_of_sent(source_TM, out, i))
+        chunk = self.pass_plan.chunks[i]
+        self.moves.place(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, out)
 
     def copy_of_sent(self, source_TM: Tensor, out: Tensor, i: int) -> RowCopy:
         """Returns the arguments of the kernel that copies tokens to the send buffer of chunk i.
@@ -184,7 +185,7 @@ class _OnCuda(Pass):
         else:
             groups = self.pass_plan.chunks[i].received
             result_row = self.regroup[i] if out is not None and self.places_results else None
-        space = self.space(unit)
+        space = functools.partial(self.place, unit)
         return ExpertRows(rows_NM, groups, self.parameters, space, out, grad_weight_N, slots, result_row)
 
     def result_of(self, i: int) -> Tensor:
@@ -279,7 +280,7 @@ class CudaForward(_OnCuda, Forward):
         reader = self.reader_of_tokens
         if reader is not None and reader.takes(piece.groups.num_rows, self.source_TM, out_NM):
             slots = RowSlots(self.pass_plan.slot[piece.rows], self.plan.top_k)
-            space = self.space(unit)
+            space = functools.partial(self.place, unit)
             expert_rows = ExpertRows(
                 self.source_TM, piece.groups, self.parameters, space, out_NM, slots=slots
             )
@@ -320,6 +321,7 @@ class CudaForward(_OnCuda, Forward):
         if self.keep and self.plan.restore.dispatched not in GATHERED_AGAIN:
             return None
         return experts if experts.gathers(top_k) else None
+
 
 class CudaBackward(_OnCuda, Backward):
     """A backward pass on a GPU, in which pmoe's CUDA kernels copy, multiply and sum the rows.

@@ -86,9 +86,7 @@ class DeduplicatedSlots(SortedSlots):
             self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, none_stay, 0, self.tokens)
         return self._sent[n]
 
-    def number_rows(
-        self, n: int, weights: WeightMessage, bins: RankCounts, fine: Tensor
-    ) -> DeduplicatedRows:
+    def number_rows(self, n: int, weights: WeightMessage, bins: RankCounts, fine: Tensor) -> DeduplicatedRows:
         """Returns numbers by which a receiver finds the row of each routing weight.
 
         Several weights may share a row, so the position of a weight in the message does not tell its row.

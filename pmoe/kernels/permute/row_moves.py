@@ -97,9 +97,7 @@ class RowMoves:
             out_TM.zero_()
         elif out_TM.shape[0]:
             moving, first_address = self._moving(position_TK, first_row, rows_NM)
-            self._module.unpermute(
-                moving, first_address, self._row_bytes, out_TM.data_ptr(), self._row_bytes
-            )
+            self._module.unpermute(moving, first_address, self._row_bytes, out_TM.data_ptr(), self._row_bytes)
 
     def _moving(self, position_TK: Tensor, first_row: int, rows_NM: Tensor) -> tuple[object, int]:
         """Returns the arguments that the kernels have in common, and the address of row 0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import Slots, max_bins, num_bins, slack_with_copies, with_two
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
-from pmoe.experts.operands import local_part, need_gradients, parameters_of
+from pmoe.experts.operands import local_part
 from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
@@ -200,10 +201,11 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        for module in (self.experts, self.gate):
-            for parameter in parameters_of(module):
-                if parameter.is_floating_point():
-                    return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
+        # The walk begins with the parameters of the experts themselves. Listed first, they save most walks.
+        own = self.experts._parameters.values()
+        for parameter in itertools.chain(own, self.experts.parameters(), self.gate.parameters()):
+            if parameter is not None and parameter.is_floating_point():
+                return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
         return None
 
     def no_loss(self) -> Tensor:
@@ -225,13 +227,14 @@ class LayerModules(PassModules):
         """
         if not torch.is_grad_enabled():
             return False
-        if need_gradients(tensors):
-            return True
-        for module in (self.experts_module, self.shared_module, self.shared_gate, self.latent):
-            if module is not None and need_gradients(parameters_of(module)):
+        # The walk begins with the parameters of the experts themselves. Listed first, they save most walks.
+        own = self.experts._parameters.values()
+        modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
+        hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
+        walks = [module.parameters() for module in modules if module is not None]
+        for operand in itertools.chain(tensors, own, hooks, *walks):
+            if operand is not None and operand.requires_grad:
                 return True
-        if self.hooks is not None and need_gradients(self.hooks.parameters):
-            return True
         return self.experts.asks_for_gradients()
 
     @functools.cached_property

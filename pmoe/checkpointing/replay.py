@@ -17,7 +17,7 @@ that changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
+from pmoe.comm.failures import NOTHING
 
 V = TypeVar("V")
 
@@ -97,7 +98,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[None]:
     measurements, choices and comparisons.
     """
     is_plain = top_hooks() is None and not torch._C._len_torch_dispatch_stack()
-    return nullcontext() if is_plain else _hidden()
+    return NOTHING if is_plain else _hidden()
 
 
 @contextmanager

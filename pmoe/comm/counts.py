@@ -309,7 +309,7 @@ class Slots:
 
     @functools.cached_property
     def ratios(self) -> list[tuple[int, float]]:
-        """For each number of chunks n: (n, the rows of a slot divided by the largest number of tokens)."""
+        """Pairs (n, rows of a slot divided by the largest number of tokens), for each number of chunks n."""
         return [(n, self.slack * self.top_k / n) for n in self.degrees]
 
     def may_cut(self, num_bins: int) -> bool:
@@ -905,7 +905,7 @@ class CountsExchange:
             token is sent only once to a rank that holds several of its experts, one more count follows: the
             number of rows that are sent.
         """
-        if not any(exchange.in_steps for exchange in self._exchanges):
+        if not any([exchange.in_steps for exchange in self._exchanges]):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
         if self._bypass_local:
@@ -981,7 +981,7 @@ class CountsExchange:
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
         """
-        if self._counted_once or self._grid.is_sharded or any(each.in_steps for each in self._exchanges):
+        if self._counted_once or self._grid.is_sharded or any([each.in_steps for each in self._exchanges]):
             return None
         if self._loads is not None or (self._slots is not None and self._slots.total_slack is not None):
             return None

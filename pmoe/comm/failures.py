@@ -577,7 +577,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
 
 
 NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
-"""The context of a single rank, which has no peers: it does nothing."""
+"""A context that does nothing, for a single rank, which has no peers, and for other blocks without need."""
 
 
 def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:

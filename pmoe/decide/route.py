@@ -20,7 +20,6 @@ from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
-from pmoe.experts.operands import need_gradients, parameters_of
 from pmoe.gates.base import Routing, without_autocast
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.logits import logits_and_rows
@@ -61,7 +60,8 @@ def needs_gradients(call: Call, *tensors: Tensor) -> bool:
     call: the call.
     tensors: the rows, and the routing weights or the parameters of the gate, of any shape.
     """
-    return call.parameters_need_grad or (torch.is_grad_enabled() and need_gradients(tensors))
+    has_grad = torch.is_grad_enabled()
+    return call.parameters_need_grad or (has_grad and any(tensor.requires_grad for tensor in tensors))
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
@@ -461,6 +461,6 @@ def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     like = modules.reference_parameter
     if like is None or like.dtype != torch.float32:
         return None
-    gate_parameter = next(iter(parameters_of(modules.gate)), None)
+    gate_parameter = next(modules.gate.parameters(), None)
     is_cast = gate_parameter is not None and gate_parameter.dtype == x.dtype
     return x.dtype if is_cast else None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int
-from pmoe.experts.operands import freeze_rows, need_gradients, parameters_of, read_value, value_names
+from pmoe.experts.operands import freeze_rows, read_value, value_names
 from pmoe.experts.products import GradientSum, RowGroups
 from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.settings import ModuleWithSettings
@@ -462,7 +462,7 @@ class Experts(ModuleWithSettings, abc.ABC):
 
         The layer asks before it calls the experts, so their forward pre-hooks have not run yet.
         """
-        if need_gradients(parameters_of(self)):
+        if any(parameter.requires_grad for parameter in self.parameters()):
             return True
         attributes = vars(self)
         values = {name: attributes.get(name) for name in self.operand_names}

@@ -11,7 +11,6 @@ or be another tool's tensor. `value_names` turns the names of parameters into th
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Iterable
 
@@ -127,28 +126,6 @@ def train_frozen_rows(parameter: Tensor) -> None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, FrozenRows)]:
         hooks.pop(key).returned.remove()
-
-
-def parameters_of(module: nn.Module) -> Iterable[nn.Parameter]:
-    """Returns the parameters of a module and its submodules, as ``module.parameters()`` does.
-
-    Nothing is cached, because tools replace parameters between calls. But torch walks through a module by
-    four nested generators. So the parameters of a module without submodules are listed here directly. A
-    parameter that such a module has under two names is listed twice.
-    """
-    kind = type(module)
-    is_plain = kind.parameters is nn.Module.parameters and kind.named_parameters is nn.Module.named_parameters
-    if module._modules or not is_plain:
-        return module.parameters()
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
-
-
-_requires_grad = operator.attrgetter("requires_grad")
-
-
-def need_gradients(tensors: Iterable[Tensor]) -> bool:
-    """Returns whether any of some tensors, of any shape, requires a gradient."""
-    return any(map(_requires_grad, tensors))
 
 
 def value_names(module: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ be wrong. So the wrapper is an error, whose message shows the line to add.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.base import Experts
 from pmoe.experts.marks import is_expert, is_flattened
-from pmoe.experts.operands import local_part, parameters_of
+from pmoe.experts.operands import local_part
 from pmoe.experts.values import has_values
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
@@ -45,7 +46,7 @@ def may_be_wrapped(experts: Experts) -> bool:
 
     The test is quick. Each call makes it, and makes `check_wrapped` only after it.
     """
-    parameter = next(iter(parameters_of(experts)), None)
+    parameter = next(itertools.chain(experts._parameters.values(), experts.parameters()), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
     # FSDP replaces the parameters that it manages, and the new parameters have no mark.
     return parameter is None or not is_expert(parameter) or ddp is not None

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.failures import NOTHING
 from pmoe.engine.buffers.arena import Arena, DevicePool, pool
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Actions
@@ -121,7 +122,7 @@ class Inputs(NamedTuple):
         """
         device_type = self.x_TM.device.type
         if self.autocast is None and not torch.is_autocast_enabled(device_type):
-            return nullcontext()
+            return NOTHING
         is_enabled = self.autocast is not None and experts.runs_under_autocast
         return torch.autocast(device_type, enabled=is_enabled, dtype=self.autocast)
 
@@ -308,11 +309,12 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
+        stays = not rotates or self.sizes.may_stay_as_it_arrives
         # Without other ranks no rows are sent, and chunks have no buffers for them.
         for i, chunk in enumerate(pass_plan.chunks if self.stages.remote else ()):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or self.sizes.stays_as_it_arrives(i):
+            if not rotates or (stays and self.sizes.stays_as_it_arrives(i)):
                 self.own[f"{self.received}.{i}"] = self.new(
                     chunk.num_gathered, self.sizes.of(self.received)[1]
                 )

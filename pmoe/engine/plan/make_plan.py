@@ -201,7 +201,9 @@ class SortedSlots:
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:
-            forward, backward = (cuts(n, counts.send.shape[0])[counts.depth[n]] for n in (forward, backward))
+            num_bins = counts.send.shape[0]
+            forward = cuts(forward, num_bins)[counts.depth[forward]]
+            backward = cuts(backward, num_bins)[counts.depth[backward]]
         if forward % backward and self.modules.experts.are_modules and choice.restore.hidden != "recompute":
             backward = forward  # backward would need a part of a forward chunk: a saved graph cannot be split
         return forward, backward if self.modules.hooks is None else forward
@@ -277,8 +279,9 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     num_staying = len(modules.staying)
     # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
     # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
-    send_nPE = by_chunk(bins.send, n)
-    recv_nWE = by_chunk(bins.recv, n)
+    is_in_chunks = bins.send.shape[0] == n
+    send_nPE = bins.send if is_in_chunks else by_chunk(bins.send, n)
+    recv_nWE = bins.recv if is_in_chunks else by_chunk(bins.recv, n)
     local_counts: list[list[int]] = []
     if bypass_local:
         local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist()
@@ -344,12 +347,17 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     if bins.relayed[0] is not None:
         of_both = (by_chunk(counts, n).tolist() for counts in bins.relayed if counts is not None)
         relayed = [*zip(*(map(tuple, rows_nX) for rows_nX in of_both), strict=True)]
+    travelling = orders.sent(n)
+    gathered: tuple[int, ...] = ()
+    is_sharded = modules.grid.is_sharded
     chunks = []
     pieces = []
     first_row = 0
     for i in range(n):
         send_rows = sent_by_chunk[i]
-        recv_rows, gathered = _by_place(come_by_chunk[i], modules.grid)
+        recv_rows = tuple(come_by_chunk[i])
+        if is_sharded:
+            recv_rows, gathered = _by_place(come_by_chunk[i], modules.grid)
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
@@ -372,7 +380,6 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
             pieces.append(LocalChunk(rows=slice(first_row, end), groups=groups))
             first_row = end
-    travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     # If kernels have sorted the slots (int32), passes copy rows by ``position``, and need no token numbers.
     token = row_slot[:0] if row_slot.dtype == torch.int32 else row_slot if top_k == 1 else row_slot // top_k

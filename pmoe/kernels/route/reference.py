@@ -104,16 +104,7 @@ def check_route(logits_TE: Tensor, top_k: int, num_chunks: int, z_loss_weight: f
     z_loss_weight: factor of the z-loss in the auxiliary loss.
     """
     check_tensor("logits", logits_TE, shape=("T", "E"), dtypes=[torch.float32, torch.float64])
-    _check_sizes(logits_TE.shape[1], top_k, num_chunks, z_loss_weight)
-
-
-@functools.lru_cache(maxsize=1024)
-def _check_sizes(num_experts: int, top_k: int, num_chunks: int, z_loss_weight: float) -> None:
-    """Raises ValueError for numbers that `check_route` refuses. Numbers that were accepted are remembered.
-
-    num_experts: E, the number of experts.
-    top_k, num_chunks, z_loss_weight: the arguments of `check_route`.
-    """
+    num_experts = logits_TE.shape[1]
     if num_experts < 1:
         raise ValueError(f"num_experts ({num_experts}), the second size of logits, must be at least 1")
     if not 1 <= top_k <= num_experts:

@@ -1,10 +1,9 @@
-"""The parameters of a module are read anew in each call: those that torch's own walk finds, and no others."""
+"""The parameters of a call are those that its modules have when it begins."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,55 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import pmoe
-from pmoe.experts import FFNExperts
-from pmoe.experts.operands import need_gradients, parameters_of
 from tests.kit import build, tokens
-
-
-class Overriding(nn.Module):
-    """A module whose parameters are not those that it has registered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(1))
-        self.hidden = nn.Parameter(torch.ones(1))
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        yield self.own
-
-
-class OverridingNames(Overriding):
-    """A module that overrides the walk behind ``parameters()``."""
-
-    parameters = nn.Module.parameters
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        yield "own", self.own
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "without submodules": lambda: FFNExperts(4, 8, 2),
-    "without bias": lambda: FFNExperts(4, 8, 2, bias=False),
-    "a parameter that is None": lambda: nn.Linear(2, 2, bias=False),
-    "with submodules": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3)),
-    "no parameters": nn.Identity,
-    "parametrized": lambda: parametrizations.weight_norm(nn.Linear(2, 2)),
-    "parameters() is overridden": Overriding,
-    "named_parameters() is overridden": OverridingNames,
-}
-
-
-@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES.keys())
-def test_the_parameters_of_a_module_are_those_of_its_own_walk(make: Callable[[], nn.Module]) -> None:
-    module = make()
-    assert [id(value) for value in parameters_of(module)] == [id(value) for value in module.parameters()]
-
-
-def test_any_tensor_that_requires_a_gradient_asks_for_one() -> None:
-    frozen = torch.ones(1)
-    assert not need_gradients([])
-    assert not need_gradients([frozen, frozen])
-    assert need_gradients([frozen, torch.ones(1, requires_grad=True), frozen])
 
 
 def assigned(layer: pmoe.MoELayer) -> None:

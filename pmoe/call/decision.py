@@ -255,12 +255,12 @@ class LastCall:
         """Returns the record that the layer keeps of a call which was run as ``decision`` says."""
         plan = decision.plan
         needs_grad = decision.needs_grad
-        routing = decision.routed.routing
+        routing = decision.routed.gated.routing
         rows_TM = decision.inputs.x_TM
         path = decision.runner.name
         ran = RunReport(
             path=path,
-            num_tokens=decision.routed.num_tokens,
+            num_tokens=decision.routed.x_TM.shape[0],
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,

@@ -84,8 +84,7 @@ def replay_of(layer: nn.Module) -> Replay:
     exactly once for each call of the layer, at the call's start.
     """
     for find in REPLAY_FINDERS:
-        replay = find(layer)
-        if replay is not None:
+        if (replay := find(layer)) is not None:
             return replay
     return Replay()
 

@@ -270,6 +270,9 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
     return counts
 
 
+_in_steps = operator.attrgetter("in_steps")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Slots:
     """Limits of the rows that a rank receives: the rows that a ring slot holds, and the free host memory.
@@ -905,7 +908,7 @@ class CountsExchange:
             token is sent only once to a rank that holds several of its experts, one more count follows: the
             number of rows that are sent.
         """
-        if not any([exchange.in_steps for exchange in self._exchanges]):
+        if not any(map(_in_steps, self._exchanges)):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
         if self._bypass_local:
@@ -981,7 +984,7 @@ class CountsExchange:
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
         """
-        if self._counted_once or self._grid.is_sharded or any([each.in_steps for each in self._exchanges]):
+        if self._counted_once or self._grid.is_sharded or any(map(_in_steps, self._exchanges)):
             return None
         if self._loads is not None or (self._slots is not None and self._slots.total_slack is not None):
             return None

@@ -772,7 +772,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     Raises what `meet` raises.
     """
-    is_open = ranks.open_call in ranks.record.open_calls or ranks.record.leaves_call_out
+    record = ranks.record
+    is_open = ranks.open_call in record.open_calls or record.leaves_call_out
     if not (why_compare or (is_open and torch._C._current_graph_task_id() == -1)):
         return False
     assert ranks.group is not None

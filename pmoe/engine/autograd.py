@@ -157,8 +157,11 @@ def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad:
         must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
+        tensors = inputs.all
+        emptied = inputs.like([None] * len(tensors))
+        anchor = make_anchor(inputs.x_TM)
         return _Experts.apply(  # type: ignore[no-untyped-call, no-any-return]
-            runner, inputs.like([None] * len(inputs.all)), ranks, make_anchor(inputs.x_TM), *inputs.all
+            runner, emptied, ranks, anchor, *tensors
         )
     with torch.no_grad():
         return runner.forward(inputs, keep=False)[0]

@@ -303,11 +303,14 @@ class LaunchedExperts:
         rows: (N, M), the rows with M = d_model columns; or (T, M), T tokens of which the rows are copies.
         out_NM: (N, M), memory for the results.
         """
-        if num_rows not in self._takes_rows:
-            self._takes_rows[num_rows] = self._hidden.takes(num_rows) and self._output.takes(num_rows)
+        if num_rows == 0:
+            return False
+        bits = (num_rows - 1).bit_length()  # as `PreparedProduct.takes` chooses
+        if bits not in self._takes_rows:
+            self._takes_rows[bits] = self._hidden.takes(num_rows) and self._output.takes(num_rows)
         are_contiguous = rows.is_contiguous() and out_NM.is_contiguous()
         are_placed = rows.data_ptr() % VECTOR_BYTES == 0 and out_NM.data_ptr() % VECTOR_BYTES == 0
-        return self._takes_rows[num_rows] and are_contiguous and are_placed
+        return self._takes_rows[bits] and are_contiguous and are_placed
 
     def gathers(self, top_k: int) -> bool:
         """Returns whether loading rows from tokens is faster for `compute` than copying the rows first.

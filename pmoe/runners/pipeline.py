@@ -62,7 +62,8 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, inputs.x_TM.is_cuda, moves=keep and plan.restore.offloads)
-    return cast(ForwardType, _compose((*(first for first, _ in variants), plain))(plan, inputs, keep))
+    composed: type[ForwardType] = _compose((*[first for first, _ in variants], plain))
+    return composed(plan, inputs, keep)
 
 
 def make_backward(

@@ -198,16 +198,10 @@ class BufferSizes:
 
         i: number of the chunk.
         """
-        if not self.may_stay_as_it_arrives or self.restore is None:
-            return False
-        return self.restore.dispatched == "message" or not self.extent.regrouped[i]
-
-    @property
-    def may_stay_as_it_arrives(self) -> bool:
-        """Whether the rows of any chunk may stay in the memory in which they arrive (`stays_as_it_arrives`)."""
         if self.direction != "forward" or self.restore is None:
             return False
-        return self.restore.dispatched in ("message", "keep")
+        fate = self.restore.dispatched
+        return fate == "message" or (fate == "keep" and not self.extent.regrouped[i])
 
     def _inside_rows(self, name: str) -> Sequence[int]:
         """Returns how many rows each chunk has in a buffer that a collective inside the node reads or writes.

@@ -285,9 +285,8 @@ class Pass:
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)
-        chunks = pass_plan.chunks
-        tokens = [chunk.tokens.stop - chunk.tokens.start for chunk in chunks]
-        slots = [(chunk.slots.stop - chunk.slots.start) // plan.top_k for chunk in chunks]
+        tokens = [chunk.tokens.stop - chunk.tokens.start for chunk in pass_plan.chunks]
+        slots = [(chunk.slots.stop - chunk.slots.start) // plan.top_k for chunk in pass_plan.chunks]
         self.results = self.result_TM.split_with_sizes(tokens)
         self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.experts = plan.modules.experts
@@ -309,7 +308,7 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
-        stays = not rotates or self.sizes.may_stay_as_it_arrives
+        stays = plan.restore.dispatched in ("keep", "message")
         # Without other ranks no rows are sent, and chunks have no buffers for them.
         for i, chunk in enumerate(pass_plan.chunks if self.stages.remote else ()):
             if not rotates:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -282,9 +282,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     is_in_chunks = bins.send.shape[0] == n
     send_nPE = bins.send if is_in_chunks else by_chunk(bins.send, n)
     recv_nWE = bins.recv if is_in_chunks else by_chunk(bins.recv, n)
-    local_counts: list[list[int]] = []
-    if bypass_local:
-        local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist()
+    local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
     order = None if bins.messages is None else _order_by_kernel(orders, n, num_bins, bins)
     received_ends, local_ends = _ends(bins, n, num_pieces, rank, num_staying, order)
     slot_bounds = [end * top_k for end in token_bounds]
@@ -343,10 +341,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             gathered=gathered_numbers,
         )
         once = None if fine is None else orders.number_rows(n, weights, bins, fine)
-    relayed: Sequence[tuple[tuple[int, ...], ...]] = [((), ())] * n
-    if bins.relayed[0] is not None:
-        of_both = (by_chunk(counts, n).tolist() for counts in bins.relayed if counts is not None)
-        relayed = [*zip(*(map(tuple, rows_nX) for rows_nX in of_both), strict=True)]
+    relayed = [((), ())] * n if bins.relayed[0] is None else _relayed(bins, n)
     travelling = orders.sent(n)
     gathered: tuple[int, ...] = ()
     is_sharded = modules.grid.is_sharded
@@ -386,9 +381,6 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     position = travelling.position
     if position.is_cuda and _takes_positions(orders):
         position = position.int()
-    by_kernel = None
-    if order is not None and order.number_slot is not None:
-        by_kernel = KernelOrder(slot=order.number_slot, weight=orders.weight, taken=order.number_weight)
     return PassPlan(
         chunks=tuple(chunks),
         pieces=_own_experts_first(pieces, modules) if modules.stages.local_copies else tuple(pieces),
@@ -398,7 +390,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
         position=position,
         has_drops=orders.keep_TK is not None or once is not None,
         once=once,
-        by_kernel=by_kernel,
+        by_kernel=None if order is None else _kernel_order(order, orders.weight),
         counters=None if order is None else TileCounters(order.zeros),
     )
 
@@ -425,6 +417,25 @@ def _own_experts_first(pieces: Sequence[LocalChunk], modules: PassModules) -> tu
         rows = slice(middle, piece.rows.stop)
         of_copies.append(LocalChunk(rows=rows, groups=groups, of_copies=True))
     return (*own, *of_copies)
+
+
+def _relayed(bins: RankCounts, n: int) -> list[Any]:
+    """Returns `Chunk.relayed` of each of n chunks.
+
+    bins: the exchanged row counts of bins (ranges of tokens).
+    """
+    of_both = (by_chunk(counts, n).tolist() for counts in bins.relayed if counts is not None)
+    return [*zip(*(map(tuple, rows_nX) for rows_nX in of_both), strict=True)]
+
+
+def _kernel_order(order: RowOrder, weight: Tensor | None) -> KernelOrder | None:
+    """Returns the order in which messages carry one number a row; None if no kernel has computed it.
+
+    weight: (T * K,), the routing weights that the kernel got.
+    """
+    if order.number_slot is None:
+        return None
+    return KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
 
 
 def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> RowOrder:

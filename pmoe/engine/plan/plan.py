@@ -281,10 +281,10 @@ class PassPlan:
         valid in two cases: all rows are sent, or the rows that are not sent are computed in one block for
         each chunk. In other cases the slices are not read.
         """
-        sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
-            return sent
-        return [slice(rows.start, piece.rows.stop) for rows, piece in zip(sent, self.pieces, strict=False)]
+            return [chunk.sent for chunk in self.chunks]
+        pairs = zip(self.chunks, self.pieces, strict=False)
+        return [slice(chunk.sent.start, piece.rows.stop) for chunk, piece in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,16 +132,8 @@ class TileCounters:
         self._memory: list[Tensor] = []
         self.addresses = iter(())
         if zeros is not None:
-            self._keep(zeros)
-
-    def _keep(self, zeros: Tensor) -> None:
-        """Takes counters into `addresses`.
-
-        zeros: (`NUM_COUNTERS`,) int32 zeros.
-        """
-        self._memory.append(zeros)
-        first = zeros.data_ptr()
-        self.addresses = iter(range(first, first + zeros.nbytes, zeros.element_size()))
+            self._memory.append(zeros)
+            self.addresses = _addresses(zeros)
 
     def take(self, device: torch.device) -> int:
         """Returns the address of a counter on ``device`` that is zero, and that was not returned before.
@@ -150,9 +142,16 @@ class TileCounters:
         """
         address = next(self.addresses, 0)
         if not address:
-            self._keep(torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device))
+            self._memory.append(torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device))
+            self.addresses = _addresses(self._memory[-1])
             address = next(self.addresses)
         return address
+
+
+def _addresses(counters: Tensor) -> Iterator[int]:
+    """Returns the addresses of the elements of a tensor (`NUM_COUNTERS`,), one after the other."""
+    first = counters.data_ptr()
+    return iter(range(first, first + counters.nbytes, counters.element_size()))
 
 
 NUM_COUNTERS = 128

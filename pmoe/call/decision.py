@@ -254,7 +254,7 @@ class LastCall:
     def of(decision: Decision) -> LastCall:
         """Returns the record that the layer keeps of a call which was run as ``decision`` says."""
         plan = decision.plan
-        needs_grad = decision.needs_grad
+        needs_grad = decision.counts.shared.needs_grad
         routing = decision.routed.gated.routing
         rows_TM = decision.inputs.x_TM
         path = decision.runner.name

@@ -158,10 +158,8 @@ def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad:
     """
     if needs_grad and torch.is_grad_enabled():
         tensors = inputs.all
-        emptied = inputs.like([None] * len(tensors))
-        anchor = make_anchor(inputs.x_TM)
         return _Experts.apply(  # type: ignore[no-untyped-call, no-any-return]
-            runner, emptied, ranks, anchor, *tensors
+            runner, inputs.like([None] * len(tensors)), ranks, make_anchor(inputs.x_TM), *tensors
         )
     with torch.no_grad():
         return runner.forward(inputs, keep=False)[0]

@@ -62,8 +62,8 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, inputs.x_TM.is_cuda, moves=keep and plan.restore.offloads)
-    composed: type[ForwardType] = _compose((*[first for first, _ in variants], plain))
-    return composed(plan, inputs, keep)
+    composed = _compose((*[first for first, _ in variants], plain))
+    return composed(plan, inputs, keep)  # type: ignore[no-any-return]
 
 
 def make_backward(

@@ -299,7 +299,7 @@ class Pass:
             d_model=source_TM.shape[1],
             columns=plan.modules.experts.columns(source_TM.device.type),
             restore=plan.restore if keep else None,
-            rearranged=plan.rearranged,
+            rearranged=plan.joined is not None,
         )
         # On a GPU each lane is a stream, and torch's allocator knows only the stream that allocated a buffer.
         # So all buffers that a collective or a copy uses are allocated on the compute lane, most of them in

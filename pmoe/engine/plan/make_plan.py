@@ -279,9 +279,8 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     num_staying = len(modules.staying)
     # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
     # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
-    is_in_chunks = bins.send.shape[0] == n
-    send_nPE = bins.send if is_in_chunks else by_chunk(bins.send, n)
-    recv_nWE = bins.recv if is_in_chunks else by_chunk(bins.recv, n)
+    send_nPE = bins.send if bins.send.shape[0] == n else by_chunk(bins.send, n)
+    recv_nWE = bins.recv if bins.recv.shape[0] == n else by_chunk(bins.recv, n)
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
     order = None if bins.messages is None else _order_by_kernel(orders, n, num_bins, bins)
     received_ends, local_ends = _ends(bins, n, num_pieces, rank, num_staying, order)
@@ -343,16 +342,14 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
         once = None if fine is None else orders.number_rows(n, weights, bins, fine)
     relayed = [((), ())] * n if bins.relayed[0] is None else _relayed(bins, n)
     travelling = orders.sent(n)
-    gathered: tuple[int, ...] = ()
     is_sharded = modules.grid.is_sharded
     chunks = []
     pieces = []
     first_row = 0
     for i in range(n):
         send_rows = sent_by_chunk[i]
-        recv_rows = tuple(come_by_chunk[i])
-        if is_sharded:
-            recv_rows, gathered = _by_place(come_by_chunk[i], modules.grid)
+        come_W = come_by_chunk[i]
+        recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),

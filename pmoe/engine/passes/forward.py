@@ -73,8 +73,8 @@ class Forward(Pass):
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
-        own_recipe = getattr(plan.modules.experts.recipe, "__func__", None)
-        self.has_recipes = keep and plan.restore.hidden != "keep" and own_recipe is not Experts.recipe
+        recipe = getattr(plan.modules.experts.recipe, "__func__", None)
+        self.has_recipes = keep and plan.restore.hidden != "keep" and recipe is not Experts.recipe
         if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []

@@ -346,9 +346,8 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     chunks = []
     pieces = []
     first_row = 0
-    for i in range(n):
+    for i, come_W in enumerate(come_by_chunk):
         send_rows = sent_by_chunk[i]
-        come_W = come_by_chunk[i]
         recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
         chunks.append(
             Chunk(

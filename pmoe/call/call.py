@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,8 +22,7 @@ class CalledLayer(nn.Module):
     last: LastCall
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """The arguments of one call of a layer, and the modules that the call uses.
 
     layer                 the layer that was called

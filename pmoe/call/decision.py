@@ -12,7 +12,7 @@ A call takes these steps, in this order. Each of the methods returns the record 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,8 +80,7 @@ class HostRowCounts:
         return self.kept_device_E.to("cpu", torch.int64, copy=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgreedChoice:
+class AgreedChoice(NamedTuple):
     """The numbers and operators on which all ranks agreed for a call.
 
         counts   row counts of the call; None if the host does not need them
@@ -148,8 +147,7 @@ class CountsSource(Protocol):
         """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """Everything that is needed to run one call.
 
     call      the call
@@ -256,13 +254,13 @@ class LastCall:
     def of(decision: Decision) -> LastCall:
         """Returns the record that the layer keeps of a call, after the call was run as ``decision`` says."""
         plan = decision.plan
-        needs_grad = decision.needs_grad
-        routing = decision.routed.routing
+        needs_grad = decision.counts.shared.needs_grad
+        routing = decision.routed.gated.routing
         rows_TM = decision.inputs.x_TM
         path = decision.runner.name
         ran = RunReport(
             path=path,
-            num_tokens=decision.routed.num_tokens,
+            num_tokens=decision.routed.x_TM.shape[0],
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,

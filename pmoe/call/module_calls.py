@@ -53,8 +53,10 @@ def is_watched(module: nn.Module) -> bool:
     single module, for example accelerate's offloading.
     """
     attributes = vars(module)
-    has_hooks = any(attributes.get(kind) for kind in HOOKS)
-    return has_hooks or "forward" in attributes or _has_any_global_hook()
+    for kind in HOOKS:
+        if attributes.get(kind):
+            return True
+    return "forward" in attributes or _has_any_global_hook()
 
 
 def experts_inside(name: str, module: nn.Module) -> Experts:

@@ -16,7 +16,7 @@ from pmoe.call.features import features_of, refusal_of
 from pmoe.call.module_calls import is_watched
 from pmoe.call.narrow_pairs import possible_pairs
 from pmoe.call.options import LayerOptions
-from pmoe.comm.counts import max_bins, num_bins, slack_with_copies, with_two
+from pmoe.comm.counts import Slots, max_bins, num_bins, slack_with_copies, with_two
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
 from pmoe.experts.operands import local_part
@@ -204,9 +204,12 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        parameters = itertools.chain(self.experts.parameters(), self.gate.parameters())
-        reference = next((parameter for parameter in parameters if parameter.is_floating_point()), None)
-        return _as_computed(reference) if hasattr(reference, "to_local") else reference
+        # The walk begins with the parameters of the experts themselves. Listed first, they save most walks.
+        own = self.experts._parameters.values()
+        for parameter in itertools.chain(own, self.experts.parameters(), self.gate.parameters()):
+            if parameter is not None and parameter.is_floating_point():
+                return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
+        return None
 
     def no_loss(self) -> Tensor:
         """Returns the value of the auxiliary loss (l_aux) before any call: zero, a scalar.
@@ -227,11 +230,15 @@ class LayerModules(PassModules):
         """
         if not torch.is_grad_enabled():
             return False
+        # The walk begins with the parameters of the experts themselves. Listed first, they save most walks.
+        own = self.experts._parameters.values()
         modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
-        parameters = (module.parameters() for module in modules if module is not None)
-        operands = itertools.chain(tensors, hooks, *parameters)
-        return any(operand.requires_grad for operand in operands) or self.experts.asks_for_gradients()
+        walks = [module.parameters() for module in modules if module is not None]
+        for operand in itertools.chain(tensors, own, hooks, *walks):
+            if operand is not None and operand.requires_grad:
+                return True
+        return self.experts.asks_for_gradients()
 
     @functools.cached_property
     def stages(self) -> Stages:
@@ -285,8 +292,29 @@ class LayerModules(PassModules):
         room in a ring slot. On a single rank all rows stay. So a single rank has a limit only if it offloads
         rows to the host, or if its own rows go through the exchange as well.
         """
-        offloads = any(pair.dispatched == "offload" for pair in self.pairs)
-        return self.rotates and (self.stages.remote or offloads)
+        return self.rotates and (self.stages.remote or self.may_offload_rows)
+
+    @functools.cached_property
+    def may_offload_rows(self) -> bool:
+        """Whether a call may offload received rows (T_DI) to the host."""
+        return any(pair.dispatched == "offload" for pair in self.pairs)
+
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """The rows that a ring slot holds, for all numbers of chunks that the options allow.
+
+        The limit of host memory is not in it, because it differs from call to call
+        (`pmoe.choose.slots.requested_slots`).
+        """
+        options = self.options
+        return Slots(
+            slack=self.slack,
+            top_k=options.top_k * self.grid.esp.size,
+            degrees=self.checked_degrees(options.degrees),
+            own_rank=self.ranks.rank if self.stages.local else None,
+            num_staying=self.experts.num_local_experts,
+            total_slack=options.slack if self.has_copies else None,
+        )
 
     @functools.cached_property
     def sequential(self) -> bool:

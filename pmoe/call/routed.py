@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +14,7 @@ if TYPE_CHECKING:
     from pmoe.kernels.route.reference import Routes
 
 
-@dataclass(frozen=True, kw_only=True)
-class CheckedRouting:
+class CheckedRouting(NamedTuple):
     """The checked routing of a call. Activation checkpointing keeps this record for its second pass.
 
     routing        the gate's result. ``keep`` is True for choices that the expert's capacity allows
@@ -43,8 +40,7 @@ class CheckedRouting:
     rows_TM: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoutedBatch:
+class RoutedBatch(NamedTuple):
     """The tokens of this rank with their routing.
 
     x           (..., M), the input of the layer after the callbacks' ``before_moe_start``; M is d_model
@@ -73,11 +69,11 @@ class RoutedBatch:
         """T, the number of this rank's tokens."""
         return self.x_TM.shape[0]
 
-    @functools.cached_property
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the rows that reach the experts."""
         return self.autocast or self.x_TM.dtype
 
     def with_rows(self, x_TM: Tensor) -> RoutedBatch:
         """Returns this batch with other rows for the experts, (T, M), such as those that a hook returned."""
-        return replace(self, x_TM=x_TM, gated=replace(self.gated, rows_TM=None))
+        return self._replace(x_TM=x_TM, gated=self.gated._replace(rows_TM=None))

@@ -17,7 +17,7 @@ that changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pmoe.checkpointing.selective import hidden_from_selective_checkpoints
+from pmoe.comm.failures import NOTHING
 
 V = TypeVar("V")
 
@@ -82,8 +83,10 @@ def replay_of(layer: nn.Module) -> Replay:
     returns the recorded decisions. So this function starts a record or takes the next one, and must be called
     exactly once for each call of the layer, at the call's start.
     """
-    replays = (find(layer) for find in REPLAY_FINDERS)
-    return next((replay for replay in replays if replay is not None), Replay())
+    for find in REPLAY_FINDERS:
+        if (replay := find(layer)) is not None:
+            return replay
+    return Replay()
 
 
 def hidden_from_checkpoints() -> AbstractContextManager[None]:
@@ -94,7 +97,7 @@ def hidden_from_checkpoints() -> AbstractContextManager[None]:
     measurements, choices and comparisons.
     """
     is_plain = top_hooks() is None and not torch._C._len_torch_dispatch_stack()
-    return nullcontext() if is_plain else _hidden()
+    return NOTHING if is_plain else _hidden()
 
 
 @contextmanager

@@ -633,8 +633,7 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     if orders.modules.copies is not None:
         exchange.num_staying = len(orders.modules.staying)
     shared_weight = inputs.shared_weight_T
-    part = replace(
-        inputs,
+    part = inputs._replace(
         x_TM=_first(inputs.x_TM, count),
         weight_TK=_first(inputs.weight_TK, num_rows),
         shared_weight_T=None if shared_weight is None else _first(shared_weight, count),

@@ -7,6 +7,8 @@ rows.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
@@ -34,22 +36,16 @@ def requested_slots(modules: LayerModules, x_TM: Tensor, degrees: tuple[int, ...
         are used.
     degrees: the numbers of chunks that may be chosen for the call.
     """
-    options = modules.options
-    host_rows = None
-    if any(pair.dispatched == "offload" for pair in modules.pairs):
+    slots = modules.slots
+    if degrees != modules.options.degrees:
+        slots = replace(slots, degrees=modules.checked_degrees(degrees))
+    if modules.may_offload_rows:
         # A bin is the smallest possible chunk. In each bin, the rows that are sent begin at an aligned
         # address, and so do the rows that stay on their rank. Each alignment may waste up to ALIGNMENT bytes.
         free = pool(x_TM.device).host.free_bytes - 2 * modules.bins_for(degrees) * ALIGNMENT
-        host_rows = max(free, 0) // (options.row_columns * x_TM.element_size())
-    return Slots(
-        slack=modules.slack,
-        top_k=options.top_k * modules.grid.esp.size,
-        degrees=modules.checked_degrees(degrees),
-        own_rank=modules.ranks.rank if modules.stages.local else None,
-        host_rows=host_rows,
-        num_staying=modules.experts.num_local_experts,
-        total_slack=options.slack if modules.has_copies else None,
-    )
+        row_bytes = modules.options.row_columns * x_TM.element_size()
+        slots = replace(slots, host_rows=max(free, 0) // row_bytes)
+    return slots
 
 
 def without_host_offload(restore: Restore, counts: RankCounts) -> Restore:

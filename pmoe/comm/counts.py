@@ -37,9 +37,10 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -202,7 +203,8 @@ class RankCounts:
         """Returns the counts with tensors on the host also in the fields ``..._device``."""
         if self.recv_device is self.recv and self.received_once is None:
             return self  # a call on the CPU
-        return replace(self, recv_device=self.recv, received_once_device=self.received_once, messages=None)
+        on_host = {"recv_device": self.recv, "received_once_device": self.received_once, "messages": None}
+        return RankCounts(**{**vars(self), **on_host})
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
@@ -235,12 +237,24 @@ class RankCounts:
             return self
 
         def join(value: Any) -> Any:
-            return value.unflatten(0, (n, -1)).sum(1) if isinstance(value, Tensor) else value
+            return by_chunk(value, n) if isinstance(value, Tensor) else value
 
         # The first axis of each tensor is that of the bins.
         kept = {} if self.messages is None else {"recv_device": self.recv_device}
-        by_chunk = {name: join(value) for name, value in vars(self).items() if name not in kept}
-        return RankCounts(**{**by_chunk, **kept, "relayed": tuple(map(join, self.relayed))})
+        tables = {name: join(value) for name, value in vars(self).items() if name not in kept}
+        return RankCounts(**{**tables, **kept, "relayed": tuple(map(join, self.relayed))})
+
+
+def by_chunk(counts: Tensor, n: int) -> Tensor:
+    """Returns the row counts of n chunks, (n, ...), from those of F bins; ``counts`` itself if n is F.
+
+    Bins are equal ranges of a rank's tokens. Each chunk consists of F / n neighbouring bins.
+
+    counts: (F, ...), row counts by bin. n must divide F.
+    """
+    if counts.shape[0] == n:
+        return counts
+    return counts.view(n, counts.shape[0] // n, *counts.shape[1:]).sum(1)
 
 
 def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Tensor:
@@ -254,6 +268,9 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
     return counts
+
+
+_in_steps = operator.attrgetter("in_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +309,11 @@ class Slots:
     host_rows: int | None = None
     num_staying: int | None = None
     total_slack: float | None = None
+
+    @functools.cached_property
+    def ratios(self) -> list[tuple[int, float]]:
+        """Pairs (n, rows of a slot divided by the largest number of tokens), for each number of chunks n."""
+        return [(n, self.slack * self.top_k / n) for n in self.degrees]
 
     def may_cut(self, num_bins: int) -> bool:
         """Returns whether any chunks can be cut finer: not if each consists of a single bin."""
@@ -619,8 +641,7 @@ def heading(
     return Heading(ranks.size, num_degrees, (num_tokens, 0, mode, kind))
 
 
-@dataclass(frozen=True)
-class EarlyMessages:
+class EarlyMessages(NamedTuple):
     """Messages of row counts that the routing kernels have written, before the exchange began.
 
     heading: the numbers in front of the counts, and the sizes of the messages.
@@ -706,7 +727,7 @@ class CountsExchange:
         early: messages that the routing kernels have written already. They are sent if they agree with the
             other arguments. Otherwise new messages are written.
         """
-        counts_FPX = counts_FE.unflatten(1, (grid.ep.size, -1))
+        counts_FPX = counts_FE.view(counts_FE.shape[0], grid.ep.size, -1)
         self._counted_once = once_FP is not None
         if once_FP is not None:
             counts_FPX = torch.cat([counts_FPX, once_FP.unsqueeze(2)], dim=2)
@@ -816,7 +837,7 @@ class CountsExchange:
             raise FaultError(Fault(max(codes)), "; ".join(faults))
         if self._ranks.size > 1:
             modes, kinds = headers[:, 2:].t().tolist()
-            self._ranks.any_trains = any(mode & TRAINING for mode in modes)
+            self._ranks.any_trains = bool(functools.reduce(operator.or_, modes) & TRAINING)
             if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
                 compare_headers(modes, kinds, self._ranks)
 
@@ -841,7 +862,7 @@ class CountsExchange:
             device_FWX = self._own_FPX.long()
             headers = self._header.unsqueeze(0)
         else:
-            messages = self._received[:, HEADER:].unflatten(1, (-1, self._own_FPX.shape[2]))
+            messages = self._received[:, HEADER:].view(self._ranks.size, -1, self._own_FPX.shape[2])
             device_FWX = messages.transpose(0, 1)
             if self._grid.is_sharded:
                 device_FWX = self._grid.by_arrival(device_FWX)
@@ -887,7 +908,7 @@ class CountsExchange:
             token is sent only once to a rank that holds several of its experts, one more count follows: the
             number of rows that are sent.
         """
-        if not any(exchange.in_steps for exchange in self._exchanges):
+        if not any(map(_in_steps, self._exchanges)):
             return []
         rows = [self._own_FPX, self._grid.of_own_place(device_FWX)]
         if self._bypass_local:
@@ -963,7 +984,7 @@ class CountsExchange:
         head: the numbers in front of the counts, without the fault, and the sizes of the messages.
         fault, early: the arguments of the constructor.
         """
-        if self._counted_once or self._grid.is_sharded or any(each.in_steps for each in self._exchanges):
+        if self._counted_once or self._grid.is_sharded or any(map(_in_steps, self._exchanges)):
             return None
         if self._loads is not None or (self._slots is not None and self._slots.total_slack is not None):
             return None
@@ -1007,7 +1028,7 @@ class CountsExchange:
             host_rows=None if slots is None else slots.host_rows,
             asks_rows=self._asks_max_rows,
             irregular=self._asks_max_rows and not self._one_row_a_choice,
-            limits=() if slots is None else [(n, slots.slack * slots.top_k / n) for n in slots.degrees],
+            limits=() if slots is None else slots.ratios,
         )
         if self._ranks.size > 1 and (slots is not None or self._asks_max_rows):
             agreed = messages.agreed

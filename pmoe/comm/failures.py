@@ -578,6 +578,10 @@ def failures(group: dist.ProcessGroup) -> list[str]:
 # ---- contexts that publish the failure of their block
 
 
+NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
+"""A context that does nothing, for a single rank, which has no peers, and for other blocks without need."""
+
+
 def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
     """Returns a context that publishes errors of its block, and adds the stage to errors of collectives.
 
@@ -589,7 +593,7 @@ def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None
     stage: what the block does, in words.
     ranks: the ranks of the layer.
     """
-    return contextlib.nullcontext() if ranks.size == 1 else _at_stage(stage, ranks)
+    return NOTHING if ranks.size == 1 else _AtStage(stage, ranks)
 
 
 def _order_hint(ranks: Ranks) -> str:
@@ -679,18 +683,39 @@ def _why_failed(error: RuntimeError, ranks: Ranks) -> str:
     return f"{late}{error}{_missing_hint(ranks)}{_left_out_hint(ranks)}{_order_hint(ranks)}"
 
 
-@contextlib.contextmanager
-def _at_stage(stage: str, ranks: Ranks) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
+class _Publishing:
+    """A context that publishes an error of its block. It is a class, because generators take longer to enter.
+
+    stage: what the block does, in words.
+    ranks: the ranks of the layer.
+    """
+
+    def __init__(self, stage: str, ranks: Ranks) -> None:
+        self.stage = stage
+        self.ranks = ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            leave(error, self.ranks, self.stage)
+
+
+class _AtStage(_Publishing):
+    """A context that also raises an error with the stage in its text in place of an error of a collective."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None:
+            return
+        if not isinstance(error, RuntimeError):
+            leave(error, self.ranks, self.stage)
+            return
+        ranks = self.ranks
         layer = f" of {ranks.layer}" if ranks.layer else ""
-        failed = RuntimeError(f"pmoe: {ranks} failed in {stage}{layer}; {_why_failed(error, ranks)}")
+        failed = RuntimeError(f"pmoe: {ranks} failed in {self.stage}{layer}; {_why_failed(error, ranks)}")
         leave(failed, ranks, stage="", by_itself=False)
         raise failed from error
-    except BaseException as error:
-        leave(error, ranks, stage)
-        raise
 
 
 def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextManager[None]:
@@ -703,16 +728,7 @@ def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextM
     ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.
     """
-    return contextlib.nullcontext() if ranks.size == 1 else _publishing(ranks, stage)
-
-
-@contextlib.contextmanager
-def _publishing(ranks: Ranks, stage: str) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        leave(error, ranks, stage)
-        raise
+    return NOTHING if ranks.size == 1 else _Publishing(stage, ranks)
 
 
 # ---- the beginning of a call and of its backward pass
@@ -760,7 +776,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     Raises what `meet` raises.
     """
-    is_open = ranks.open_call in ranks.record.open_calls or ranks.record.leaves_call_out
+    record = ranks.record
+    is_open = ranks.open_call in record.open_calls or record.leaves_call_out
     if not (why_compare or is_open or torch._C._current_graph_task_id() != -1):
         return False
     is_in_backward = torch._C._current_graph_task_id() != -1
@@ -876,7 +893,7 @@ def backward_pass(ranks: Ranks, number: int) -> contextlib.AbstractContextManage
     Raises RuntimeError if an earlier pass over the group ended halfway on this rank.
     """
     if ranks.size == 1:
-        return contextlib.nullcontext()
+        return NOTHING
     check_whole(ranks)
     return _published_backward(ranks, number)
 

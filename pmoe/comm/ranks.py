@@ -170,9 +170,10 @@ class Ranks:
         The exchanges of a group are numbered one after another. A call of a layer has the number of the
         exchange that it starts.
         """
-        self.record.exchanges += 1
-        self.record.begun_before = collectives.begun
-        self.call = self.record.exchanges
+        record = self.record
+        record.exchanges += 1
+        record.begun_before = collectives.begun
+        self.call = record.exchanges
 
     def expect_backward(self, device: torch.device) -> int:
         """Records that the layer's current call may have a backward pass later. Returns the call's number.

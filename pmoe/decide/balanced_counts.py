@@ -222,7 +222,7 @@ class BalancedCounts(ExactCounts):
                 relays_copies=copies.relays,
                 copies_stay=copies.stay,
             )
-            agreed = replace(agreed, counts=counts, copies=copies)
+            agreed = agreed._replace(counts=counts, copies=copies)
         return agreed
 
     def chosen(self, counts: RankCounts, inputs: Inputs) -> AgreedChoice:
@@ -276,7 +276,7 @@ class BalancedCounts(ExactCounts):
             kept_device_E=self.rows_E,
         )
         expert_bytes = bytes_of_copy(modules, inputs.parameters)
-        return replace(decision, balance=balance_report(modules, counts.loads, agreed.copies, expert_bytes))
+        return decision._replace(balance=balance_report(modules, counts.loads, agreed.copies, expert_bytes))
 
 
 class BalancedSolverCounts(BalancedCounts, SolverCounts):
@@ -295,7 +295,7 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
         choice = choose(self.call.modules, counts, inputs, self.orders, rows_for=self.rows_for)
         agreed = self.counted(AgreedChoice(choice=choice))
         assert agreed.counts is not None
-        return replace(agreed, counts=replace(agreed.counts, loads=counts.loads))
+        return agreed._replace(counts=replace(agreed.counts, loads=counts.loads))
 
 
 def trained_marks(modules: LayerModules) -> list[int]:

@@ -81,7 +81,8 @@ def check_ranks(modules: LayerModules) -> None:
     else:
         enter_call(ranks)
         if modules.experts.is_parallelized:
-            from pmoe.experts.wrapper_checks import check_wrapped
+            from pmoe.experts.wrapper_checks import check_wrapped, may_be_wrapped
 
-            check_wrapped(modules.experts, set(ranks.members))
+            if may_be_wrapped(modules.experts):
+                check_wrapped(modules.experts, set(ranks.members))
     modules.cache.compared = modules.compared_options

@@ -92,7 +92,8 @@ class ExactCounts:
                 self._counts_FE = self.orders.count(bins)
                 self.fuses = self.kernels_may_take_it()
                 self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
-            self.sort_early()
+            if self.fuses or not modules.rotates:
+                self.sort_early()
 
     def kernels_may_take_it(self) -> bool:
         """Returns whether fused kernels may compute the call. The row counts are not known yet.

@@ -138,7 +138,7 @@ class ExpertsCall:
             decision = self.decision = self.decide(experts, inputs)
         else:  # activation checkpointing of only the experts runs them again
             self._check_second_run()
-            decision = replace(self.decision, routed=routed, inputs=inputs)
+            decision = self.decision._replace(routed=routed, inputs=inputs)
         y_TM = run(decision)
         self._stage = HOOKS
         return y_TM
@@ -207,6 +207,8 @@ def shaped_output(decision: Decision, y_TM: Tensor) -> Tensor:
     # A view is made only if the shapes differ: FSDP2 warns of a module that returns a view, because an
     # in-place operation on the view would drop FSDP2's hook.
     y = y_TM if y_TM.shape == x.shape else y_TM.view(x.shape)
+    if not call.modules.callbacks and call.mask is None:
+        return y
     with publishing_failures(call.modules.ranks, "before_moe_end of a callback"):
         for callback in call.modules.callbacks:
             y = callback.before_moe_end(y)

@@ -15,8 +15,6 @@ Letters: T tokens, K choices of each token, M = d_model, L = d_latent.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from pmoe.call.call import Call
@@ -37,7 +35,7 @@ def latent_call(call: Call) -> tuple[Decision, Tensor]:
     latent = modules.latent
     assert latent is not None
     routed_experts = modules.without_shared_expert
-    source = counts_source(replace(call, modules=routed_experts, scheduled=routed_experts))
+    source = counts_source(call._replace(modules=routed_experts, scheduled=routed_experts))
     x_TM = source.routed.x_TM
     with publishing_failures(modules.ranks, "the down-projection of latent experts"):
         rows_TL = _checked("down", latent.down(x_TM), x_TM, modules.options.row_columns)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from pmoe.call.call import Call
@@ -29,7 +28,7 @@ from pmoe.decide.fused_choice import (
 from pmoe.decide.route import apply_start_callbacks, autocast_dtype, check_num_experts, needs_gradients
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
-from pmoe.gates.base import Routing
+from pmoe.gates.base import Routing, without_autocast
 from pmoe.gates.logits import logits_and_rows
 from pmoe.gates.topk import TopKGate
 from pmoe.kernels.comet.operators import FusedRouting
@@ -216,7 +215,7 @@ def _routes(
     # the tokens in memory, too.
     adds = agreed.steps is None and autocast_dtype(x_TM) in (None, x_TM.dtype)
     adds = adds and not call.replay.is_record
-    with torch.autocast(x_TM.device.type, enabled=False):
+    with without_autocast(x_TM.device.type):
         logits_TE, rows_TM = logits_and_rows(x_TM, gate.weight, adds=adds)
         routes = one_rank.route_tokens(gate, logits_TE, route)
     if call.may_run_again:

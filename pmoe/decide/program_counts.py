@@ -7,8 +7,6 @@ programs is run by the engine, in the same chunks.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pmoe.call.decision import AgreedChoice, Decision
 from pmoe.call.modules import LayerModules
 from pmoe.decide.exact_counts import ExactCounts
@@ -56,7 +54,7 @@ def _with_programs(agreed: AgreedChoice, modules: LayerModules, inputs: Inputs) 
     if agreed.choice is None:
         return agreed
     assert agreed.counts is not None
-    return replace(agreed, programs=agreed_programs(modules, inputs, agreed.counts, agreed.choice))
+    return agreed._replace(programs=agreed_programs(modules, inputs, agreed.counts, agreed.choice))
 
 
 def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
@@ -67,4 +65,4 @@ def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
     assert len(plan.forward.chunks) == len(plan.backward.chunks) and not plan.forward.has_drops
     counts = decision.counts.shared.joined(len(plan.forward.chunks))
     send_nWE, recv_nWE = counts.send.contiguous(), counts.recv.contiguous()
-    return replace(decision, runner=ProgramRunner(plan, agreed.programs, send_nWE, recv_nWE))
+    return decision._replace(runner=ProgramRunner(plan, agreed.programs, send_nWE, recv_nWE))

@@ -20,7 +20,7 @@ from pmoe.decide.dense_values import SAME_VALUES, dense_tensors, dense_values, f
 from pmoe.decide.route import is_fetched
 from pmoe.decide.stored_state import check_loaded
 from pmoe.experts.values import check_not_meta
-from pmoe.experts.wrapper_checks import COPIED, check_peft, check_wrapped, sampled
+from pmoe.experts.wrapper_checks import COPIED, check_peft, check_wrapped, may_be_wrapped, sampled
 from pmoe.settings import note_comparison
 from pmoe.warn import warn_once
 
@@ -50,7 +50,8 @@ def check_same_options(modules: LayerModules) -> None:
         why = changed_options(cache.words, modules)
         note_settings(modules)
     must_compare = meet_before_call(modules.ranks, why)
-    check_wrapped(modules.experts, set(modules.ranks.members))
+    if may_be_wrapped(modules.experts):
+        check_wrapped(modules.experts, set(modules.ranks.members))
     if modules.experts_module is not modules.experts:
         check_peft(modules.experts_module)
     if cache.differed is None or must_compare:

@@ -7,7 +7,6 @@ wait. So it sends the number of a `Fault` together with its row counts, and all 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from pmoe.call.routed import CheckedRouting, RoutedBatch
 from pmoe.call.tensor_kinds import refused_kind
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.comm.counts import EarlyMessages, Fault, FaultError, heading
-from pmoe.gates.base import Routing
+from pmoe.gates.base import Routing, without_autocast
 from pmoe.gates.capacity import expert_capacity, within_capacity
 from pmoe.gates.logits import logits_and_rows
 from pmoe.gates.switch import SwitchGate
@@ -156,6 +155,11 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     if has_changed is not None:
         with hidden_from_checkpoints():
             fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
+    is_again = has_changed is not None
+    if by_kernels is not None and keep is None:
+        return by_kernels._replace(routing=routing, fault=fault, is_again=is_again)
+    # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
+    # cannot be used.
     checked_routing = Routing(
         expert=routing.expert,
         weight=routing.weight,
@@ -164,12 +168,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         token=routing.token,
         mix=routing.mix,
     )
-    checked = CheckedRouting(routing=checked_routing, fault=fault, is_again=has_changed is not None)
-    # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
-    # cannot be used.
-    if by_kernels is None or keep is not None:
-        return checked
-    return replace(by_kernels, routing=checked.routing, fault=fault, is_again=checked.is_again)
+    return CheckedRouting(routing=checked_routing, fault=fault, is_again=is_again)
 
 
 def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | None:
@@ -243,7 +242,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     head = None
     # A checkpoint that records the routing would keep these rows in memory, too.
     adds_gradients = rows_dtype == x_TM.dtype and not call.replay.is_record
-    with torch.autocast(x_TM.device.type, enabled=False):
+    with without_autocast(x_TM.device.type):
         logits_TE, rows_TM = logits_and_rows(x_TM, gate.weight, adds=adds_gradients)
         if writes_messages:
             head = heading(
@@ -268,7 +267,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
         )
     fault = routes.fault if checks else Fault.NONE
     early = None if head is None else EarlyMessages(head, fault, routes.counts_nE, routes.messages)
-    routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux, logits=logits_TE)
+    routing = Routing(expert=routes.expert_TK, weight=routes.weight_TK, l_aux=routes.l_aux)
     return CheckedRouting(
         routing=routing, fault=fault, kernel_routes=routes, sorted_for=n, early=early, rows_TM=rows_TM
     )
@@ -422,7 +421,7 @@ def check_input(modules: LayerModules, x: Tensor, like: Tensor | None) -> None:
     if not x.is_floating_point():
         cure = ": pass x.dequantize()" if x.is_quantized else ": pass x.real" if x.is_complex() else ""
         raise FaultError(Fault.DTYPE, f"x of dtype {x.dtype} must be of a floating-point type{cure}")
-    if like is not None and cast_dtype(modules, x) is None and x.dtype != like.dtype:
+    if like is not None and x.dtype != like.dtype and cast_dtype(modules, x) is None:
         raise FaultError(
             Fault.DTYPE,
             f"x of dtype {x.dtype} must be of the layer's dtype ({like.dtype}): cast x, or call the layer "
@@ -459,11 +458,9 @@ def cast_dtype(modules: LayerModules, x: Tensor) -> torch.dtype | None:
     autocast = autocast_dtype(x) or modules.experts.gathered_dtype
     if autocast is not None or x.dtype not in (torch.bfloat16, torch.float16):
         return autocast
-    gate_parameter = next(modules.gate.parameters(), None)
     like = modules.reference_parameter
-    is_cast = (
-        gate_parameter is not None
-        and like is not None
-        and (gate_parameter.dtype, like.dtype) == (x.dtype, torch.float32)
-    )
+    if like is None or like.dtype != torch.float32:
+        return None
+    gate_parameter = next(modules.gate.parameters(), None)
+    is_cast = gate_parameter is not None and gate_parameter.dtype == x.dtype
     return x.dtype if is_cast else None

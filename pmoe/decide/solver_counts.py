@@ -16,8 +16,6 @@ All ranks take the same steps, because the solver's answer follows from numbers 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice
 from pmoe.call.modules import LayerModules
@@ -64,7 +62,7 @@ class SolverCounts(ExactCounts):
         assert agreed.choice is not None
         counts, _ = self.rows_for(agreed.choice.degrees)
         self.call.modules.cache.counted = agreed.choice.degrees
-        return replace(agreed, counts=counts)
+        return agreed._replace(counts=counts)
 
     def rows_for(self, degrees: tuple[int, ...]) -> tuple[RankCounts, SortedSlots]:
         """Returns row counts for some numbers of chunks, and the sorted (token, choice) slots of the call.

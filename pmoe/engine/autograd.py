@@ -7,8 +7,7 @@ node for each operation, autograd would choose the order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ gradients: the gradient of each tensor of `Inputs.all`, or None.
 """
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """Everything that autograd needs to run the backward pass of a call.
 
     tensors: the tensors for ``ctx.save_for_backward``; an entry may be None.
@@ -159,8 +157,9 @@ def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad:
         must run it, even a rank on which no input needs a gradient.
     """
     if needs_grad and torch.is_grad_enabled():
+        tensors = inputs.all
         return _Experts.apply(  # type: ignore[no-untyped-call, no-any-return]
-            runner, inputs.like([None] * len(inputs.all)), ranks, make_anchor(inputs.x_TM), *inputs.all
+            runner, inputs.like([None] * len(tensors)), ranks, make_anchor(inputs.x_TM), *tensors
         )
     with torch.no_grad():
         return runner.forward(inputs, keep=False)[0]

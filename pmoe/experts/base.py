@@ -19,7 +19,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,8 +74,7 @@ def fresh(like: Tensor) -> Allocate:
     return lambda name, rows, columns: like.new_empty(rows, columns)
 
 
-@dataclass(frozen=True)
-class ExpertRows:
+class ExpertRows(NamedTuple):
     """The rows of one chunk (micro-batch), and the parameters and memory that experts compute them with.
 
     rows_NM: (N, M), the N rows that the experts received for this chunk (T_DI), sorted by expert, with M =
@@ -116,8 +115,7 @@ class ExpertRows:
         return space(name, self.groups.num_rows if num_rows is None else num_rows, columns)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Hidden:
+class Hidden(NamedTuple):
     """The tensors that experts save in forward for a chunk's backward, beside the rows: usually T_M.
 
     T_M is the hidden activation before the nonlinearity. Each class of experts decides what it saves.

@@ -10,7 +10,6 @@ activation before the nonlinearity (G = H, or 2H for gated experts).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pmoe.experts.base import ExpertRows, Experts, Hidden
+from pmoe.experts.base import ExpertRows, Experts, Hidden, fresh
 from pmoe.experts.products import GradientSum, RowGroups, scale_of
 from pmoe.experts.stacked import StackedExperts, split_parameters
 from pmoe.kernels import extension
@@ -94,7 +93,7 @@ class PreparedProduct:
         counters = counters_of_thread.get()
         if counters is not None:
             fields["spare"] = spare_of_thread.get()
-            fields["next_tile"] = counters.take(self._device)
+            fields["next_tile"] = next(counters.addresses, 0) or counters.take(self._device)
         self._start(**{**self._fields, "rows": num_rows, "ends": ends.data_ptr(), **fields})
 
 
@@ -131,6 +130,7 @@ class LaunchedExperts:
         self._weights = w1, w2, b1, None if stacked.shard.index else b2
         self._rows = rows
         self._activation = ACTIVATIONS[activation]
+        self._takes_rows: dict[int, bool] = {}
         self._num_dots = num_row_dots(kernels, self._width, w1.shape[2], self._activation)
 
     def _product(
@@ -267,45 +267,59 @@ class LaunchedExperts:
         groups = expert_rows.groups
         num_rows = groups.num_rows
         out = expert_rows.out
-        takes = (
-            out is not None and self._hidden.takes(num_rows, rows_NM) and self._output.takes(num_rows, out)
-        )
-        if out is None or not takes:
+        slots = expert_rows.slots
+        # Rows have slots only if the caller has asked `takes`.
+        if out is None or (slots is None and not self.takes(num_rows, rows_NM, out)):
             in_order = without_result_rows(expert_rows)
             result_NM, hidden = self._stacked.compute(in_order, weight_N, keep=keep)
             return put_in_result_rows(result_NM, expert_rows), hidden
         in_place = not keep and self._stacked._activates_in_place(self._device.type)
-        hidden_NG = expert_rows.new("T_M", self._num_hidden) if keep or in_place else None
-        active_NH = (
-            hidden_NG if in_place and hidden_NG is not None else expert_rows.new("active", self._width)
-        )
-        slots = expert_rows.slots
+        space = expert_rows.space or fresh(rows_NM)
+        hidden_NG = space("T_M", num_rows, self._num_hidden) if keep or in_place else None
+        active_NH = hidden_NG
+        if active_NH is None or not in_place:
+            active_NH = space("active", num_rows, self._width)
         gathering = {}
         if slots is not None:
             gathering = {"slot": slots.slot_N.data_ptr(), "top_k": slots.top_k, "a_gathered": True}
         self._hidden.launch(
             num_rows, groups, a=rows_NM.data_ptr(), a_rows=rows_NM.shape[0],
-            d=address(hidden_NG if keep else None), active=active_NH.data_ptr(), **gathering,
+            d=0 if hidden_NG is None or not keep else hidden_NG.data_ptr(), active=active_NH.data_ptr(),
+            **gathering,
         )  # fmt: skip
+        has_scale = weight_N.dtype == self._scale_dtype and weight_N.is_contiguous()
+        scale_N = weight_N if has_scale else self._scale(weight_N)
+        result_row = expert_rows.result_row
         self._output.launch(
             num_rows, groups, a=active_NH.data_ptr(), a_rows=num_rows, d=out.data_ptr(),
-            weight=self._scale(weight_N).data_ptr(), place=address(expert_rows.result_row),
+            weight=scale_N.data_ptr(), place=0 if result_row is None else result_row.data_ptr(),
         )  # fmt: skip
         return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
 
-    def reads_tokens(self, tokens_TM: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
-        """Returns whether `compute` should load rows directly from the tokens, without copying them first.
+    def takes(self, num_rows: int, rows: Tensor, out_NM: Tensor) -> bool:
+        """Returns whether `compute` launches pmoe's kernels for N rows. Otherwise PyTorch computes them.
 
-        True if the kernels can load rows from tokens, and if that is faster. Each row is then loaded from the
-        token that ``ExpertRows.slots`` names for it.
-
-        tokens_TM: (T, M), the T tokens of which the rows are copies, with M = d_model columns.
-        out_NM: (N, M), memory for the results.
         num_rows: N, the number of rows.
+        rows: (N, M), the rows with M = d_model columns; or (T, M), T tokens of which the rows are copies.
+        out_NM: (N, M), memory for the results.
+        """
+        if num_rows == 0:
+            return False
+        bits = (num_rows - 1).bit_length()  # as `PreparedProduct.takes` chooses
+        if bits not in self._takes_rows:
+            self._takes_rows[bits] = self._hidden.takes(num_rows) and self._output.takes(num_rows)
+        are_contiguous = rows.is_contiguous() and out_NM.is_contiguous()
+        are_placed = rows.data_ptr() % VECTOR_BYTES == 0 and out_NM.data_ptr() % VECTOR_BYTES == 0
+        return self._takes_rows[bits] and are_contiguous and are_placed
+
+    def gathers(self, top_k: int) -> bool:
+        """Returns whether loading rows from tokens is faster for `compute` than copying the rows first.
+
+        Each row is then loaded from the token that ``ExpertRows.slots`` names for it, if `takes` is True.
+
         top_k: K, the number of choices of a token.
         """
-        takes = self._hidden.takes(num_rows, tokens_TM) and self._output.takes(num_rows, out_NM)
-        return takes and gathers_in_load(self._kernels, self._num_hidden, top_k)
+        return gathers_in_load(self._kernels, self._num_hidden, top_k)
 
     # ---- backward
 
@@ -419,7 +433,7 @@ def without_result_rows(expert_rows: ExpertRows) -> ExpertRows:
     """
     if expert_rows.result_row is None:
         return expert_rows
-    return dataclasses.replace(expert_rows, out=None, result_row=None)
+    return expert_rows._replace(out=None, result_row=None)
 
 
 def put_in_result_rows(result_NM: Tensor, expert_rows: ExpertRows) -> Tensor:

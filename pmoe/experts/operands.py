@@ -160,10 +160,10 @@ def has_value(module: nn.Module, name: str) -> bool:
 
     The attribute itself is not read, because computing a parametrization may have side effects.
     """
-    places = (module._parameters, module._buffers, vars(module))
-    if any(place.get(name) is not None for place in places):
-        return True
-    return parametrize.is_parametrized(module, name)
+    for place in (module._parameters, module._buffers, vars(module)):
+        if place.get(name) is not None:
+            return True
+    return "parametrizations" in module._modules and parametrize.is_parametrized(module, name)
 
 
 def read_value(module: nn.Module, name: str) -> Tensor:

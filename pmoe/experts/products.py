@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,23 +22,20 @@ from pmoe.kernels import grouped_gemm
 from pmoe.kernels.registry import GROUPED_MM, LOOP, PMOE, PRODUCTS, Form, ProductOperands
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowGroups:
     """Numbers of rows of each local expert, among N rows that are sorted by expert.
 
     counts: E numbers on the host: the rows of each of the rank's E experts.
     ends: (E,) int32 on the rows' device, the running sum of counts, which CUDA kernels read; None on the CPU.
+    num_rows: N, the number of all rows.
 
     Example: counts (2, 0, 3), ends [2, 2, 5]: expert 0 has rows 0 and 1, expert 2 has rows 2 to 4.
     """
 
-    counts: tuple[int, ...]
-    ends: Tensor | None = None
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """N, the number of all rows."""
-        return sum(self.counts)
+    def __init__(self, *, counts: tuple[int, ...], ends: Tensor | None = None) -> None:
+        self.counts = counts
+        self.ends = ends
+        self.num_rows = sum(counts)
 
     @functools.cached_property
     def ends_E(self) -> Tensor:

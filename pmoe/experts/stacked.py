@@ -101,9 +101,10 @@ class StackedExperts(Experts):
 
         None if a subclass outside pmoe has a nonlinearity of its own.
         """
-        methods = (type(self).activate, type(self).activation_gradient)
-        are_ours = all(getattr(method, "__module__", "").startswith("pmoe.experts.") for method in methods)
-        return self.activation if are_ours and self.fuses else None
+        for method in (type(self).activate, type(self).activation_gradient):
+            if not getattr(method, "__module__", "").startswith("pmoe.experts."):
+                return None
+        return self.activation if self.fuses else None
 
     def __init__(
         self,

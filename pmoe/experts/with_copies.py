@@ -16,7 +16,6 @@ Letters: N rows of a chunk, M = d_model, C copies that this rank holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -103,7 +102,7 @@ class ExpertsWithCopies:
         groups = expert_rows.groups
         own = self._own_groups(groups)
         if own.num_rows == groups.num_rows:
-            return _Part(slice(0, own.num_rows), replace(expert_rows, groups=own)), None
+            return _Part(slice(0, own.num_rows), expert_rows._replace(groups=own)), None
         space = fresh(expert_rows.rows_NM) if expert_rows.space is None else expert_rows.space
         blocks = self._experts.columns(expert_rows.rows_NM.device.type).scratch_rows
         shared = _SharedSpace(space, groups.num_rows, blocks)

@@ -8,6 +8,7 @@ be wrong. So the wrapper is an error, whose message shows the line to add.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -40,6 +41,17 @@ COPIED = (
 """The error for experts that are equal on all ranks although they were built to differ."""
 
 
+def may_be_wrapped(experts: Experts) -> bool:
+    """Returns whether a data-parallel wrapper may manage the experts. If it is False, none does.
+
+    The test is quick. Each call makes it, and makes `check_wrapped` only after it.
+    """
+    parameter = next(itertools.chain(experts._parameters.values(), experts.parameters()), None)
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    # FSDP replaces the parameters that it manages, and the new parameters have no mark.
+    return parameter is None or not is_expert(parameter) or ddp is not None
+
+
 def check_wrapped(experts: Experts, own: set[int]) -> None:
     """Raises ValueError on every rank if a data-parallel wrapper would mix different ranks' experts.
 
@@ -56,10 +68,6 @@ def check_wrapped(experts: Experts, own: set[int]) -> None:
     gradients are averaged already. The only exception is ``shard_experts``: FSDP2 then averages the
     gradients, and is itself the experts' wrapper.
     """
-    parameter = next(experts.parameters(), None)
-    ddp = DistributedDataParallel._get_active_ddp_module()
-    if parameter is not None and is_expert(parameter) and ddp is None:
-        return  # FSDP replaces the parameters that it manages, and the new parameters have no mark
     for wrapper, ranks in _wrappers(experts):
         if wrapper == FSDP2 and experts.is_sharded:
             continue

@@ -45,15 +45,7 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TM: Tensor, weight_EM: Tensor) -> Tensor:
         ctx.save_for_backward(x_TM, weight_EM)
-        if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype:
-            # float32 holds products of narrow numbers exactly, and sums are float32 too. So a single launch
-            # computes what a product of float32 copies would.
-            return torch.mm(x_TM, weight_EM.t(), out_dtype=torch.float32)
-        wide_EM = weight_EM.float()
-        logits_TE = x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
-        for rows, out in zip(x_TM.split(BLOCK_ROWS), logits_TE.split(BLOCK_ROWS), strict=True):
-            torch.mm(rows.float(), wide_EM.t(), out=out)
-        return logits_TE
+        return _narrow_logits(x_TM, weight_EM)
 
     @staticmethod
     @once_differentiable
@@ -70,6 +62,23 @@ class Logits(torch.autograd.Function):
             grad_rows.copy_(grad @ wide_EM)
             grad_weight.addmm_(grad.t(), rows.float())
         return grad_x, grad_weight.to(weight_EM.dtype)
+
+
+def _narrow_logits(x_TM: Tensor, weight_EM: Tensor) -> Tensor:
+    """Returns x weight^T, (T, E) float32, for tokens of a narrower dtype.
+
+    x_TM: (T, M), T tokens of M = d_model columns.
+    weight_EM: (E, M), the router's weight for E experts.
+    """
+    if x_TM.is_cuda and x_TM.dtype == weight_EM.dtype:
+        # float32 holds products of narrow numbers exactly, and sums are float32 too. So a single launch
+        # computes what a product of float32 copies would.
+        return torch.mm(x_TM, weight_EM.t(), out_dtype=torch.float32)
+    wide_EM = weight_EM.float()
+    logits_TE = x_TM.new_empty(x_TM.shape[0], weight_EM.shape[0], dtype=torch.float32)
+    for rows, out in zip(x_TM.split(BLOCK_ROWS), logits_TE.split(BLOCK_ROWS), strict=True):
+        torch.mm(rows.float(), wide_EM.t(), out=out)
+    return logits_TE
 
 
 def _gate_products(grad_TE: Tensor, x_TM: Tensor, weight_EM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +128,9 @@ class LogitsAndRows(torch.autograd.Function):
         ctx.save_for_backward(x_TM, weight_EM)
         ctx.set_materialize_grads(False)
         ctx.passes_rows = True
-        return router_logits(x_TM, weight_EM), x_TM.detach()
+        if x_TM.dtype == torch.bfloat16:
+            return _narrow_logits(x_TM, weight_EM), x_TM.detach()
+        return F.linear(x_TM, weight_EM), x_TM.detach()
 
     @staticmethod
     @once_differentiable

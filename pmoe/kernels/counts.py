@@ -18,7 +18,7 @@ Letters: W ranks, F bins (equal ranges of a rank's tokens, by which rows are cou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,8 +58,7 @@ def refusal(counts_FE: Tensor, num_ranks: int, num_degrees: int) -> str | None:
     return path(counts_FE.device)[1]
 
 
-@dataclass(frozen=True)
-class Heading:
+class Heading(NamedTuple):
     """The header of a rank's messages of row counts, and the sizes with which kernels write the messages.
 
     num_ranks: W.
@@ -82,8 +81,7 @@ class Heading:
         return header
 
 
-@dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """This rank's rows in sorted order, with their routing weights.
 
     Some rows are sent to other ranks, others stay on this rank.
@@ -98,8 +96,7 @@ class Sent:
     weight: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class RowOrder:
+class RowOrder(NamedTuple):
     """The results of the kernel "order" for the n chunks of a pass.
 
     ends: (n + pieces, E) int32, where each expert's rows end. The first n lines are for the rows that arrive
@@ -123,8 +120,7 @@ class RowOrder:
     zeros: Tensor
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(NamedTuple):
     """The messages of one exchange of row counts, and the agreed numbers, in one allocation.
 
     The agreed numbers are the results of a max-reduction, which are equal on all ranks. A single copy brings
@@ -196,8 +192,8 @@ class Messages:
 
         messages_WL: (W, L) int32, one message of L numbers for each rank, or from each rank.
         """
-        _, num_bins, num_experts = self.sizes
-        counts_WFE: Tensor = messages_WL[:, HEADER:].unflatten(1, (num_bins, num_experts))
+        num_ranks, num_bins, num_experts = self.sizes
+        counts_WFE = messages_WL[:, HEADER:].view(num_ranks, num_bins, num_experts)
         return counts_WFE.transpose(0, 1)
 
     def pack(self, header: Sequence[int], fault: Tensor | None, counts_FE: Tensor) -> None:

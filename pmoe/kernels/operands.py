@@ -128,9 +128,12 @@ def _gap(name: str, tensor: Tensor) -> str | None:
 
 def _fits(sizes: Sequence[int], wanted: Sequence[int | str]) -> bool:
     """Returns whether a tensor's sizes are the wanted sizes. A string among them stands for any size."""
-    return len(sizes) == len(wanted) and all(
-        isinstance(size, str) or size == have for have, size in zip(sizes, wanted, strict=True)
-    )
+    if len(sizes) != len(wanted):
+        return False
+    for have, size in zip(sizes, wanted, strict=True):
+        if have != size and not isinstance(size, str):
+            return False
+    return True
 
 
 def _listed(shape: Sequence[int | str]) -> str:

@@ -418,7 +418,7 @@ class MoELayer(OldAttributes, CalledLayer):
         if call.modules.latent is not None:
             return self._forward_latent(call)
         decision, y_TM = ExpertsCall(counts_source(call))()
-        self.last = LastCall.of(decision)
+        vars(self)["last"] = LastCall.of(decision)  # torch would look for modules and parameters in it
         return shaped_output(decision, y_TM)
 
     def _forward_latent(self, call: Call) -> Tensor:

@@ -1072,7 +1072,7 @@ def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
 
     return replace(
         rows,
-        extent=replace(rows.extent, local=in_tasks(rows.extent.local) + in_tasks(rows.local_copies)),
+        extent=rows.extent._replace(local=in_tasks(rows.extent.local) + in_tasks(rows.local_copies)),
         busiest_local=in_tasks(rows.busiest_local) + in_tasks(rows.busiest_copies),
     )
 

@@ -328,7 +328,7 @@ class NoTokensRunner:
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         x_TM = inputs.x_TM
         weight_TK = inputs.weight_TK
-        no_tokens = replace(inputs, x_TM=x_TM[:0], weight_TK=weight_TK[:0])
+        no_tokens = inputs._replace(x_TM=x_TM[:0], weight_TK=weight_TK[:0])
         _, saved = self.runner.forward(no_tokens, keep=keep)
         y_TM = torch.zeros_like(x_TM)
         if saved is None:

@@ -62,7 +62,8 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, inputs.x_TM.is_cuda, moves=keep and plan.restore.offloads)
-    return cast(ForwardType, _compose((*(first for first, _ in variants), plain))(plan, inputs, keep))
+    composed = _compose((*[first for first, _ in variants], plain))
+    return composed(plan, inputs, keep)  # type: ignore[no-any-return]
 
 
 def make_backward(
@@ -221,14 +222,14 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     """
     modules = plan.modules
     restore = plan.restore
-    unchecked: dict[str, list[Tensor]] = {}
+    unchecked: dict[str, Any] = {}
     if modules.experts.are_modules and restore.hidden != "recompute":
         unchecked["parameters"] = [parameter.data for parameter in inputs.parameters]
     if modules.shared_expert is not None and modules.shared_expert.are_modules:
         unchecked["shared_parameters"] = [parameter.data for parameter in inputs.shared_parameters]
     if restore.dispatched != "communicate" and inputs.hook_parameters:
         unchecked["hook_parameters"] = [parameter.data for parameter in inputs.hook_parameters]
-    return replace(inputs, **unchecked) if unchecked else inputs  # type: ignore[arg-type]
+    return inputs._replace(**unchecked) if unchecked else inputs
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,9 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     for unit, kept in state.kept.items():
         rows_NM = swap(kept.rows_NM)
         hidden = kept.hidden
+        if hidden is None and rows_NM is kept.rows_NM:
+            swapped.kept[unit] = kept  # nothing was kept for this task
+            continue
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
             hidden = Hidden(tensors=tensors, graph=hidden.graph, expendable=hidden.expendable)

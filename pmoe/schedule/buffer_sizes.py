@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Schedule
@@ -54,8 +55,7 @@ class HiddenColumns:
     adapter: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChunkRows:
+class ChunkRows(NamedTuple):
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
     The engine passes tuples, because `slot_layout` hashes these numbers to look up a layout in its cache.

@@ -179,6 +179,11 @@ class Schedule:
         return frozenset(task.kind for task in self.tasks)
 
     @functools.cached_property
+    def has_several_chunks(self) -> bool:
+        """Whether the tasks of this schedule are for more than one chunk."""
+        return any(task.chunk > 0 for task in self.tasks)
+
+    @functools.cached_property
     def turns(self) -> dict[str, list[tuple[str, int, str]]]:
         """The buffers that are in ring slots: for each name, a list of (buffer, chunk, slot).
 

@@ -5,7 +5,6 @@ Letters: T tokens, K choices, E experts, M = d_model.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -210,7 +209,7 @@ def slow_experts(
 
     def delayed(given: ExpertRows) -> ExpertRows:
         if poison and given.out is None:
-            given = dataclasses.replace(given, out=torch.full_like(given.rows_NM, float("nan")))
+            given = given._replace(out=torch.full_like(given.rows_NM, float("nan")))
         torch.cuda._sleep(cycles)
         return given
 

@@ -46,6 +46,7 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
             Any,
             SimpleNamespace(
                 tasks=tasks,
+                has_several_chunks=chunks > 1,
                 lanes={task.lane for task in tasks},
                 lane_waits={task.name: () for task in tasks},
                 awaited=(),

@@ -367,7 +367,7 @@ def test_the_bound_with_copies_holds_whatever_part_of_a_ranks_own_rows_stays(n: 
         for_copies = own - for_experts
         rows = replace(
             whole,
-            extent=replace(whole.extent, local=(for_experts,) * n),
+            extent=whole.extent._replace(local=(for_experts,) * n),
             busiest_local=(for_experts,) * n,
             local_copies=(for_copies,) * n,
             busiest_copies=(for_copies,) * n,

@@ -43,7 +43,7 @@ class CudaLanes(Lanes):
         self._awaited = schedule.awaited
         self._events: dict[str, torch.cuda.Event] = {}
         self._products = contextlib.ExitStack()
-        if ranks.size > 1 and any(task.chunk > 0 for task in schedule.tasks):
+        if ranks.size > 1 and schedule.has_several_chunks:
             self._products.enter_context(beside_communication())
 
     @classmethod
@@ -59,23 +59,19 @@ class CudaLanes(Lanes):
             stream.wait_event(self._events[name])
         if task.lane is Lane.COMPUTE:
             action()  # its stream is the current one
-        elif task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
-            with torch.cuda.stream(stream):
-                self._communicate(task, action)
         else:
-            with torch.cuda.stream(stream):
-                action()
+            try:
+                with torch.cuda.stream(stream):
+                    work = action()
+                    if work is not None:
+                        work.wait()  # the lane's stream waits for the collective's own; the host does not
+            except RuntimeError as error:
+                if task.lane in (Lane.COMMUNICATE, Lane.INTRA_NODE):
+                    self.fail(task, error)
+                raise
         if task.name in self._awaited:
             event = self._events[task.name] = torch.cuda.Event()
             event.record(stream)
-
-    def _communicate(self, task: Task, action: Action) -> None:
-        try:
-            work = action()
-            if work is not None:
-                work.wait()  # the lane's stream waits for the collective's own; the host does not
-        except RuntimeError as error:
-            self.fail(task, error)
 
     def _await_readers_of_the_host(self, device: torch.device) -> None:
         """Makes this pass's copies to the host wait for earlier passes' copies from the host to the device.

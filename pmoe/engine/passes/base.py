@@ -22,18 +22,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pmoe.comm.failures import NOTHING
 from pmoe.engine.buffers.arena import Arena, DevicePool, pool
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Actions
-from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage, length
+from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
 from pmoe.experts.products import RowGroups
 from pmoe.schedule.buffer_sizes import BufferSizes
@@ -83,8 +84,7 @@ class AutocastState:
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The tensors of a call that may have gradients, and the autocast state of the layer's caller.
 
     T is the number of tokens, K the number of experts per token, M = d_model.
@@ -122,7 +122,7 @@ class Inputs:
         """
         device_type = self.x_TM.device.type
         if self.autocast is None and not torch.is_autocast_enabled(device_type):
-            return nullcontext()
+            return NOTHING
         is_enabled = self.autocast is not None and experts.runs_under_autocast
         return torch.autocast(device_type, enabled=is_enabled, dtype=self.autocast)
 
@@ -285,8 +285,9 @@ class Pass:
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)
-        self.results = self.result_TM.split_with_sizes([length(chunk.tokens) for chunk in pass_plan.chunks])
-        slots = [length(chunk.slots) // plan.top_k for chunk in pass_plan.chunks]
+        tokens = [chunk.tokens.stop - chunk.tokens.start for chunk in pass_plan.chunks]
+        slots = [(chunk.slots.stop - chunk.slots.start) // plan.top_k for chunk in pass_plan.chunks]
+        self.results = self.result_TM.split_with_sizes(tokens)
         self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
         self.experts = plan.modules.experts
         self.shared_TM: Tensor | None = None
@@ -298,7 +299,7 @@ class Pass:
             d_model=source_TM.shape[1],
             columns=plan.modules.experts.columns(source_TM.device.type),
             restore=plan.restore if keep else None,
-            rearranged=plan.rearranged,
+            rearranged=plan.joined is not None,
         )
         # On a GPU each lane is a stream, and torch's allocator knows only the stream that allocated a buffer.
         # So all buffers that a collective or a copy uses are allocated on the compute lane, most of them in
@@ -307,11 +308,12 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
+        stays = plan.restore.dispatched in ("keep", "message")
         # Without other ranks no rows are sent, and chunks have no buffers for them.
         for i, chunk in enumerate(pass_plan.chunks if self.stages.remote else ()):
             if not rotates:
                 self.make_buffers(i)
-            if not rotates or self.sizes.stays_as_it_arrives(i):
+            if not rotates or (stays and self.sizes.stays_as_it_arrives(i)):
                 self.own[f"{self.received}.{i}"] = self.new(
                     chunk.num_gathered, self.sizes.of(self.received)[1]
                 )
@@ -378,16 +380,21 @@ class Pass:
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
         """
+        return functools.partial(self.place, unit)
+
+    def place(self, unit: Unit, name: str, rows: int, columns: int) -> Tensor:
+        """Returns the ring slot of a buffer of one task, or new memory if the buffer has no slot (`space`).
+
+        unit: names the set of rows of the task.
+        name: the name of the buffer, such as "T_M".
+        rows, columns: its sizes.
+        """
         i, suffix = unit
-
-        def place(name: str, rows: int, columns: int) -> Tensor:
-            slot = self.arena.buffers.get(f"{name}{suffix}.{i}")
-            if slot is None:
-                return self.new(rows, columns)
-            assert slot.shape == (rows, columns), (name, unit, slot.shape, rows, columns)
-            return slot
-
-        return place
+        slot = self.arena.buffers.get(f"{name}{suffix}.{i}")
+        if slot is None:
+            return self.new(rows, columns)
+        assert slot.shape == (rows, columns), (name, unit, slot.shape, rows, columns)
+        return slot
 
     def groups(self, unit: Unit) -> RowGroups:
         """Returns how many rows each local expert has among the rows of one task.
@@ -527,7 +534,8 @@ class Pass:
             return self.home[rows]
         home = self.temporary(self.home_name, i)
         start = self.pass_plan.home[i].start
-        return home if length(rows) == home.shape[0] else home[rows.start - start : rows.stop - start]
+        first = rows.start - start
+        return home if rows.stop - rows.start == home.shape[0] else home[first : rows.stop - start]
 
     def combine_output(self, i: int) -> Tensor:
         """Returns the memory in which the all-to-all back to the tokens' rank puts the results of chunk i."""
@@ -580,11 +588,11 @@ class Pass:
         rank. It uses the method for received rows, with the argument place="_L": LOCAL_WGRAD calls wgrad(i,
         place="_L"), for example.
         """
-        return {kind: self._action(kind) for kind in self.schedule.kinds}
-
-    def _action(self, kind: Kind) -> Callable[[int], dist.Work | None]:
-        method: Callable[..., dist.Work | None] = getattr(self, METHODS[kind])
-        return functools.partial(method, place="_L") if kind in LOCAL_KINDS else method
+        actions: dict[Kind, Callable[..., dist.Work | None]] = {}
+        for kind in self.schedule.kinds:
+            method = getattr(self, METHODS[kind])
+            actions[kind] = functools.partial(method, place="_L") if kind in LOCAL_KINDS else method
+        return actions
 
     def run_schedule(self) -> None:
         """Runs all tasks of the pass, then frees its buffers, even if a task raised an error."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
-from pmoe.experts.base import ExpertRows
+from pmoe.experts.base import ExpertRows, Experts
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """The buffers of a message with one number for each row, for all chunks together.
 
     Routing weights are sent in this way. S is the number of rows that this rank sends, N the number of rows
@@ -49,6 +47,8 @@ class Forward(Pass):
         rows are not sent (their experts are on this rank), and no kernel has sorted the weights
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
+    has_recipes: whether backward computes hidden activations again, and the experts note for it how they were
+        computed (`Experts.recipe`).
     scalars: the messages with one number for each row. The first message carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
@@ -73,6 +73,8 @@ class Forward(Pass):
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
+        recipe = getattr(plan.modules.experts.recipe, "__func__", None)
+        self.has_recipes = keep and plan.restore.hidden != "keep" and recipe is not Experts.recipe
         if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
@@ -148,8 +150,7 @@ class Forward(Pass):
         """
         rows_NM = expert_rows.rows_NM
         restore = self.plan.restore
-        remakes = self.keep and restore.hidden != "keep"
-        recipe = self.plan.modules.experts.recipe(rows_NM.device) if remakes else None
+        recipe = self.plan.modules.experts.recipe(rows_NM.device) if self.has_recipes else None
         version = rows_NM._version if recipe is not None else 0
         keeps = self.keep and restore.hidden != "recompute"
         _, hidden = self.experts.compute(expert_rows, weight_N, keep=keeps)

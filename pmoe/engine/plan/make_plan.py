@@ -21,13 +21,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts, cuts, without_own
+from pmoe.comm.counts import RankCounts, by_chunk, cuts, without_own
 from pmoe.comm.grid import Grid
 from pmoe.engine.lanes.run import is_captured
 from pmoe.engine.plan.plan import Chunk, KernelOrder, LocalChunk, PassModules, PassPlan, Plan, WeightMessage
@@ -156,7 +155,7 @@ class SortedSlots:
         return None
 
     def number_rows(
-        self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
+        self, n: int, weights: WeightMessage, bins: RankCounts, fine: Tensor
     ) -> DeduplicatedRows | None:
         """Returns numbers by which a receiver finds the row of each routing weight; None if it needs none.
 
@@ -165,7 +164,7 @@ class SortedSlots:
 
         n: number of chunks.
         weights: the message of routing weights.
-        shared: the row counts of n chunks, exchanged among the ranks.
+        bins: the exchanged row counts of bins (ranges of tokens).
         fine: (ranks, n, E_local, bins of a chunk), numbers of rows that arrive, by source rank, chunk, local
             expert and bin. A bin is a range of tokens; a chunk has several.
         """
@@ -202,7 +201,9 @@ class SortedSlots:
         """
         forward, backward = choice.forward, choice.backward
         if counts.depth:
-            forward, backward = (cuts(n, counts.send.shape[0])[counts.depth[n]] for n in (forward, backward))
+            num_bins = counts.send.shape[0]
+            forward = cuts(forward, num_bins)[counts.depth[forward]]
+            backward = cuts(backward, num_bins)[counts.depth[backward]]
         if forward % backward and self.modules.experts.are_modules and choice.restore.hidden != "recompute":
             backward = forward  # backward would need a part of a forward chunk: a saved graph cannot be split
         return forward, backward if self.modules.hooks is None else forward
@@ -232,10 +233,10 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     modules = orders.modules
     # The fewest bins of which the chunks of both passes can be made: see the module's docstring.
     num_bins = math.lcm(n, n_backward)
-    bins = shared if shared.send.shape[0] == num_bins else shared.joined(num_bins)
-    forward = backward = _cut(orders, n, bins)
+    forward = backward = _cut(orders, n, num_bins, shared)
     joined = None
     if n != n_backward:
+        bins = shared if shared.send.shape[0] == num_bins else shared.joined(num_bins)
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if bins.messages is not None:
@@ -246,7 +247,7 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
                 without_own(counts, rank, num_staying) for counts in (received, received_device)
             )
         joined = join_chunks(received, received_device, bins.recv[:, rank], n, n_backward)
-        backward = _cut(orders, n_backward, bins)
+        backward = _cut(orders, n_backward, num_bins, shared)
     return Plan(
         modules=modules,
         forward=forward,
@@ -259,12 +260,13 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     )
 
 
-def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
+def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPlan:
     """Returns the plan of one pass, with the sorted rows cut into n chunks.
 
     orders: the sorted (token, choice) pairs.
     n: the number of chunks.
-    bins: the row counts for the bins (ranges of tokens) of which the chunks of both passes consist.
+    num_bins: the number of bins (ranges of tokens) of which the chunks of both passes consist.
+    bins: the exchanged row counts of these bins, or of finer ones.
     """
     modules = orders.modules
     tokens = orders.tokens
@@ -274,43 +276,45 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
     token_bounds = chunk_bounds(tokens.count, n)
     bypass_local = modules.stages.local
     rank = modules.grid.all.rank
+    num_staying = len(modules.staying)
     # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
     # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
-    shared = bins.on_host() if bins.recv_device.is_cuda and bins.sent_once is None else bins
-    shared = shared if shared.send.shape[0] == n else shared.joined(n)
-    local_counts: list[list[int]] = []
-    if bypass_local:
-        local_counts = _by_piece(shared.send[:, rank, : len(modules.staying)], num_pieces).tolist()
-    order = None if bins.messages is None else _order_by_kernel(orders, n, bins)
-    received_ends, local_ends = _ends(bins, n, num_pieces, rank, len(modules.staying), order)
+    send_nPE = bins.send if bins.send.shape[0] == n else by_chunk(bins.send, n)
+    recv_nWE = bins.recv if bins.recv.shape[0] == n else by_chunk(bins.recv, n)
+    local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
+    order = None if bins.messages is None else _order_by_kernel(orders, n, num_bins, bins)
+    received_ends, local_ends = _ends(bins, n, num_pieces, rank, num_staying, order)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
-        slot_bounds = [0, *itertools.accumulate(shared.send.sum((1, 2)).tolist())]
+        slot_bounds = [0, *itertools.accumulate(send_nPE.sum((1, 2)).tolist())]
     # The values for a single rank, which sends nothing.
     sent_by_chunk = come_by_chunk = [[0]] * n
-    by_expert = [[0] * shared.send.shape[2]] * n
+    by_expert = [[0] * send_nPE.shape[2]] * n
     regroups: Sequence[Tensor | None] = [None] * n
     weights = once = None
     if modules.stages.remote:
-        counts = shared.travelling(rank, len(modules.staying)) if bypass_local else shared
-        numbers_nP = counts.send.sum(2)
+        if bypass_local:
+            send_nPE = without_own(send_nPE, rank, num_staying)
+            recv_nWE = without_own(recv_nWE, rank, num_staying)
+        numbers_nP = send_nPE.sum(2)
         numbers_by_chunk = numbers_nP.tolist()
-        sent_by_chunk = numbers_by_chunk if counts.sent_once is None else counts.sent_once.tolist()
-        come_by_chunk = counts.received_rows.tolist()
-        by_expert = counts.recv.sum(1).tolist()
-        are_several = [_are_several(come_W) for come_W in come_by_chunk]
-        come_by_source = counts.recv.sum((0, 2)).tolist()
+        sent_by_chunk = numbers_by_chunk if bins.sent_once is None else by_chunk(bins.sent_once, n).tolist()
+        come_nW = recv_nWE.sum(2) if bins.received_once is None else by_chunk(bins.received_once, n)
+        come_by_chunk = come_nW.tolist()
+        by_expert = recv_nWE.sum(1).tolist()
+        are_several = [len(come_W) - come_W.count(0) > 1 for come_W in come_by_chunk]
+        come_by_source = recv_nWE.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None
         fine: Tensor | None = None
-        if bins.messages is None and (comes_from_several or shared.sent_once is not None):
-            bins_device = bins.recv_device
+        if bins.messages is None and (comes_from_several or bins.sent_once is not None):
+            bins_device = by_chunk(bins.recv_device, num_bins)
             if bypass_local and comes_from_several:
-                bins_device = without_own(bins_device, rank, len(modules.staying))
+                bins_device = without_own(bins_device, rank, num_staying)
             # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
             # order.
             fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
-            if shared.sent_once is None and any(are_several):
+            if bins.sent_once is None and any(are_several):
                 regroups = _regroup_chunks(fine, come_by_chunk, are_several)
             if comes_from_several:  # if there is a single chunk, its index also sorts the message of weights
                 message_regroup = regroups[0] if n == 1 else None
@@ -318,7 +322,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
                     message_regroup = _regroup(fine.flatten(1), come_by_source)
         elif order is not None and order.of_chunks is not None:
             message_regroup = order.of_all
-            of_chunk = order.of_chunks.split([sum(come_W) for come_W in come_by_chunk])
+            of_chunk = order.of_chunks.split_with_sizes([sum(come_W) for come_W in come_by_chunk])
             regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
         staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
         sizes = [
@@ -335,13 +339,16 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             regroup=message_regroup,
             gathered=gathered_numbers,
         )
-        once = None if fine is None else orders.number_rows(n, weights, shared, fine)
+        once = None if fine is None else orders.number_rows(n, weights, bins, fine)
+    relayed = [((), ())] * n if bins.relayed[0] is None else _relayed(bins, n)
+    travelling = orders.sent(n)
+    is_sharded = modules.grid.is_sharded
     chunks = []
     pieces = []
     first_row = 0
-    for i in range(n):
+    for i, come_W in enumerate(come_by_chunk):
         send_rows = sent_by_chunk[i]
-        recv_rows, gathered = _by_place(come_by_chunk[i], modules.grid)
+        recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
@@ -351,7 +358,7 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroups[i],
-                relayed=[() if counts is None else tuple(counts[i].tolist()) for counts in shared.relayed],
+                relayed=relayed[i],
                 gathered=gathered,
             )
         )
@@ -364,14 +371,13 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
             groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
             pieces.append(LocalChunk(rows=slice(first_row, end), groups=groups))
             first_row = end
-    travelling = orders.sent(n)
     row_slot = travelling.slot[:first_row]
     # If kernels have sorted the slots (int32), passes copy rows by ``position``, and need no token numbers.
     token = row_slot[:0] if row_slot.dtype == torch.int32 else row_slot if top_k == 1 else row_slot // top_k
     position = travelling.position
     if position.is_cuda and _takes_positions(orders):
         position = position.int()
-    pass_plan = PassPlan(
+    return PassPlan(
         chunks=tuple(chunks),
         pieces=_own_experts_first(pieces, modules) if modules.stages.local_copies else tuple(pieces),
         weights=weights,
@@ -380,8 +386,9 @@ def _cut(orders: SortedSlots, n: int, bins: RankCounts) -> PassPlan:
         position=position,
         has_drops=orders.keep_TK is not None or once is not None,
         once=once,
+        by_kernel=None if order is None else _kernel_order(order, orders.weight),
+        counters=None if order is None else TileCounters(order.zeros),
     )
-    return pass_plan if order is None else _with_order(pass_plan, order, orders.weight)
 
 
 def _own_experts_first(pieces: Sequence[LocalChunk], modules: PassModules) -> tuple[LocalChunk, ...]:
@@ -408,23 +415,32 @@ def _own_experts_first(pieces: Sequence[LocalChunk], modules: PassModules) -> tu
     return (*own, *of_copies)
 
 
-def _with_order(pass_plan: PassPlan, order: RowOrder, weight: Tensor | None) -> PassPlan:
-    """Adds an order of rows, which a kernel computed, to the plan of a pass. Returns the new plan.
+def _relayed(bins: RankCounts, n: int) -> list[Any]:
+    """Returns `Chunk.relayed` of each of n chunks.
+
+    bins: the exchanged row counts of bins (ranges of tokens).
+    """
+    of_both = (by_chunk(counts, n).tolist() for counts in bins.relayed if counts is not None)
+    return [*zip(*(map(tuple, rows_nX) for rows_nX in of_both), strict=True)]
+
+
+def _kernel_order(order: RowOrder, weight: Tensor | None) -> KernelOrder | None:
+    """Returns the order in which messages carry one number a row; None if no kernel has computed it.
 
     weight: (T * K,), the routing weights that the kernel got.
     """
-    by_kernel = None
-    if order.number_slot is not None:
-        by_kernel = KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
-    return replace(pass_plan, by_kernel=by_kernel, counters=TileCounters(order.zeros))
+    if order.number_slot is None:
+        return None
+    return KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
 
 
-def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
+def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> RowOrder:
     """Launches the kernel that computes the order of received rows in n chunks, and of routing weights.
 
     orders: the sorted (token, choice) pairs. The order of the routing weights is computed only if kernels
         sorted these pairs.
-    bins: the row counts of bins (ranges of tokens), which kernels exchanged.
+    num_bins: the number of bins (ranges of tokens) by which an expert's rows of a chunk are sorted.
+    bins: the row counts of these bins, or of finer ones, which kernels exchanged.
     """
     modules = orders.modules
     messages = bins.messages
@@ -440,7 +456,7 @@ def _order_by_kernel(orders: SortedSlots, n: int, bins: RankCounts) -> RowOrder:
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
     return messages.order(
         n,
-        bins.send.shape[0],
+        num_bins,
         rank if bypass_local else None,
         num_pieces,
         sum(come_W) if are_several else None,
@@ -508,10 +524,12 @@ def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[i
     Returns (P,), the numbers of this rank's own block, for the all-to-all; and (L,), the sum of each block,
     for the all-gather inside the node. The sums are () if experts are not sharded.
     """
+    if not grid.is_sharded:
+        return tuple(come), ()
     width = grid.ep.size
     own_start = grid.esp.rank * width
     gathered = (sum(come[start : start + width]) for start in range(0, len(come), width))
-    return tuple(come[own_start : own_start + width]), tuple(gathered) if grid.is_sharded else ()
+    return tuple(come[own_start : own_start + width]), tuple(gathered)
 
 
 def _are_several(come_W: list[int]) -> bool:

@@ -41,7 +41,7 @@ import abc
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,8 +70,7 @@ def length(at: slice) -> int:
     return int(at.stop - at.start)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One micro-batch of this rank: a range of its tokens, and the rows that it sends and receives.
 
     "Sorted rows" are all rows of this rank's tokens, in the order of the pass (`PassPlan`).
@@ -126,8 +125,7 @@ class Chunk:
         return sum(self.gathered) if self.gathered else self.num_arrived
 
 
-@dataclass(frozen=True, kw_only=True)
-class LocalChunk:
+class LocalChunk(NamedTuple):
     """Rows that are computed in one task and not sent, because their experts are on this rank.
 
     rows: slice of this rank's sorted rows (all rows of its tokens, in the order of `PassPlan`).
@@ -141,8 +139,7 @@ class LocalChunk:
     of_copies: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightMessage:
+class WeightMessage(NamedTuple):
     """The all-to-all of routing weights: a single message for all chunks of a pass.
 
     slot: (S,) int64, the S (token, choice) pairs whose weights are sent, sorted by destination rank, then
@@ -161,8 +158,7 @@ class WeightMessage:
     gathered: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelOrder:
+class KernelOrder(NamedTuple):
     """The order in which this rank sends one number for each of its rows, computed by a kernel on a GPU.
 
     The number of a row is, for example, its routing weight. The numbers of the S rows that are sent come
@@ -253,17 +249,19 @@ class PassPlan:
         n = len(self.chunks)
         no_rows = (0,) * n
         esp_size = len(self.chunks[0].gathered)
-        by_chunk = len(self.pieces) in (0, n) and not any(piece.of_copies for piece in self.pieces)
+        by_chunk = len(self.pieces) in (0, n) and not (self.pieces and self.pieces[-1].of_copies)
         apart = esp_size > 0 or self.once is not None
+        home = self.home
+        # Lists, because a generator takes a call for each number.
         return ChunkRows(
-            arrived=tuple(chunk.num_arrived for chunk in chunks) if apart else None,
-            gathered=tuple(chunk.num_gathered for chunk in chunks) if apart else None,
+            arrived=tuple([chunk.num_arrived for chunk in chunks]) if apart else None,
+            gathered=tuple([chunk.num_gathered for chunk in chunks]) if apart else None,
             esp_size=esp_size,
-            send=tuple(chunk.num_sent for chunk in chunks),
-            received=tuple(chunk.received.num_rows for chunk in chunks),
-            local=tuple(piece.groups.num_rows for piece in self.pieces) or no_rows,
-            home=tuple(length(rows) + self.has_drops for rows in self.home) if by_chunk else no_rows,
-            regrouped=tuple(self.once is not None or chunk.regroup is not None for chunk in chunks),
+            send=tuple([sum(chunk.send_rows) for chunk in chunks]),
+            received=tuple([chunk.received.num_rows for chunk in chunks]),
+            local=tuple([piece.groups.num_rows for piece in self.pieces]) or no_rows,
+            home=tuple([rows.stop - rows.start + self.has_drops for rows in home]) if by_chunk else no_rows,
+            regrouped=tuple([self.once is not None or chunk.regroup is not None for chunk in chunks]),
         )
 
     @property
@@ -283,10 +281,10 @@ class PassPlan:
         valid in two cases: all rows are sent, or the rows that are not sent are computed in one block for
         each chunk. In other cases the slices are not read.
         """
-        sent = [chunk.sent for chunk in self.chunks]
         if not self.pieces:
-            return sent
-        return [slice(rows.start, piece.rows.stop) for rows, piece in zip(sent, self.pieces, strict=False)]
+            return [chunk.sent for chunk in self.chunks]
+        pairs = zip(self.chunks, self.pieces, strict=False)
+        return [slice(chunk.sent.start, piece.rows.stop) for chunk, piece in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)

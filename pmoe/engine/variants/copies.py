@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -278,7 +278,7 @@ class CopiesForward(_WithCopies, Forward):
             self.use_copies(self.pool.new(self.parameters[0], len(hosted.hosted), self.expert_elements))
             self.messages: _Messages | None = self.new_messages()
         if keep and self.stages.copies != "communicate":
-            self.saved.inputs = replace(inputs, parameters=[*inputs.parameters, self.copied])
+            self.saved.inputs = inputs._replace(parameters=[*inputs.parameters, self.copied])
 
     def complete_copies(self) -> None:
         super().complete_copies()
@@ -324,7 +324,7 @@ class CopiesBackward(_WithCopies, Backward):
         is_kept = plan.modules.stages.copies != "communicate"
         *parameters, copied = saved.inputs.parameters
         if is_kept:
-            saved.inputs = replace(saved.inputs, parameters=parameters)
+            saved.inputs = saved.inputs._replace(parameters=parameters)
         super().__init__(plan, grad_TM, saved)
         hosted = self.hosted
         shape = (len(hosted.hosted), self.expert_elements)

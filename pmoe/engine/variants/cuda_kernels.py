@@ -35,12 +35,14 @@ class _OnCuda(Pass):
 
     moves: launches the kernels that copy and sum rows; None if these kernels cannot read the rows of this
         pass.
+    reads_source: whether these kernels can read the rows of the pass's input.
     experts: the layer's experts, or an object that launches their matrix products directly.
     direct: the object that launches their products directly; None if it cannot compute this pass. It is made
         before the buffers are allocated, because it needs fewer of them (`places_results`).
     """
 
     moves: RowMoves | None
+    reads_source: bool
     weight: Tensor
     weight_sorted: Tensor
     experts: Experts | LaunchedExperts | ExpertsWithCopies
@@ -73,6 +75,7 @@ class _OnCuda(Pass):
         # Positions are int32 only if `pmoe.engine.plan.make_plan` expected the kernels.
         has_positions = self.pass_plan.position.dtype == torch.int32
         self.moves = None
+        self.reads_source = is_readable(self.source_TM)
         if has_positions and isinstance(order, SortedOrder):
             takes_rows = order.runs_kernels(self.source_TM, self.plan.top_k)
             self.moves = RowMoves(self.source_TM) if takes_rows else None
@@ -101,16 +104,17 @@ class _OnCuda(Pass):
         return numbers[numbers.shape[0] - sum(sizes) :].split_with_sizes(sizes) if sizes else ()
 
     @functools.cached_property
+    def weight_of_pieces(self) -> Sequence[Tensor]:
+        """The routing weights of each block of the rows that stay on this rank, (rows of the block,) each."""
+        if self.weight_by_number is None:
+            return [self.weight_sorted[piece.rows] for piece in self.pass_plan.pieces]
+        return self.pieces_of(self.weight_by_number)
+
+    @functools.cached_property
     def weight_by_number(self) -> Tensor | None:
         """Routing weights of this rank's rows in the order `PassPlan.by_kernel`; None if that is None."""
         by_kernel = self.pass_plan.by_kernel
         return None if by_kernel is None else by_kernel.sort(self.weight)
-
-    def weight_of_piece(self, j: int) -> Tensor:
-        """Returns the routing weights of block j of the rows that stay on this rank."""
-        if self.weight_by_number is None:
-            return self.weight_sorted[self.pass_plan.pieces[j].rows]
-        return self.pieces_of(self.weight_by_number)[j]
 
     def run_schedule(self) -> None:
         counters = zeroed_of_thread.set(self.pass_plan.counters)
@@ -120,11 +124,13 @@ class _OnCuda(Pass):
             zeroed_of_thread.reset(counters)
 
     def gather_rows(self, source_TM: Tensor, out: Tensor, i: int) -> None:
-        if self.moves is None or not is_readable(source_TM):
+        is_read = self.reads_source if source_TM is self.source_TM else is_readable(source_TM)
+        if self.moves is None or not is_read:
             sent = self.pass_plan.chunks[i].sent
             self.plan.modules.order.order(source_TM, self.row_token[sent], out)
             return
-        self.moves.place(*self.copy_of_sent(source_TM, out, i))
+        chunk = self.pass_plan.chunks[i]
+        self.moves.place(source_TM[chunk.tokens], self.positions[i], chunk.sent.start, out)
 
     def copy_of_sent(self, source_TM: Tensor, out: Tensor, i: int) -> RowCopy:
         """Returns the arguments of the kernel that copies tokens to the send buffer of chunk i.
@@ -137,7 +143,8 @@ class _OnCuda(Pass):
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         pieces = self.pass_plan.pieces
-        if self.moves is None or len(pieces) != len(self.pass_plan.chunks) or not is_readable(source_TM):
+        is_read = self.reads_source if source_TM is self.source_TM else is_readable(source_TM)
+        if self.moves is None or len(pieces) != len(self.pass_plan.chunks) or not is_read:
             self.plan.modules.order.order(source_TM, self.row_token[pieces[j].rows], out)
             return out
         tokens = self.pass_plan.chunks[j].tokens
@@ -172,10 +179,13 @@ class _OnCuda(Pass):
             must be None in backward.
         """
         i, place = unit
-        is_placed = not place and out is not None and self.places_results
-        result_row = self.regroup[i] if is_placed else None
-        groups = self.groups(unit)
-        space = self.space(unit)
+        result_row = None
+        if place:
+            groups = self.pass_plan.pieces[i].groups
+        else:
+            groups = self.pass_plan.chunks[i].received
+            result_row = self.regroup[i] if out is not None and self.places_results else None
+        space = functools.partial(self.place, unit)
         return ExpertRows(rows_NM, groups, self.parameters, space, out, grad_weight_N, slots, result_row)
 
     def result_of(self, i: int) -> Tensor:
@@ -227,18 +237,19 @@ class CudaForward(_OnCuda, Forward):
         self.take_kernels()
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
-        return arrived if self._gathers(i, arrived) else super().in_expert_order(name, i, arrived)
+        if self.regroup[i] is None or self._gathers(i, arrived):
+            return arrived
+        return super().in_expert_order(name, i, arrived)
 
     def for_experts(
         self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None, grad_weight_N: Tensor | None = None
     ) -> ExpertRows:
         i, place = unit
-        if place or not self._gathers(i, rows_NM):
-            return super().for_experts(unit, rows_NM, out, grad_weight_N)
+        regroup = None if place else self.regroup[i]
+        if regroup is None or not self._gathers(i, rows_NM):
+            return self.rows_for_kernels(unit, rows_NM, out, grad_weight_N)
         # The experts' first matrix product sorts the rows while it loads them: as row r it loads the arrived
         # row regroup[r].
-        regroup = self.regroup[i]
-        assert regroup is not None
         return self.rows_for_kernels(unit, rows_NM, out, slots=RowSlots(regroup, 1))
 
     def _gathers(self, i: int, arrived: Tensor) -> bool:
@@ -255,7 +266,8 @@ class CudaForward(_OnCuda, Forward):
         if regroup is None or regroup.dtype != torch.int32:
             return False
         is_arrived = arrived.data_ptr() == self.buffer(self.received, i).data_ptr()
-        return is_arrived and self._reads(arrived, arrived, regroup.numel(), 1)
+        reader = self.reader_of_arrived
+        return is_arrived and reader is not None and reader.takes(regroup.numel(), arrived, arrived)
 
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank, because their experts are on it (task L).
@@ -265,16 +277,17 @@ class CudaForward(_OnCuda, Forward):
         piece = self.pass_plan.pieces[j]
         out_NM = self.home_rows(j, piece.rows)
         unit = (j, "_L")
-        if self._reads_tokens(j, out_NM):
+        reader = self.reader_of_tokens
+        if reader is not None and reader.takes(piece.groups.num_rows, self.source_TM, out_NM):
             slots = RowSlots(self.pass_plan.slot[piece.rows], self.plan.top_k)
-            space = self.space(unit)
+            space = functools.partial(self.place, unit)
             expert_rows = ExpertRows(
                 self.source_TM, piece.groups, self.parameters, space, out_NM, slots=slots
             )
         else:
             rows_NM = self.gather_local(self.source_TM, self.temporary("T_DI_L", j), j)
             expert_rows = self.for_experts(unit, rows_NM, out_NM)
-        self.compute_unit(unit, expert_rows, self.weight_of_piece(j))
+        self.compute_unit(unit, expert_rows, self.weight_of_pieces[j])
 
     def make_scalars(self) -> None:
         by_number = self.weight_by_number
@@ -283,35 +296,31 @@ class CudaForward(_OnCuda, Forward):
         else:
             self.scalars.append(self.scalar(by_number[: self.weight_message.slot.shape[0]]))
 
-    def _reads_tokens(self, j: int, out_NM: Tensor) -> bool:
-        """Returns whether the experts can load the rows of block j directly from the tokens, without a copy.
-
-        The rows of the block stay on this rank, because their experts are on it.
-
-        j: number of the block.
-        out_NM: (N, M), memory for the results of the block's N rows, with M = d_model columns.
-        """
-        num_rows = self.pass_plan.pieces[j].groups.num_rows
+    @functools.cached_property
+    def reader_of_tokens(self) -> LaunchedExperts | None:
+        """The experts, if their first product may load rows that stay directly from the tokens; else None."""
         has_slots = self.pass_plan.slot.dtype == torch.int32
-        return has_slots and self._reads(self.source_TM, out_NM, num_rows, self.plan.top_k)
+        return self._reader(self.plan.top_k) if has_slots else None
 
-    def _reads(self, source: Tensor, out_NM: Tensor, num_rows: int, top_k: int) -> bool:
-        """Returns whether the experts' first matrix product can pick its rows from a tensor while loading.
+    @functools.cached_property
+    def reader_of_arrived(self) -> LaunchedExperts | None:
+        """The experts, if their first product may load arrived rows in the order of arrival; else None."""
+        return self._reader(1)
 
-        The result is False if backward needs the sorted copy of the rows that forward would otherwise make.
+    def _reader(self, top_k: int) -> LaunchedExperts | None:
+        """Returns the experts if their first product may pick its rows by an index while it loads them.
 
-        source: the tensor from which rows are picked.
-        out_NM: (N, M), memory for the results of M = d_model columns, or memory with the same layout and
-            alignment.
-        num_rows: N, the number of rows.
-        top_k: the number of rows to which each row of ``source`` is copied.
+        The result is None if they cannot, if copying the rows first is faster, or if backward needs the
+        sorted copy of the rows that forward would otherwise make.
+
+        top_k: the number of rows to which each row is copied.
         """
         experts = self.experts
         if not isinstance(experts, LaunchedExperts):
-            return False
+            return None
         if self.keep and self.plan.restore.dispatched not in GATHERED_AGAIN:
-            return False
-        return experts.reads_tokens(source, out_NM, num_rows, top_k)
+            return None
+        return experts if experts.gathers(top_k) else None
 
 
 class CudaBackward(_OnCuda, Backward):
@@ -354,7 +363,7 @@ class CudaBackward(_OnCuda, Backward):
         rows = self.pass_plan.pieces[j].rows
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
         grad_weight_N = self.pieces_of(self.grad_by_number)[j]
-        weight_N = self.weight_of_piece(j)
+        weight_N = self.weight_of_pieces[j]
         self._input_gradient((j, "_L"), grad_NM, weight_N, self.home_rows(j, rows), grad_weight_N)
 
     def gather_again(self, i: int) -> None:
@@ -417,7 +426,7 @@ class CudaBackward(_OnCuda, Backward):
     @functools.cached_property
     def _both_are_readable(self) -> bool:
         """Whether kernels can read both the tokens and the gradients of their outputs."""
-        return is_readable(self.saved.inputs.x_TM) and is_readable(self.source_TM)
+        return self.reads_source and is_readable(self.saved.inputs.x_TM)
 
     def gather_local(self, source_TM: Tensor, out: Tensor, j: int) -> Tensor:
         if source_TM is self.source_TM and j in self.grad_of_piece:

@@ -20,7 +20,6 @@ not know the packed form.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class PackingForward(_Packing, Forward):
         packed = self.new(num_rows, message_bytes("e4m3", columns, size) // size)
         if num_rows:
             self.pack_hidden(hidden_NG, packed.view(torch.uint8))
-        kept.hidden = replace(kept.hidden, tensors=[packed])
+        kept.hidden = kept.hidden._replace(tensors=[packed])
 
     def pack_hidden(self, hidden_NG: Tensor, packed_NC: Tensor) -> None:
         """Packs rows of T_M to e4m3.

@@ -11,7 +11,6 @@ methods then copy rows from the chunks that forward kept on the device to backwa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -80,7 +79,7 @@ class OffloadingForward(Forward):
             try:
                 # Leaves free the host memory that will be needed for T_DI of rows that are not computed yet.
                 tensors = self._to_host(unit, "T_M", hidden.tensors, leave=self.host_bytes_due)
-                kept.hidden = replace(hidden, tensors=tensors)
+                kept.hidden = hidden._replace(tensors=tensors)
             except HostMemoryError as error:
                 # Modules that drew random numbers cannot be recomputed in other chunks. Modules that changed
                 # their input cannot be recomputed at all. T_M then stays on the device.
@@ -194,7 +193,7 @@ class OffloadingBackward(Backward):
             return  # a part did not fit on the host: `hidden_of` recomputes T_M when it is needed
         hidden = self.joined(saved, unit)
         if experts.columns(self.source_TM.device.type).hidden == 0 and self.plan.restore.hidden == "offload":
-            hidden = replace(hidden, tensors=[self._fetched(tensor) for tensor in hidden.tensors])
+            hidden = hidden._replace(tensors=[self._fetched(tensor) for tensor in hidden.tensors])
         self.hidden[unit] = hidden
 
     def joined(self, saved: Sequence[tuple[Hidden, Runs]], unit: Unit) -> Hidden:

@@ -259,7 +259,7 @@ def _padded(plan: Plan, inputs: Inputs) -> Inputs:
     assert padding is not None
     if x_TM is not None:  # backward has it only if it sends T_DI again
         x_TM = padding.spread(x_TM)
-    return replace(inputs, x_TM=x_TM, weight_TK=padding.spread_weights(inputs.weight_TK))
+    return inputs._replace(x_TM=x_TM, weight_TK=padding.spread_weights(inputs.weight_TK))
 
 
 class PaddedForward(Forward):

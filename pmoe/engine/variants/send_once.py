@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pmoe.comm.counts import RankCounts
+from pmoe.comm.counts import RankCounts, by_chunk
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import Pass, split_by_chunk
 from pmoe.engine.passes.forward import Forward, Scalars
@@ -86,22 +86,20 @@ class DeduplicatedSlots(SortedSlots):
             self._sent[n] = sort_rows(self._rank_TK, self._carries_TK, n, ranks, none_stay, 0, self.tokens)
         return self._sent[n]
 
-    def number_rows(
-        self, n: int, weights: WeightMessage, shared: RankCounts, fine: Tensor
-    ) -> DeduplicatedRows:
+    def number_rows(self, n: int, weights: WeightMessage, bins: RankCounts, fine: Tensor) -> DeduplicatedRows:
         """Returns numbers by which a receiver finds the row of each routing weight.
 
         Several weights may share a row, so the position of a weight in the message does not tell its row.
 
         n: number of chunks.
         weights: the message of routing weights.
-        shared: the row counts of n chunks, exchanged among the ranks.
+        bins: the exchanged row counts of bins (ranges of tokens).
         fine: (ranks, n, E_local, bins of a chunk), numbers of rows that arrive, by source rank, chunk, expert
             and bin. A bin is a range of tokens; a chunk has several.
         """
-        come_nW = shared.received_once_device
         tokens = self.tokens
-        assert come_nW is not None
+        assert bins.received_once_device is not None
+        come_nW = by_chunk(bins.received_once_device, n)
         top_k = self.expert_TK.shape[1]
         slot = weights.slot
         row = self.sent(n).position[slot // top_k * top_k + self._carrier_TK.view(-1)[slot]]
@@ -113,7 +111,7 @@ class DeduplicatedSlots(SortedSlots):
         number = (row - (sent.cumsum(0) - sent)[chunk * self._num_ranks + destination]).int()
         base_Wn = (come_nW.cumsum(1) - come_nW).t().reshape(-1)
         rows_Wn = fine.sum((2, 3)).reshape(-1)
-        num_received = int(shared.recv.sum())
+        num_received = int(bins.recv.sum())
         return DeduplicatedRows(
             number=number, base=base_Wn.repeat_interleave(rows_Wn, output_size=num_received)
         )

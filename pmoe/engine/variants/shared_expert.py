@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ class SharedExpertForward(_WithSharedExpert, Forward):
         # A module that changes its input is found by the input's version counter. Inference tensors have
         # none, so the module gets a copy, which it may change.
         if expert.are_modules and not has_version:
-            expert_rows = replace(expert_rows, rows_NM=x_TM.clone())
+            expert_rows = expert_rows._replace(rows_NM=x_TM.clone())
         with inputs.autocast_for(expert):
             _, hidden = expert.compute(expert_rows, inputs.shared_weight_T, keep=self.keep)
         if has_version and x_TM._version != version:

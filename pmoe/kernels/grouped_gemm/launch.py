@@ -122,24 +122,36 @@ class TileCounters:
 
     zeros: (`NUM_COUNTERS`,) int32, counters that are zero already, and are returned first; None if there are
         none.
+    addresses: the addresses of the counters that are zero and were not returned before. If it has ended,
+        `take` makes new ones.
     """
 
+    addresses: Iterator[int]
+
     def __init__(self, zeros: Tensor | None = None) -> None:
-        self._memory: list[Tensor] = [] if zeros is None else [zeros]
-        self._num_left = 0 if zeros is None else NUM_COUNTERS
+        self._memory: list[Tensor] = []
+        self.addresses = iter(())
+        if zeros is not None:
+            self._memory.append(zeros)
+            self.addresses = _addresses(zeros)
 
     def take(self, device: torch.device) -> int:
         """Returns the address of a counter on ``device`` that is zero, and that was not returned before.
 
         This object owns the counter's memory, so it must live until the product has been launched.
         """
-        if not self._num_left:
+        address = next(self.addresses, 0)
+        if not address:
             self._memory.append(torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device))
-            self._num_left = NUM_COUNTERS
-        counters = self._memory[-1]
-        address = counters.data_ptr() + (NUM_COUNTERS - self._num_left) * counters.element_size()
-        self._num_left -= 1
+            self.addresses = _addresses(self._memory[-1])
+            address = next(self.addresses)
         return address
+
+
+def _addresses(counters: Tensor) -> Iterator[int]:
+    """Returns the addresses of the elements of a tensor (`NUM_COUNTERS`,), one after the other."""
+    first = counters.data_ptr()
+    return iter(range(first, first + counters.nbytes, counters.element_size()))
 
 
 NUM_COUNTERS = 128

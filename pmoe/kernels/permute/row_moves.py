@@ -47,7 +47,8 @@ class RowMoves:
             torch.cuda.current_stream(like.device).cuda_stream,
             launches.TYPES[like.dtype],
         )
-        self._row_bytes = like.shape[-1] * like.element_size()
+        self._element_size = like.element_size()
+        self._row_bytes = like.shape[-1] * self._element_size
 
     def place(self, tokens_TM: Tensor, position_TK: Tensor, first_row: int, rows_NM: Tensor) -> None:
         """Copies tokens into rows: rows[position[t, k] - first_row] = tokens[t].
@@ -60,11 +61,9 @@ class RowMoves:
         rows_NM: (N, M), contiguous memory for N rows.
         """
         if rows_NM.shape[0] and tokens_TM.shape[0]:
-            stride = tokens_TM.stride(0) * tokens_TM.element_size()
-            moving = self._moving(position_TK, first_row, rows_NM.shape[0])
-            self._module.permute(
-                moving, tokens_TM.data_ptr(), stride, self._before(rows_NM, first_row), self._row_bytes
-            )
+            moving, first_address = self._moving(position_TK, first_row, rows_NM)
+            stride = tokens_TM.stride(0) * self._element_size
+            self._module.permute(moving, tokens_TM.data_ptr(), stride, first_address, self._row_bytes)
 
     def place_several(self, copies: Sequence[RowCopy]) -> None:
         """Makes up to four copies of tokens into rows (`RowCopy`) in one launch.
@@ -78,18 +77,12 @@ class RowMoves:
             for copy in with_rows:
                 self.place(*copy)
             return
-        self._module.permute_several(
-            [
-                (
-                    self._moving(copy.position_TK, copy.first_row, copy.rows_NM.shape[0]),
-                    copy.tokens_TM.data_ptr(),
-                    copy.tokens_TM.stride(0) * copy.tokens_TM.element_size(),
-                    self._before(copy.rows_NM, copy.first_row),
-                    self._row_bytes,
-                )
-                for copy in with_rows
-            ]
-        )
+        copied = []
+        for tokens_TM, position_TK, first_row, rows_NM in with_rows:
+            moving, first_address = self._moving(position_TK, first_row, rows_NM)
+            stride = tokens_TM.stride(0) * self._element_size
+            copied.append((moving, tokens_TM.data_ptr(), stride, first_address, self._row_bytes))
+        self._module.permute_several(copied)
 
     def sum(self, rows_NM: Tensor, position_TK: Tensor, first_row: int, out_TM: Tensor) -> None:
         """Sums the rows of each token: out[t] = sum over k of rows[position[t, k] - first_row].
@@ -103,28 +96,23 @@ class RowMoves:
         if not rows_NM.shape[0]:
             out_TM.zero_()
         elif out_TM.shape[0]:
-            moving = self._moving(position_TK, first_row, rows_NM.shape[0])
-            self._module.unpermute(
-                moving, self._before(rows_NM, first_row), self._row_bytes, out_TM.data_ptr(), self._row_bytes
-            )
+            moving, first_address = self._moving(position_TK, first_row, rows_NM)
+            self._module.unpermute(moving, first_address, self._row_bytes, out_TM.data_ptr(), self._row_bytes)
 
-    def _moving(self, position_TK: Tensor, first_row: int, num_rows: int) -> object:
-        """Returns the arguments that the kernels have in common.
+    def _moving(self, position_TK: Tensor, first_row: int, rows_NM: Tensor) -> tuple[object, int]:
+        """Returns the arguments that the kernels have in common, and the address of row 0.
+
+        Positions begin with first_row, so row 0 is the address of ``rows_NM`` minus the bytes of first_row
+        rows. A kernel adds position * (bytes of a row) to it.
 
         position_TK: (T, K) int32, the index of the row of each of the K choices of T tokens.
-        first_row, num_rows: the position of the first row, and the number of rows. Choices with other
-            positions have no row, and are skipped.
+        first_row: the position of the first of the N rows. Choices with positions outside of first_row ..
+            first_row + N - 1 have no row, and are skipped.
+        rows_NM: (N, M), the rows.
         """
         tokens, top_k = position_TK.shape
-        return self._module.Moving(
-            *self._where, tokens, top_k, num_rows, self._row_bytes, position_TK.data_ptr(), 0,
+        moving = self._module.Moving(
+            *self._where, tokens, top_k, rows_NM.shape[0], self._row_bytes, position_TK.data_ptr(), 0,
             launches.PARTS, first_row,
         )  # fmt: skip
-
-    def _before(self, rows_NM: Tensor, first_row: int) -> int:
-        """Returns the address of ``rows_NM`` minus the bytes of first_row rows.
-
-        A kernel adds position * (bytes of a row) to the result. Positions begin with first_row, so the sum is
-        an address in ``rows_NM``.
-        """
-        return rows_NM.data_ptr() - first_row * self._row_bytes
+        return moving, rows_NM.data_ptr() - first_row * self._row_bytes

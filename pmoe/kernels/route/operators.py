@@ -168,7 +168,7 @@ def _routes(
     )
     if needs_operator:
         return Routes(*torch.ops.pmoe.route(logits_TE, *options))
-    return Routes(*_RouteDirectly.apply(logits_TE, *options))  # type: ignore[no-untyped-call]
+    return Routes(*_RouteDirectly.apply(logits_TE, options))  # type: ignore[no-untyped-call]
 
 
 def _compute(
@@ -350,12 +350,13 @@ class _RouteDirectly(torch.autograd.Function):
     """The autograd function of the operator ``torch.ops.pmoe.route``, without the operator's dispatch."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
-        routes = _compute(*inputs)
-        _save_route(ctx, inputs, routes)
+    def forward(ctx: Any, logits_TE: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        # The options are one argument, because torch looks at each argument in Python.
+        routes = _compute(logits_TE, *options)
+        _save_route(ctx, (logits_TE, *options), routes)
         return tuple(routes)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _gradient(ctx, _compute_backward, *gradients), *[None] * 10
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None]:
+        return _gradient(ctx, _compute_backward, *gradients), None

@@ -5,6 +5,7 @@ The expressions are used on the CPU, for float64, and if the CUDA kernels cannot
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -63,18 +64,15 @@ def empty_routes(
     heading: the header of messages of row counts; None if no messages are wanted.
     """
     num_tokens, num_experts = logits_TE.shape
-
-    def ints(*shape: int) -> Tensor:
-        return logits_TE.new_empty(shape, dtype=torch.int32)
-
-    counts_nE = ints(num_chunks, num_experts)
+    ints = functools.partial(logits_TE.new_empty, dtype=torch.int32)
+    counts_nE = ints((num_chunks, num_experts))
     return Routes(
         weight_TK=logits_TE.new_empty(num_tokens, top_k),
-        expert_TK=ints(num_tokens, top_k),
-        position_TK=ints(num_tokens, top_k),
-        slot_N=ints(num_tokens * top_k),
+        expert_TK=ints((num_tokens, top_k)),
+        position_TK=ints((num_tokens, top_k)),
+        slot_N=ints((num_tokens * top_k,)),
         counts_nE=counts_nE,
-        ends_nE=ints(num_chunks, num_experts),
+        ends_nE=ints((num_chunks, num_experts)),
         fault=logits_TE.new_empty((), dtype=torch.int64),
         messages=_empty_messages(counts_nE, heading),
         l_aux=logits_TE.new_empty(()),

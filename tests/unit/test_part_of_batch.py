@@ -117,7 +117,8 @@ class Machine:
             modules=SimpleNamespace(options=SimpleNamespace(budget=None), pairs=[choice_of(1).restore]),
             counts=SimpleNamespace(max_tokens=4096),
             degrees=DEGREES,
-            sizes=SimpleNamespace(d_model=1, element_size=OUTPUT / 4096, expert_parameters=0),
+            inputs=SimpleNamespace(x_TM=SimpleNamespace(nbytes=OUTPUT)),
+            sizes=SimpleNamespace(element_size=1, trained_parameters=0),
         )
 
         def predicted(part: Any, choices: Sequence[Choice]) -> list[float]:
@@ -126,6 +127,9 @@ class Machine:
 
         with (
             mock.patch.object(part_of_batch, "predicted_peaks", predicted),
+            mock.patch.object(part_of_batch, "own_peaks", predicted),
+            mock.patch.object(part_of_batch, "routing_bytes", lambda _: 0.0),
+            mock.patch.object(part_of_batch, "_smallest_of_ranks", lambda _, number: number),
             mock.patch.object(part_of_batch, "first_tokens", lambda _, share: share),
             mock.patch.object(part_of_batch, "measure_trials", self.measure_trials),
         ):

@@ -120,7 +120,8 @@ def measure_in_stages(
     all_need_as_much = largest_ratio(batch, max(peaks.values()), allowed) <= ALIKE
     if batch.modules.options.budget is not None or all_need_as_much:
         return measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
-    remaining = sorted(choices, key=lambda choice: peaks_of_largest[choice])
+    by_memory = sorted(choices, key=lambda choice: peaks_of_largest[choice])
+    remaining = by_memory
     most_choices = STAGE
     parts: list[TrialsOfPart] = []
     while True:
@@ -148,6 +149,12 @@ def measure_in_stages(
         if len(remaining) == 1:
             return times
         if needs_least and largest_ratio(batch, least_of_step, allowed) <= ALIKE:
+            return times
+        # A search asks for a choice with still less memory next, if the fastest choice is clearly faster than
+        # all others. Later steps may run with that choice. So the trials until then take no more memory.
+        others = [choice for choice in times if choice != fastest]
+        is_clear = all(times[choice].is_slower_than(times[fastest]) for choice in others)
+        if is_clear and fastest == by_memory[0] and not one_is_taken:
             return times
         # If the choice that needs the least memory seems to be the fastest, it is compared with the next one
         # on more tokens: on few tokens, errors of measured seconds are large.

@@ -54,7 +54,7 @@ from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import NEAR
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
-from pmoe.planner.trial_memory import ALIKE, ROOM, fraction_of_tokens
+from pmoe.planner.trial_memory import ALIKE, fraction_of_tokens
 from pmoe.schedule.restore import Restore
 
 MIN_TOKENS = 256
@@ -69,6 +69,9 @@ would have to run on fewer tokens.
 
 SHRINKS = 2
 """How often the number of tokens of a trial is reduced if its predicted peak is above the allowed memory."""
+
+TESTED = 0.85
+"""Fraction of a step's predicted memory that a test of memory allocates. The rest is for the call's routing."""
 
 
 def measure_in_stages(
@@ -95,10 +98,12 @@ def measure_in_stages(
        they are slower. So the layer's later steps will need at least the memory of the fastest choice. The
        next stage may take this much memory. It tries the fastest choice again, and choices that need more
        memory.
-    3. The stages end in one of three cases:
+    3. The stages end in one of four cases:
 
        - The fastest choice of a stage needs the least memory of all choices in this stage, and the stage
          could take as much memory as a step with this choice.
+       - The choice of ``choices`` that needs the least memory is clearly the fastest. The caller then asks
+         for a choice with still less memory, if there is one, and the later steps may run with it.
        - All choices that need more memory than the fastest choice were tried, and each of them took more than
          `NEAR` times as long as the fastest choice.
        - A later stage lacks memory. The result then has the choices of the stages before.
@@ -389,7 +394,7 @@ def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) 
     for choice in ordered:
         trial = Trial(batch, choice)
         [peak] = own_peaks(batch, [choice])
-        if trial.has_memory(ROOM * (peak - own_output)):
+        if trial.has_memory(TESTED * (peak - own_output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))

@@ -38,10 +38,10 @@ ABOUT = "print a layer's bytes: by the paper's equations, predicted, measured"
 TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
 """Fields of `PredictedMemory` that the first table shows, one column each."""
 SEARCHING = "searching_peak"
-"""The field of `PredictedMemory` that the first table shows in addition, if trials may need more than a step."""
+"""The field of `PredictedMemory` that the first table also shows, if trials may need more than a step."""
 SEARCHES = (
-    "searching peak: with pipeline=True or memory_reuse=True, of a step that finds n or the pair by trials, and\n"
-    "takes this n and this pair. Later steps need the peak"
+    "searching peak: with pipeline=True or memory_reuse=True, of a step that finds n or the pair by trials,\n"
+    "and takes this n and this pair. Later steps need the peak"
 )
 """The line below the first table that explains the column of the searching step."""
 EQUATIONS = {
@@ -237,8 +237,8 @@ def _lines(
     yield "\npredicted MiB for any routing, without x, dy and the parameters"
     searches = any(row[SEARCHING] > row["peak"] for row in rows.values())
     totals = (*TOTALS, SEARCHING) if searches else TOTALS
-    header = [name.replace("_", " ") for name in totals]
-    yield by_pair(header, lambda row: [mib(row[name]) for name in totals])
+    columns = [name.replace("_", " ") for name in totals]
+    yield by_pair(columns, lambda row: [mib(row[name]) for name in totals])
     if searches:
         yield SEARCHES
     yield "\nMiB by tensor"

@@ -918,7 +918,8 @@ def _routing_bytes(sizes: LayerSizes, call: CallRows) -> int:
 def bytes_before_rows(sizes: LayerSizes, call: CallRows) -> int:
     """Returns the bytes that a call holds when it has routed its tokens, before it sends rows.
 
-    These are the routing, tokens and parameters that autocast has cast, and with d_latent the projected tokens.
+    These are the routing, what autocast has cast (tokens and parameters), and with d_latent the projected
+    tokens.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.

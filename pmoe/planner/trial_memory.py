@@ -1,8 +1,9 @@
-"""How much memory a step may take in which the layer finds n or the restore pair by trials.
+"""Limits the memory of trials, and predicts the most memory of a step that runs them.
 
-A trial is a timed run of both passes, inside a step. n is the number of chunks (micro-batches). The restore
-pair says how backward gets the experts' inputs and hidden activations. A trial must need no more memory than
-the layer's later steps. So it runs on all tokens of the batch, or only on the first ones:
+A trial is a timed run of both passes, inside a step that chooses n or the restore pair. n is the number of
+chunks (micro-batches). The restore pair says how backward gets the experts' inputs and hidden activations.
+A trial must need no more memory than the layer's later steps. So it runs on all tokens of the batch, or only on
+the first ones:
 
     a later step                     |= output =|============= free bytes =============|
     a trial on all tokens            |======= at most ALIKE * free bytes =======|
@@ -26,7 +27,7 @@ ALIKE = 1.08
 So trials may need up to this many times the free bytes.
 """
 
-ROOM = 0.85
+ROOM = 0.8
 """Fraction of the free bytes, without gradients, that a trial on the first tokens is planned to take.
 
 The rest is for the routing, and for first tokens that are routed less evenly than the whole batch.
@@ -44,8 +45,8 @@ def fraction_of_tokens(peak: float, free: float, routing: float, gradients: floa
     routing: bytes that the call holds beside a trial on a part of its tokens.
     gradients: bytes of the gradients of the experts' parameters, which are part of ``peak``.
 
-    Example: of 1000 free bytes, 100 for gradients and 0.85 * 900 = 765 for the rest. A trial whose peak with
-    all tokens is 1630 bytes, of which 100 are gradients, can run on 765 / 1530 = 0.5 of the tokens.
+    Example: of 1000 free bytes, 100 for gradients and 0.8 * 900 = 720 for the rest. A trial whose peak with
+    all tokens is 1540 bytes, of which 100 are gradients, can run on 720 / 1440 = 0.5 of the tokens.
     """
     most = min(gradients + ROOM * (free - gradients), ALIKE * free - routing)
     return min(max(most - gradients, 0.0) / (peak - gradients), 1.0)

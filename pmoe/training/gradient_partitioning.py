@@ -244,8 +244,8 @@ def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.devi
     """Returns how many bytes may be allocated while costs are measured, the same on every rank.
 
     Every layer has a peak of memory in its last step. This peak is predicted from the row counts of the step.
-    The result is `MEASURING_SHARE` times the smallest peak of any layer on any rank. None means that there is no
-    limit: there is no layer, or the memory of a layer cannot be predicted.
+    The result is `MEASURING_SHARE` times the smallest peak of any layer on any rank. None means that there is
+    no limit: there is no layer, or the memory of a layer cannot be predicted.
 
     layers: MoE layers that have been called.
     ranks: the ranks over which gradients are reduced.

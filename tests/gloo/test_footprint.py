@@ -521,9 +521,7 @@ def test_a_rank_with_few_tokens_needs_no_more_memory_in_a_search_than_later(
     fastest: str, tmp_path: Path
 ) -> None:
     """With 1,200 tokens beside 8,192, the search took 1.25 times the memory of later steps."""
-    of_ranks = ranks(2).run(
-        searching_job, str(tmp_path), fastest, {"memory_reuse": "S4"}, [(1200, 8192)]
-    )
+    of_ranks = ranks(2).run(searching_job, str(tmp_path), fastest, {"memory_reuse": "S4"}, [(1200, 8192)])
     for [(first, *later)] in of_ranks:
         assert first <= 1.10 * max(later)
 

@@ -173,6 +173,18 @@ def test_stages_end_when_all_others_are_clearly_slower() -> None:
     assert simulated.tried == [[16, 8, 4]]
 
 
+def test_trials_take_no_more_memory_while_a_choice_with_less_memory_may_be_asked_for() -> None:
+    """n = 8 was clearly the fastest, so trials took its memory. Then n = 16 was tried, and was taken."""
+    simulated = Machine(lambda share, n: machine(80, 60, 0.1, share, n))
+    times = simulated.search((1, 2, 4, 8))
+    assert min(times, key=lambda choice: times[choice].step).forward == 8
+    assert simulated.tried == [[8, 4, 2]]
+    assert max(simulated.taken) <= PEAKS[16]
+    times = simulated.search((8, 16), one_is_taken=True)
+    assert min(times, key=lambda choice: times[choice].step).forward == 16
+    assert max(simulated.taken) <= PEAKS[16]
+
+
 def test_if_all_fit_they_are_tried_on_the_whole_batch() -> None:
     simulated = Machine(lambda share, n: machine(80, 60, 2, share, n))
     with mock.patch.dict(PEAKS, dict.fromkeys(DEGREES, 36.0)):

@@ -561,13 +561,9 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
     """Returns the fraction of the tokens on which trials can run within the allowed memory. Collective.
 
     A trial is a timed run of both passes. All ranks take the same fraction of their tokens: the smallest
-    fraction that any rank has memory for. That rank may have fewer tokens than other ranks:
-
-        tokens   n   peak of a step   a trial with n = 1 on a fifth of the tokens
-        8,192   16   100 %            80 %
-        1,200   16   100 %            120 %: this rank computes the rows of the other rank, all at once
-
-    (The numbers are made up.)
+    fraction that any rank has memory for. That rank may have fewer tokens than others: it also computes their
+    rows, while a step with many chunks needs little memory there. Example: of two ranks with 1,200 and 8,192
+    tokens, only the first one needs more memory for n = 2 on a fifth of the tokens than for a step with n = 16.
 
     batch: the routed batch.
     peak: the predicted peak with all tokens, the largest of all choices that will be tried, in bytes on this

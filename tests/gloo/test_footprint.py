@@ -535,8 +535,8 @@ def test_a_rank_with_few_tokens_needs_no_more_memory_in_a_search_than_later(
 
 def predicting_job(
     rank: int, world: int, folder: str, fastest: str, options: dict[str, Any], tokens_of: Sequence[int]
-) -> tuple[float, float, PredictedMemory, PredictedMemory]:
-    """Returns the peaks of the first step, which searches, and of later ones, and two predictions.
+) -> tuple[float, PredictedMemory, PredictedMemory]:
+    """Returns the peak of the first step, which searches, and two predictions.
 
     The first prediction is for the choice that the search took, the other for all choices.
     """
@@ -544,13 +544,13 @@ def predicting_job(
     forget()
     layer = pmoe.MoELayer(64, 256, 4, pipeline=True, **options)
     with stated_speeds(fastest):
-        first, *later = peaks_of_steps(layer, tokens_of[rank], rank)
+        [first] = peaks_of_steps(layer, tokens_of[rank], rank, steps=1)
     forget()
     ran = layer.ran
     assert ran is not None
     predicted = layer.predict_memory(tokens_of[rank], layer.row_counts)
     taken = Choice(forward=ran.forward, backward=ran.backward, restore=ran.restore)
-    return first, max(later), predicted.candidates[taken], predicted
+    return first, predicted.candidates[taken], predicted
 
 
 @pytest.mark.sampled(2)
@@ -562,9 +562,8 @@ def test_the_peak_of_the_step_that_searches_is_predicted(
 ) -> None:
     options = {"memory_reuse": reuse}
     of_ranks = ranks(2).run(predicting_job, str(tmp_path), fastest, options, tokens_of)
-    for first, later, taken, largest in of_ranks:
-        assert first <= 1.02 * taken.searching_peak <= 1.15 * first
-        assert later == pytest.approx(taken.peak, rel=0.02)
+    for first, taken, largest in of_ranks:
+        assert first <= 1.02 * taken.searching_peak <= 1.12 * first
         assert taken.peak <= taken.searching_peak <= 1.10 * taken.peak
         assert largest.searching_peak >= taken.searching_peak
 

@@ -41,6 +41,10 @@ The times of steps that do not wait for a link differ by a tenth, those of steps
 """
 
 
+WITH_BUDGET = ", budget"
+"""End of the name of a run whose layer has a fixed n and restore pair, and the memory budget."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A machine and a routing.
@@ -126,6 +130,10 @@ class Subject:
         self.fixed.pipeline, self.fixed.memory_reuse = n, pair or False
         return self.step(self.fixed)
 
+    def within(self, budget: int, n: int, pair: Restore) -> pmoe.MoELayer:
+        """Returns a layer with a memory budget in bytes, n chunks and a restore pair."""
+        return self.like(pipeline=n, memory_reuse=pair, memory_budget=budget)
+
     def promised(self, n: int, pair: Restore) -> int:
         """Returns the bytes that are enough for any routing, as `MoELayer.predict_memory` predicts them."""
         self.fixed.pipeline, self.fixed.memory_reuse = n, pair
@@ -148,7 +156,8 @@ class Chosen:
     took: what it chose, as a name of a run.
     first_seconds: seconds of its first step, with search and measurements.
     among: names of the candidates with which it is compared.
-    finalists: names of the candidates that were fastest when all were timed once; they are timed again.
+    finalists: names of the runs that are timed again: the candidates that were fastest when all were timed
+        once. Under a budget their layers have the budget, too, and `WITH_BUDGET` ends the name of the run.
     """
 
     took: str
@@ -237,8 +246,15 @@ def run_case(link: Any, case: Case, setting: Setting, degrees: list[int], rounds
             layer = subject.like(**options)
             first = subject.step(layer, warm=False)["step"]
             fastest = sorted(among, key=lambda run: screened[run]["step"].median)[:FINALISTS]
-            chosen[name] = Chosen(name_of_ran(layer.ran), first, among, fastest)
-            finals |= {name: functools.partial(subject.step, layer), **{run: runs[run] for run in fastest}}
+            again = {run: runs[run] for run in fastest}
+            if "memory_budget" in options:
+                # A layer without the budget may keep more free memory between its steps than this one.
+                again = {
+                    run + WITH_BUDGET: functools.partial(subject.step, subject.within(budget, *pairs[run]))
+                    for run in fastest
+                }
+            chosen[name] = Chosen(name_of_ran(layer.ran), first, among, [*again])
+            finals |= {name: functools.partial(subject.step, layer), **again}
     times = measure(finals, rounds if case.link > 1 else OFTEN * rounds)
     return Result(screened, times, chosen, rate, copy_rate, budget)
 

@@ -1,5 +1,6 @@
 // The Python module pmoe._cuda: the functions that each kernel's folder binds (module.h), and facts about all
-// kernels. pmoe._nvshmem is made of this file, too (nvshmem/start.cpp): setup.py gives PMOE_MODULE its name.
+// kernels. The module pmoe._nvshmem (nvshmem/start.cpp) has this file, too: setup.py then compiles the file
+// with PMOE_MODULE defined as _nvshmem.
 //
 // No torch header is used. Tensors are passed as addresses and streams as integers, so one build works with
 // every version of torch for this Python.

@@ -8,8 +8,9 @@
 
 namespace pmoe::comet {
 
-// Size of an ArrivalBoard (row counts by source rank and expert) in 32-bit words. With this size a block
-// needs at most 99 KiB of shared memory, which devices of compute capability 8.6 and 8.9 have.
+// Size in 32-bit words of the shared memory for an ArrivalBoard, a table by source rank and expert (order.h).
+// With this size a block needs at most 99 KiB of shared memory, which devices of compute capability 8.6 and
+// 8.9 have.
 constexpr int kSmallBoardWords = 768;
 
 struct AmpereShared {
@@ -85,8 +86,8 @@ __global__ void __launch_bounds__(ampere::kThreads, 1)
         peers::test_delay(r.watch, blockIdx.x + 5000);
         tile_done(r, tile.column / r.chunks.chunk_columns);
       });
-  // All products are computed, and no operands will be loaded any more, so the send table can use their
-  // memory.
+  // All products are computed, and no operands will be loaded any more, so the send table can use the memory
+  // of the operands.
   SendTable send_table(reinterpret_cast<int32_t*>(shared.gemm.a), r.ranks(), r.experts());
   sync_block();
   fill_send_table(r, send_table, thread, ampere::kThreads, sync);

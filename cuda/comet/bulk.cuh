@@ -12,8 +12,8 @@
 
 namespace pmoe::comet {
 
-constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // slots of a warp: parts of rows in flight
-constexpr int kStoring = 1;                       // slots that stores may still read when a load begins
+constexpr int kBulkSlots = 4, kBulkBytes = 4096;  // number of slots of a warp, and their size
+constexpr int kStoring = 1;                       // number of slots that stores may read when a load begins
 
 // The buffers of one warp in shared memory: kBulkSlots slots, each with a barrier that is signalled when a
 // load has filled the slot.
@@ -47,8 +47,9 @@ class BulkCopies {
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows,
                                         const WarpTeam& team) {
     if (team.lane != 0) return;
-    // The receiving rank has read its buffer in the round before, and has raised a flag that the buffer is
-    // free. This fence orders the bulk writes after this thread's read of the flag, and so after those reads.
+    // The receiving rank read its inbox in the round before, and then raised a flag that the inbox is free.
+    // This thread has read the flag. The fence makes the bulk writes come after that, and so after the reads
+    // of the inbox.
     fence_proxy_async_global();
     to_ = to, slot_ = r.slot + from, rows_ = rows, offset_ = 0;
     for (int i = 0; i < kBulkSlots && rows_ > 0; ++i) load(r);

@@ -1,10 +1,10 @@
 // The work of communicating warps in COMET's combining kernel (COMET, section 3.2.1), which computes the
 // second product and sends results back.
 //
-// The result's columns are cut into chunks. As soon as a chunk is computed, these warps sum, for each token,
-// its rows on this rank, and write the sum into the heap of the rank that owns the token. (A heap is device
-// memory that all ranks can write.) The owner then adds the sums of all ranks, always in the order of the
-// token's choices, so that the result is the same in every run.
+// The result's columns are cut into chunks. As soon as a chunk is computed, these warps take each token that
+// has rows on this rank. They sum the token's rows, and write the sum into the heap of the rank that owns the
+// token. (A heap is device memory that all ranks can write.) The owner then adds the sums of all ranks,
+// always in the order of the token's choices, so that the result is the same in every run.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"
@@ -15,14 +15,14 @@ namespace pmoe::comet {
 
 using peers::WarpTeam;
 
-constexpr int kAtOnce = 4;  // tokens that a warp sums at the same time
-constexpr int kAcross = 2;  // vectors of each token that a lane adds at the same time in sum_tokens()
+constexpr int kAtOnce = 4;  // number of tokens that a warp sums at the same time
+constexpr int kAcross = 2;  // number of vectors of a token that a lane adds at the same time in sum_tokens()
 
 // Returns the address of this rank's links. The link of a received row says where the row's result goes, and
 // which other row on this rank belongs to the same token.
 //
-// Callers call this before their loops. In a loop the compiler would compute the address again after every
-// store, which takes a hundred instructions.
+// Callers call this function before their loops. Inside a loop, the compiler would compute the address again
+// after every store, which takes a hundred instructions.
 __device__ __forceinline__ const Link* own_links(const Rank& r) {
   return reinterpret_cast<const Link*>(r.own() + r.layout.links());
 }
@@ -40,7 +40,7 @@ __device__ __forceinline__ Link read_link(const Link* link) {
 // that the token's first row has in the region `home` (layout.h).
 //
 // first_row, rows: the run begins at row first_row of this rank's inbox, and has `rows` rows.
-// chunk: number of the chunk of columns.
+// chunk: index of the chunk of columns.
 template <class T>
 __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows, int chunk,
                                           const WarpTeam& team) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
         next[b] = row[b] < 0 ? -1 : link[b].next;
         more |= at[b] >= 0;
       }
-      // Follows the links of kAtOnce tokens side by side. Each link is loaded one iteration before it is
+      // Follows the links of kAtOnce tokens at the same time. A link is loaded one iteration before it is
       // needed, to hide the latency.
       while (more) {
         Words loaded[kAtOnce];
@@ -105,8 +105,8 @@ __device__ __forceinline__ void send_sums(const Rank& r, int first_row, int rows
 
 // Sends the gradients of the routing weights of a run of received rows to the ranks that sent these rows.
 //
-// Each gradient is a sum of several partial inner products, which are added in a fixed order, so that it is
-// the same in every run.
+// A gradient is the sum of several partial inner products. They are added in a fixed order, so that the
+// gradient is the same in every run.
 __device__ __forceinline__ void send_dots(const Rank& r, int first_row, int rows, const WarpTeam& team) {
   const Link* const links = own_links(r) + first_row;
   for (int i = team.lane; i < rows; i += team.lanes) {
@@ -131,8 +131,8 @@ __device__ __forceinline__ void tile_done(const Rank& r, int chunk) {
   add_acq_rel(&r.counters()->done[chunk], 1);
 }
 
-// Counts one warp that has sent its part of a chunk of columns. The last of this rank's warps raises a flag
-// in every rank's heap: all sums of the chunk from this rank have been written.
+// Counts one warp that has sent its part of a chunk of columns. The last warp of this rank to do so raises a
+// flag in every rank's heap. The flag says that all sums of the chunk from this rank have been written.
 __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpTeam& team) {
   sync_warp();
   peers::test_delay(r.watch, team.number + 2000);
@@ -144,8 +144,8 @@ __device__ __forceinline__ void chunk_sent(const Rank& r, int chunk, const WarpT
 
 // Waits until the sums of a chunk of columns have come back from every rank to which this rank sent rows.
 //
-// This rank also sends to itself, and is awaited last: it may be late only because another rank is late, and
-// after a timeout the error report must name the rank that is really late.
+// This rank also returns sums to itself, and they are awaited last. They may be late only because another
+// rank is late, and after a timeout the report must name the rank that is really late.
 __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& send_table, int chunk,
                                               const WarpTeam& team) {
 #pragma unroll 1
@@ -158,14 +158,14 @@ __device__ __forceinline__ void await_returns(const Rank& r, const SendTable& se
 }
 
 // Returns the index in the region `home` of the sum that one choice of a token adds to the token's result, or
-// -1 if it adds none.
+// -1 if the choice adds no sum.
 //
-// A rank that has experts of several choices of a token returns one sum for all of them, which belongs to the
-// first of these choices. The later ones return -1, so that no sum is added twice. Dropped choices also
-// return -1.
+// A rank that has the experts of several choices of a token returns one sum for all of these choices. The sum
+// belongs to the first of them. For the others this function returns -1, so that no sum is added twice. For
+// dropped choices it also returns -1.
 //
 // slot: index of the token's first (token, choice) pair.
-// choice: which of the token's choices, from 0 on.
+// choice: index of the choice among the token's choices.
 __device__ __forceinline__ int home_row(const Rank& r, int64_t slot, int choice) {
   const int position = read(r.position + slot + choice);
   if (position < 0) return -1;
@@ -238,7 +238,7 @@ __device__ __forceinline__ void send_chunk(const Rank& r, const ArrivalBoard& bo
   PieceWalk walk(r.ranks(), r.experts());
   Piece piece;
   for (int i = team.number; walk.find(i, rows, piece); i += team.count) {
-    if (peers::has_failed(r.watch)) break;  // without links, which say where to write, nothing may be written
+    if (peers::has_failed(r.watch)) break;  // links may not have arrived, so it is unknown where to write
     const int first = board.first(piece.step, piece.expert) + piece.begin;
     if (r.row_dots != nullptr && chunk == 0) send_dots(r, first, piece.rows, team);
     send_sums<T>(r, first, piece.rows, chunk, team);
@@ -271,8 +271,8 @@ struct Tiling {
   }
 };
 
-// Runs a communicating warp: sends the chunks of columns one after the other. After each chunk it adds, for
-// this rank's own tokens, the sums that all ranks have returned of the chunk before:
+// Runs a communicating warp: sends sums for one chunk of columns after the other. After each chunk, it adds
+// up what all ranks have returned for the chunk before, for this rank's own tokens:
 //
 //   step                           0    1    2   ...  last     last + 1
 //   send sums of received rows     c0   c1   c2       c_last
@@ -295,8 +295,8 @@ __device__ __forceinline__ void combine(const Rank& r, const ArrivalBoard& board
 
 // Runs a computing warp after its last tile: it helps to send and to sum the last chunk of columns.
 //
-// all: this warp's number among all warps of this rank that work on the last chunk, and their count.
-//     Communicating warps have the lowest numbers.
+// all: the index of this warp among all warps of this rank that work on the last chunk, and the number of
+//     these warps. Communicating warps have the lowest indices.
 template <class T>
 __device__ __forceinline__ void combine_last_chunk(const Rank& r, const ArrivalBoard& board,
                                                    const SendTable& send_table, Tiling tiling,

@@ -1,9 +1,10 @@
 // The work of communicating warps in COMET's dispatching kernel, which sends rows to their experts and
 // computes the first product.
 //
-// A heap is device memory that all ranks can write. First, these warps tell each rank where it may put its
-// rows in this rank's heap: they write that into the other rank's heap. Then they copy this rank's rows into
-// the heaps of the other ranks, and raise flags there when rows are written.
+// A heap is device memory that all ranks can write. First, these warps tell each other rank where it may put
+// its rows in this rank's heap: they write these places, the grants, into the heap of the other rank. Then
+// they copy this rank's rows into the heaps of the other ranks, and raise flags there when the rows are
+// written.
 #pragma once
 #include "comet/rank.h"
 #include "common/device.cuh"
@@ -17,10 +18,9 @@ using peers::WarpTeam;
 // Copies runs of rows to another rank, through registers. (BulkCopies in bulk.cuh copies through shared
 // memory instead.)
 //
-// begin(r, to, from, rows, team): starts to copy `rows` rows of this rank's sorted rows, from row `from` on,
-// to the address `to`. While the copies are in flight, the caller computes other data of these rows.
-// finish(r, team): ends the copies. When finish() returns in a lane, all data that this lane has copied are
-// written.
+// begin(r, to, from, rows, team): starts to copy `rows` of this rank's sorted rows, from row `from` on, to
+//     the address `to`. Between begin() and finish(), the caller computes other data of these rows.
+// finish(r, team): ends the copies. When it returns in a lane, all data that this lane copies are written.
 class LaneCopies {
  public:
   __device__ __forceinline__ void begin(const Rank& r, uint8_t* to, int from, int rows, const WarpTeam&) {
@@ -43,10 +43,10 @@ class LaneCopies {
   int rows_, token_[kPiece];
 };
 
-// Fills the arrival board: a table with the index, in this rank's inbox, of the first row from each source
-// rank for each expert. It is computed from the numbers of rows that this rank receives.
+// Fills the arrival board: for each source rank and expert, the index in this rank's inbox of the first row
+// from this source for this expert. The table is computed from the numbers of rows that this rank receives.
 //
-// All threads of a block call it. sync() is their barrier.
+// All threads of a block call this function. sync() is their barrier.
 template <class Sync>
 __device__ __forceinline__ void fill_board(const Rank& r, ArrivalBoard& board, int thread, int threads,
                                            const Sync& sync) {
@@ -55,25 +55,27 @@ __device__ __forceinline__ void fill_board(const Rank& r, ArrivalBoard& board, i
       threads, sync);
 }
 
-// Fills the send table: the index, among the rows that this rank sends, of the first row for each target rank
-// and expert. It is computed from the numbers of rows that this rank sends.
+// Fills the send table: for each target rank and expert, the index, among the rows that this rank sends, of
+// the first row for this target and expert. The table is computed from the numbers of rows that this rank
+// sends.
 //
-// All threads of a block call it. sync() is their barrier.
+// All threads of a block call this function. sync() is their barrier.
 template <class Sync>
 __device__ __forceinline__ void fill_send_table(const Rank& r, SendTable& send_table, int thread, int threads,
                                                 const Sync& sync) {
   send_table.fill([&](int i) { return read(r.send_counts + i); }, thread, threads, sync);
 }
 
-// Writes to every rank where its rows begin in this rank's inbox (the grants), and raises a flag there, which
-// says that the inbox is free. It also resets the counters of finished tiles.
+// Writes the grants into every rank's heap: where the rows of that rank begin in this rank's inbox. Then
+// raises a flag in that heap, which says that the grants are written and the inbox is free. It is free
+// because this kernel starts after all launches that have read it.
 //
-// The inbox is free because this kernel starts after all launches that have read it.
+// This function also resets two kinds of counters: of finished tiles, and of warps that have sent their part.
 //
-// If a wait of this rank has timed out, it writes no grants: a late rank may still read the grants of the
-// round before.
+// If a wait of this rank has timed out, this function writes no grants, because a late rank may still read
+// the grants of the round before.
 //
-// All threads of one block call it. sync() is their barrier.
+// All threads of one block call this function. sync() is their barrier.
 template <class Sync>
 __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, int thread, int threads,
                                       const Sync& sync) {
@@ -93,8 +95,8 @@ __device__ __forceinline__ void grant(const Rank& r, const ArrivalBoard& board, 
     peers::signal(r.watch, r.heap(peer) + r.layout.granted(r.rank));
 }
 
-// Returns the link of a row that this rank sends to `target`: the index to which the row's result returns,
-// and the row of the same token's next choice on the target.
+// Returns the link of a row that this rank sends to `target` (Link in layout.h). The link leads to the index
+// at which the row's result returns, and to the row that the same token's next choice has on the target.
 //
 // slot: index of the row's (token, choice) pair.
 // grants: for each expert of the target, where this rank's rows begin in the target's inbox.
@@ -144,8 +146,8 @@ __device__ __forceinline__ void send_rows(const Rank& r, const SendTable& send_t
     const int from = r.first_row + send_table.first(target, piece.expert) + piece.begin;
     auto* const weights = reinterpret_cast<float*>(heap + r.layout.weights()) + to;
     auto* const links = reinterpret_cast<Link*>(heap + r.layout.links()) + to;
-    // Computing a link takes up to five reads, each of which depends on the one before. The copies in flight
-    // hide their latency.
+    // Computing a link takes up to five reads, each of which depends on the read before. The copies in flight
+    // hide the latency of these reads.
     copies.begin(r, r.inbox(target, to), from, piece.rows, team);
     for (int row = team.lane; row < piece.rows; row += team.lanes) {
       const int slot = read(r.slot + from + row);
@@ -177,7 +179,8 @@ __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& bo
     if (from >= to) continue;
     const int source = source_at(level, r.rank, r.ranks());
     const int lowest = (from - first) / kPiece, highest = (to - 1 - first) / kPiece;
-    // Lanes take the pieces of all source ranks in turn, so that every lane gets its share.
+    // `turn` is the number of pieces of the levels before. The lanes go on where they stopped in the level
+    // before, so that they share the pieces of all source ranks evenly.
     for (int number = lowest + (lane - turn % lanes + lanes) % lanes; number <= highest; number += lanes)
       peers::await(r.watch, r.own() + r.layout.arrival(source, expert, first, number), Wait::kArrival, source,
                    expert, number);
@@ -185,7 +188,8 @@ __device__ __forceinline__ void await_rows(const Rank& r, const ArrivalBoard& bo
   }
 }
 
-// Waits until every row has arrived. It is for a launch that only sends rows and computes no product.
+// Waits until every row has arrived. A launch that only sends rows and computes no product calls this
+// function.
 __device__ __forceinline__ void await_all(const Rank& r, const ArrivalBoard& board, const WarpTeam& team) {
   PieceWalk walk(r.ranks(), r.experts());
   const auto rows = [&](int level, int e) { return board.rows(level, e); };

@@ -48,8 +48,8 @@ static_assert(sizeof(DispatchShared) <= sizeof(hopper::Shared));
 //
 // Walk: the order of the tiles: ArrivalWalk or ColumnWalk of order.h, or a PairWalk of one of them.
 //
-// A pair of blocks may get a tile beyond the last column. It is given 0 rows, so that nothing of it is
-// stored.
+// One block of a pair may get a tile beyond the last column. next() gives this tile 0 rows, so that nothing
+// of it is stored.
 template <class Walk>
 class WarpWalk {
  public:
@@ -83,11 +83,11 @@ class WarpWalk {
   }
 };
 
-// Lists a block's tiles if the two blocks of a cluster share operand A. The cluster computes two tiles side
-// by side: the first block takes the left tile, the second block the right one.
+// Lists a block's tiles. If two blocks form a cluster and share operand A, the cluster computes two tiles
+// side by side: the first block takes the left tile, the second block the right tile.
 //
 // walk: lists the pairs of tiles. It is made for half of the result's columns, so each of its tiles stands
-//     for a pair.
+//     for a pair. Without clusters, it lists the tiles themselves.
 template <class Walk>
 class PairWalk {
  public:
@@ -233,8 +233,8 @@ __global__ void __launch_bounds__(hopper::kThreads, 1) gemm_combine(const __grid
           peers::test_delay(r.watch, blockIdx.x + 5000);
           tile_done(r, tile.column / r.chunks.chunk_columns);
         });
-    // All products are computed, and no operands will be loaded any more, so the send table can use their
-    // memory.
+    // All products are computed, and no operands will be loaded any more, so the send table can use the
+    // memory of the operands.
     const int self = thread_again() - hopper::kLoaders;
     const auto together = [] { sync_named(2, hopper::kMultipliers); };
     together();

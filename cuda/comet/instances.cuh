@@ -5,8 +5,8 @@
 
 namespace pmoe::comet {
 
-// Calls use.dispatch<form, epilogue, activation>() or use.combine<form>(), with the values of `which` as
-// template arguments.
+// Turns the values in `which` into template arguments: calls use.operator()<form, epilogue, activation>() for
+// a dispatching kernel, and use.combine<form>() for a combining kernel.
 template <class Use>
 FusedKernel with_constants(const Which& which, const Use& use) {
   if (which.kernel == Kernel::kCombine)

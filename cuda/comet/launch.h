@@ -22,8 +22,8 @@ struct Which {
 
 using FusedKernel = void (*)(Launch);
 
-// Each function returns the kernel for one element type and one set of instructions. Each is in a file of its
-// own, so that nvcc compiles them in parallel.
+// Each of these functions returns the kernel for one element type and one set of instructions. They are in
+// four files, so that nvcc compiles the kernels in parallel.
 FusedKernel hopper_bf16(const Which&);
 FusedKernel hopper_fp16(const Which&);
 FusedKernel ampere_bf16(const Which&);
@@ -45,13 +45,13 @@ std::string name_of(const Which&, const Path&);
 
 // Returns whether computing blocks may form pairs (clusters of two) that compute two tiles side by side.
 //
-// Only Hopper's kernels can. The two blocks of a cluster must both compute or both communicate, so a rank's
-// numbers of blocks and of communicating blocks must be even. An odd number of tiles must not waste too much
-// (may_pair_tiles).
+// Only Hopper's kernels can form clusters. The two blocks of a cluster must both compute or both communicate,
+// so the number of a rank's blocks must be even, and so must the number of its communicating blocks. If a row
+// of the result has an odd number of tiles, it must have so many that little work is wasted (may_pair_tiles).
 bool may_pair_blocks(const Path&, const Which&, const Launch&, int ranks);
 
-// Launches a kernel. The blocks wait for each other, so it is a cooperative launch: either all blocks of all
-// ranks are resident at once, or the launch fails. Throws std::runtime_error if CUDA refuses it.
+// Launches a kernel. Its blocks wait for each other, so this is a cooperative launch: either all blocks of
+// all ranks are resident at once, or the launch fails. Throws std::runtime_error if CUDA refuses the launch.
 //
 // a_rows: (ranks,) number of rows of operand A that may be read.
 void launch(const Path&, const Which&, Launch&, int ranks, const int64_t* a_rows, void* stream);

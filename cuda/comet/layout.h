@@ -58,10 +58,10 @@ constexpr int kMostExperts = 1024;  // of all ranks together
 constexpr int kPiece = 16;          // rows that are written and announced together
 constexpr int kMostChunks = 64;     // chunks of columns
 
-// A record for each received row: where the result of the row goes. The sending rank writes it beside the
-// row.
+// A record for each received row, which says where the result of the row goes. The rank that sends the row
+// writes the record, too.
 struct alignas(16) Link {
-  int32_t home;    // the row's index among the rows that its source sent, and in the source's region `home`
+  int32_t home;    // index of the row among the rows that its source sent, and in the source's `home`
   int32_t next;    // index in this inbox of the row of the same token's next choice, or -1
   int32_t source;  // the rank that sent the row
   int32_t first;   // 1 if it is its token's first row on this rank, else 0
@@ -70,16 +70,16 @@ struct alignas(16) Link {
 // Counters that the blocks of one rank share, in the rank's own heap.
 struct Counters {
   uint32_t failed;             // nonzero after a wait has timed out: no more waits, no more flags
-  uint32_t done[kMostChunks];  // tiles of each column chunk that are computed
-  uint32_t sent[kMostChunks];  // warps that have sent their part of each column chunk
+  uint32_t done[kMostChunks];  // number of tiles of each column chunk that are computed
+  uint32_t sent[kMostChunks];  // number of warps that have sent their part of each column chunk
 };
 
 // Sizes of a heap, and functions that return the byte offsets of its regions. Every region begins at a
 // multiple of 1024 bytes.
 struct Layout {
   int32_t ranks, experts;  // W, E
-  int64_t rows;            // rows that may arrive
-  int64_t home_rows;       // rows that this rank may send: rows of the regions `home` and `dots`
+  int64_t rows;            // largest number of rows that may arrive
+  int64_t home_rows;       // largest number of rows that this rank may send: size of `home` and `dots`
   int64_t row_bytes;       // a multiple of 16
 
   PMOE_HD int64_t most_pieces() const { return ceil_div(rows, kPiece) + experts; }
@@ -109,11 +109,12 @@ struct Layout {
   // Returns the index of a piece's arrival flag among the flags of its sending rank. A piece is a run of at
   // most kPiece rows of one expert.
   //
-  // No two pieces of a sender have the same flag. From one expert to the next, first_row grows at least by
-  // the number of the sender's rows; `expert` is added because first_row / kPiece is rounded down.
+  // No two pieces of a sender have the same flag. From an expert to the next one, first_row grows at least by
+  // the number of the sender's rows for the first of the two. `expert` is added because first_row / kPiece is
+  // rounded down.
   //
-  // first_row: where the sender's rows for this expert begin in the inbox.
-  // number: number of the piece among those of this sender and expert.
+  // first_row: index in the inbox of the sender's first row for this expert.
+  // number: index of the piece among the pieces of this sender for this expert.
   PMOE_HD int64_t piece(int expert, int64_t first_row, int number) const {
     return first_row / kPiece + expert + number;
   }
@@ -122,9 +123,9 @@ struct Layout {
   }
 };
 
-// level_of() returns the level of a source rank, source_at() the source rank of a level. The level is the
-// source's position in the order in which `rank` receives rows: `rank` itself has level 0, rank + 1 has level
-// 1, and so on; rank 0 follows the highest rank.
+// level_of() returns the level of a source rank, source_at() the source rank of a level. The level of a
+// source is its position in the order in which `rank` receives rows: `rank` itself has level 0, rank + 1 has
+// level 1, and so on. The highest rank is followed by rank 0.
 PMOE_HD constexpr int level_of(int source, int rank, int ranks) { return (source - rank + ranks) % ranks; }
 PMOE_HD constexpr int source_at(int level, int rank, int ranks) { return (rank + level) % ranks; }
 // Returns the rank to which `rank` sends at a step. At step 0 a rank sends to itself, at step 1 to the rank

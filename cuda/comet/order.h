@@ -1,4 +1,5 @@
-// Orders of rows and tiles in COMET's kernels, which each block computes by itself from the row counts:
+// Orders of rows and tiles in COMET's kernels. Each block computes these orders by itself from the row
+// counts:
 //
 //   ArrivalBoard   received rows by expert, then by source rank
 //   SendTable      rows to send by target rank, then by expert
@@ -14,15 +15,15 @@
 
 namespace pmoe::comet {
 
-// The arrival board: a table of the index, in a rank's inbox, at which the rows of each source rank for each
-// expert begin.
+// The arrival board: a table that has, for each source rank and expert, the index in a rank's inbox of the
+// first row from this source for this expert.
 //
 // The rows of an expert are sorted by source rank, this rank's own rows first (COMET, section 3.1.2). A
 // source rank's position in this order is called its level. The rows of the source at level l for expert e
 // are the rows first(l, e) to first(l + 1, e) - 1 of the inbox.
 //
-// Example with two ranks and two experts on this rank. Experts 0 and 1 receive 2 and 1 rows from this rank,
-// and 3 and 3 rows from the other rank. The table is:
+// Example with two ranks, and two experts on this rank. Expert 0 receives 2 rows from this rank and 3 from
+// the other rank, expert 1 receives 1 row from this rank and 3 from the other rank. The table is:
 //
 //             expert 0   expert 1
 //   level 0      0          5       this rank's own rows
@@ -33,7 +34,8 @@ class ArrivalBoard {
   PMOE_HD ArrivalBoard(int32_t* memory, int ranks, int experts)
       : first_(memory), ranks_(ranks), experts_(experts) {}
 
-  // Returns the size of the table in 32-bit words. Its last line has the ends of the experts' rows.
+  // Returns the size of the table in 32-bit words. The last line of the table has the ends of the experts'
+  // rows.
   PMOE_HD static constexpr int words(int ranks, int experts) { return (ranks + 1) * experts; }
 
   PMOE_HD int first(int level, int expert) const { return first_[level * experts_ + expert]; }
@@ -45,9 +47,9 @@ class ArrivalBoard {
   PMOE_HD int ranks() const { return ranks_; }
   PMOE_HD int experts() const { return experts_; }
 
-  // Fills the table; `threads` threads call it together.
+  // Fills the table. `threads` threads call this function together.
   //
-  // count(source, expert): number of rows from a source rank for an expert.
+  // count(source, expert): returns the number of rows from a source rank for an expert.
   // sync(): a barrier of these threads.
   template <class Count, class Sync>
   PMOE_HD void fill(int rank, const Count& count, int thread, int threads, const Sync& sync) {
@@ -77,7 +79,8 @@ class ArrivalBoard {
   int ranks_, experts_;
 };
 
-// The send table: where the rows that a rank sends begin in its own sorted order, by target rank and expert.
+// The send table: for each target rank and expert, the index of the first row for this target and expert in
+// the order in which a rank has sorted the rows that it sends.
 class SendTable {
  public:
   PMOE_HD SendTable(int32_t* memory, int ranks, int experts)
@@ -94,11 +97,11 @@ class SendTable {
   PMOE_HD int ranks() const { return ranks_; }
   PMOE_HD int experts() const { return experts_; }
 
-  // Fills the table; `threads` threads call it together. It is a prefix sum in three steps: each thread sums
-  // a range of its own, one thread sums the ranges, and each thread adds the sum of all ranges before its
-  // own.
+  // Fills the table. `threads` threads call this function together. It is a prefix sum in three steps: each
+  // thread computes the prefix sums of a range of its own; one thread computes the prefix sums of the ranges'
+  // totals; then each thread adds the total of all earlier ranges to its own sums.
   //
-  // count(i): number of rows for target rank i / E and its expert i % E.
+  // count(i): returns the number of rows for target rank i / E and its expert i % E.
   // sync(): a barrier of these threads.
   template <class Count, class Sync>
   PMOE_HD void fill(const Count& count, int thread, int threads, const Sync& sync) {
@@ -132,8 +135,8 @@ class SendTable {
 //     layout.h) or receives from them (source_at).
 struct Piece {
   int step, expert;
-  int number;       // number of this piece among those of its step and expert
-  int begin, rows;  // the rows, counted from the first one of its step and expert
+  int number;       // index of this piece among the pieces of its step and expert
+  int begin, rows;  // index of its first row among the rows of its step and expert, and its number of rows
 };
 
 // Finds pieces of rows by their index. Pieces are numbered by step (the other rank), then by expert. Each
@@ -142,9 +145,9 @@ class PieceWalk {
  public:
   PMOE_HD PieceWalk(int steps, int experts) : steps_(steps), experts_(experts) {}
 
-  // Finds piece number `index`; returns false if there is none.
+  // Finds the piece with the number `index`. Returns false if there is no such piece.
   //
-  // rows(step, expert): number of rows of that step and expert.
+  // rows(step, expert): returns the number of rows of that step and expert.
   template <class Rows>
   PMOE_HD bool find(int index, const Rows& rows, Piece& piece) {
     while (step_ < steps_) {
@@ -171,11 +174,11 @@ class PieceWalk {
   int step_ = 0, expert_ = 0, before_ = 0;
 };
 
-// Finds the row and column of tile number `inside` in a rectangle of `height` rows and `across` columns of
-// tiles. Tiles are numbered by bands of kBand tile rows, and inside a band column by column, so that tiles
-// that run at the same time share operands in the L2 cache (grouped_gemm/tiles.h).
+// Finds the place of the tile with the number `inside` in a rectangle of `height` x `across` tiles. Tiles are
+// numbered by bands of kBand rows of tiles, and inside a band column by column, so that tiles that are
+// computed at the same time share operands in the L2 cache (grouped_gemm/tiles.h).
 //
-// down, right: the results: row and column of the tile, in tiles.
+// down, right: results: how many tiles lie above the tile, and how many to its left.
 PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& right) {
   const int band = inside / (kBand * across), first = band * kBand;
   const int rows = smaller(kBand, height - first), rest = inside - band * kBand * across;
@@ -185,8 +188,8 @@ PMOE_HD void place_in_bands(int inside, int height, int across, int& down, int& 
 
 // Lists a block's tiles in the order in which their rows arrive (COMET, section 3.1.2, figure 5).
 //
-// First come the tiles whose rows are all from this rank itself, by expert; then the tiles for which the rows
-// of the next source rank are the last that are missing; and so on.
+// First come the tiles whose rows are all from this rank itself, sorted by expert. Then come the tiles that
+// are complete when the rows of the next source rank have arrived, sorted by expert, and so on.
 template <class Shape>
 class ArrivalWalk {
  public:
@@ -218,11 +221,11 @@ class ArrivalWalk {
   }
 
  private:
-  // Returns how many row tiles of the current expert are complete when the source ranks up to a level (their
-  // position in the order of arrival) have sent their rows.
+  // Returns how many row tiles (tiles one below the other) of the current expert are complete when the
+  // sources of level 0 to `level` have sent their rows.
   //
-  // The expert's last tile may have fewer rows than others. It is complete when the last source that has rows
-  // for this expert has sent them.
+  // The expert's last tile may have fewer rows than the others. It is complete when the last source that has
+  // rows for this expert has sent them.
   PMOE_HD int complete(int level) const {
     if (level < 0) return 0;
     const int last = board_.first(level + 1, expert_), rows = last - board_.begin(expert_);
@@ -251,7 +254,7 @@ struct Chunks {
   PMOE_HD int width(int chunk) const { return smaller(chunk_columns, columns - begin(chunk)); }
 };
 
-// Returns the number of row tiles of all experts of this rank. rows: rows of a tile.
+// Returns the number of row tiles of all experts of this rank together. rows: number of rows of a tile.
 PMOE_HD int row_tiles(const ArrivalBoard& board, int rows) {
   int tiles = 0;
   for (int e = 0; e < board.experts(); ++e) tiles += ceil_div(board.end(e) - board.begin(e), rows);
@@ -260,8 +263,8 @@ PMOE_HD int row_tiles(const ArrivalBoard& board, int rows) {
 
 // Lists a block's tiles by chunk of columns, and inside a chunk by expert (COMET, section 3.1.2, figure 6).
 //
-// A chunk is computed for all rows, and is sent while the next chunk is computed. chunk_columns must be a
-// multiple of a tile's columns.
+// A chunk is computed for all rows. Its results are sent while the next chunk is computed. chunk_columns must
+// be a multiple of a tile's number of columns.
 template <class Shape>
 class ColumnWalk {
  public:

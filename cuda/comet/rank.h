@@ -30,13 +30,14 @@ struct Rank {
 
   // The routing of this rank's T tokens, with K choices each. A slot is a (token, choice) pair.
   //
-  // expert: (T, K) the expert of each slot, a number among the experts of all ranks.
-  // weight: (T, K) routing weight of each slot.
-  // position: (T, K) index of each slot's row in the order sorted by expert; -1 if the row is not sent.
-  // slot: slot of each row in sorted order.
-  // first_row: number of rows that the lower ranks of this process send. It is 0 unless several ranks of one
-  //     process share these arrays, whose positions then count the rows of all of them. A row's index among
-  //     the rows that this rank sends, and in the region `home`, is position - first_row.
+  // expert: (T, K) the expert of each slot, an index among the experts of all ranks.
+  // weight: (T, K) the routing weight of each slot.
+  // position: (T, K) the index of each slot's row in the order sorted by expert; -1 if the row is not sent.
+  // slot: the slot of each row in sorted order.
+  // first_row: 0, unless one process runs several ranks (in tests and measurements). These ranks share the
+  //     arrays, and positions count the rows of all of them. first_row is then the number of rows that the
+  //     lower ranks send. The index of a row among the rows that this rank sends, and in the region `home`,
+  //     is position - first_row.
   const int32_t* expert = nullptr;
   const float* weight = nullptr;
   const int32_t* position = nullptr;
@@ -45,12 +46,13 @@ struct Rank {
   int choices = 1;                 // K
   Divisor by_choices, by_experts;  // K, E
 
-  // For the dispatching kernel: this rank's tokens, layout.row_bytes bytes each, source_stride bytes apart.
+  // For the dispatching kernel: this rank's tokens. A token has layout.row_bytes bytes, and the next token
+  // begins source_stride bytes after it.
   const uint8_t* source = nullptr;
   int64_t source_stride = 0;  // bytes
 
-  // For the combining kernel: memory for the tokens' results. This rank's tokens are those from first_token
-  // up to first_token + tokens - 1.
+  // For the combining kernel: memory for the tokens' results. This rank's tokens have the indices first_token
+  // to first_token + tokens - 1.
   uint8_t* result = nullptr;
   int64_t result_stride = 0;  // bytes
   int first_token = 0, tokens = 0;

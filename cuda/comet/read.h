@@ -1,5 +1,5 @@
-// Converts the arguments of a launch from Python dicts into the kernels' structures. It needs no CUDA, so
-// that tests can launch the same way on the CPU.
+// Converts the arguments of a launch from Python dicts into the kernels' structures. This header needs no
+// CUDA, so tests use it, too, when they run the kernels on the CPU.
 #pragma once
 #include <pybind11/pybind11.h>
 

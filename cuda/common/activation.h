@@ -19,8 +19,8 @@ namespace pmoe {
 // up, and the activated hidden is silu(gate) * up (arXiv 2002.05202).
 enum class Activation : int { kNone, kRelu, kGelu, kSilu, kSwiglu };
 
-// Returns 2^x. On the device the result is 0 below 2^-126, because exp2f() and __expf() need four more
-// instructions to be right there.
+// Returns 2^x. On the device, results below 2^-126 become 0. exp2f() and __expf() would return them
+// correctly, but take four more instructions.
 PMOE_HD float power_of_two(float x) {
 #if defined(__CUDA_ARCH__)
   float power;
@@ -33,7 +33,7 @@ PMOE_HD float power_of_two(float x) {
 
 constexpr float kLog2e = 1.4426950408889634f;  // e^x = 2^(x kLog2e)
 
-// Returns 1 / x for x >= 1. Infinity gives 0. On the device, any x above 2^126 gives 0, too.
+// Returns 1 / x for x >= 1. If x is infinite, the result is 0. On the device it is 0 for any x above 2^126.
 PMOE_HD float reciprocal(float x) {
 #if defined(__CUDA_ARCH__)
   float inverse;
@@ -51,11 +51,12 @@ PMOE_HD float sigmoid(float x) { return reciprocal(1.0f + power_of_two(-kLog2e *
 //
 //   z = |x| / sqrt(2),   t = 1 / (1 + z / 2),   erfc(z) = t exp(-z^2 + P(t))
 //
-// P is the polynomial of degree 9 of Press et al., Numerical Recipes, section 6.2 (erfcc). erff() would take
-// a branch and twice the instructions.
+// P is the polynomial of degree 9 of Press et al., Numerical Recipes, section 6.2 (erfcc). The library's
+// erff() has a branch and twice as many instructions.
 //
 // x: the argument.
-// density_times_root: e^(-x^2 / 2). The caller needs this value for the derivative, so it passes it on.
+// density_times_root: e^(-x^2 / 2), which is the density at x times sqrt(2 pi). The caller computes it,
+//     because the derivative needs this value, too.
 PMOE_HD float normal_below(float x, float density_times_root) {
   const float z = fabsf(x) * 0.70710678118654752f;
   const float t = reciprocal(1.0f + 0.5f * z);

@@ -1,8 +1,8 @@
 // The operations that kernels may use, with one implementation for the GPU and two for tests on the CPU.
 //
 // - For the GPU, nvcc compiles PTX instructions (device_ptx.cuh, hopper_ptx.cuh).
-// - tests/cuda/emulator.h has functions of the same names for the CPU. It runs a kernel's own source with all
-//   of its threads.
+// - tests/cuda/emulator.h has functions of the same names for the CPU. This emulator runs the unchanged
+//   source of a kernel, with all of the kernel's threads.
 // - tests/cuda/threads.h has the few functions that the protocol of cuda/peers needs, for plain threads under
 //   ThreadSanitizer (PMOE_THREADS).
 //

@@ -1,5 +1,5 @@
-// Numbers of e4m3, a float8 type with 4 bits of exponent and 3 of mantissa. It has no Inf; 448 is its largest
-// number. Rounding is to nearest, ties to even, and the same on host and device.
+// Numbers of e4m3, a float8 type with 4 bits of exponent and 3 of mantissa. The type has no Inf; its largest
+// number is 448. Rounding is to nearest, ties to even, and the same on host and device.
 //
 //   | sign | 4 bits of exponent, biased by 7 | 3 bits of mantissa |     NaN: all bits below the sign are 1
 #pragma once
@@ -26,12 +26,14 @@ PMOE_HD uint32_t to_e4m3(float value) {
   if (size > 0x7F800000u) {
     found = 0x7F;
   } else if (size < (121u << 23)) {
-    // Below 2^-6, the numbers of e4m3 are the multiples of 2^-9. A float above 2^14 is a multiple of 2^-9,
-    // too, so the sum with 2^14 is rounded to such a multiple.
+    // Below 2^-6, the numbers of e4m3 are the multiples of 2^-9, and their bits are the factor. The floats
+    // just above 2^14 are multiples of 2^-9, too, and their bits grow by 1 from one multiple to the next. So
+    // adding 2^14 rounds to a multiple, and the difference of the bits is its factor.
     found = bits_of(float_of(size) + 16384.0f) - bits_of(16384.0f);
   } else {
-    // Adds half of a unit in the last place of e4m3 before the bits below are cut off. If the last bit that
-    // stays is 0, it adds one bit less than half, so that ties go to even.
+    // Subtracts 120 from the exponent, as e4m3 biases it by 7 and float by 127. Then adds half of a unit in
+    // the last place of e4m3, and cuts off the 20 bits below. If the last bit that stays is 0, the addend is
+    // smaller than half a unit by the float's last bit, so that ties go to even.
     found = (size - (120u << 23) + 0x7FFFFu + (size >> 20 & 1)) >> 20;
   }
   return found | (bits >> 24 & 0x80u);
@@ -40,14 +42,14 @@ PMOE_HD uint32_t to_e4m3(float value) {
 // Returns the value of a number of e4m3, without the device's instruction.
 PMOE_HD float of_e4m3(uint32_t number) {
   const uint32_t size = number & 0x7Fu;
-  // Taken as bits of a float, the bits of the number are a value that is 2^120 times too small, because e4m3
-  // biases the exponent by 7 and float by 127. For a number below 2^-6 that value is a denormal float.
+  // Shifted by 20, exponent and mantissa of e4m3 are in the place of a float's. This float is 2^120 times too
+  // small, because e4m3 biases the exponent by 7 and float by 127. For a number below 2^-6 it is a denormal.
   const float value = size == 0x7Fu ? float_of(0x7FFFFFFFu) : float_of(size << 20) * 0x1p120f;
   return float_of(bits_of(value) | (number & 0x80u) << 24);
 }
 
-// Rounds four floats to e4m3 and packs them into one word, the first in the lowest byte. Each must be NaN, or
-// its absolute value less than 464.
+// Rounds four floats to e4m3 and packs them into one word, the first in the lowest byte. Each float must be
+// NaN, or its absolute value less than 464.
 PMOE_HD uint32_t pack_e4m3(const float (&value)[4]) {
 #if PMOE_E4M3_CODE
   uint16_t low, high;
@@ -62,7 +64,7 @@ PMOE_HD uint32_t pack_e4m3(const float (&value)[4]) {
 #endif
 }
 
-// The inverse of pack_e4m3. Every number of e4m3 is a number of float and of fp16.
+// The inverse of pack_e4m3, without rounding: every number of e4m3 is a number of float and of fp16.
 PMOE_HD void unpack_e4m3(uint32_t word, float (&value)[4]) {
 #if PMOE_E4M3_CODE
   uint32_t low, high;

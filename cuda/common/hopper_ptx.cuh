@@ -113,7 +113,8 @@ __device__ __forceinline__ void bulk_wait_read() {
 }
 
 // Waits until at most kLeft of this thread's groups of bulk stores are unfinished. The data of the other
-// groups is then visible to this thread, so a flag that the thread sets with release semantics announces it.
+// groups is then visible to this thread. If the thread then sets a flag with release semantics, readers of
+// the flag see the data, too.
 template <int kLeft>
 __device__ __forceinline__ void bulk_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
@@ -254,8 +255,9 @@ __device__ __forceinline__ void pin_accumulators(float (&d)[kCount]) {
 // Computes d = A B, or d += A B if `accumulate`, by one warpgroup.
 //
 // d: 64 x 256 floats, spread over the 128 threads.
-// a, b: matrix descriptors of A (64 x 16) and B (16 x 256) in shared memory; a transposed operand has the
-//     reduction along its rows.
+// a, b: matrix descriptors of A (64 x 16) and B (16 x 256) in shared memory. The 16 elements that are
+//     multiplied and summed for one element of d are neighbours in memory. In a transposed operand they are
+//     not: there, neighbours belong to neighbouring rows of A, or to neighbouring columns of B.
 template <class T, bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {
@@ -265,7 +267,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
   }
 }
 
-// The same with 128 columns: d is 64 x 128 floats, B is 16 x 128.
+// The function above for 128 columns: d is 64 x 128 floats, B is 16 x 128.
 template <class T, bool kTransposeA, bool kTransposeB>
 __device__ __forceinline__ void wgmma_m64n128k16(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
   if constexpr (std::is_same_v<T, bf16>) {

@@ -20,8 +20,8 @@ PMOE_HD constexpr int64_t ceil_div(A a, B b) {
   return (static_cast<int64_t>(a) + static_cast<int64_t>(b) - 1) / static_cast<int64_t>(b);
 }
 
-// Returns a / b rounded up, for a >= 0 and b > 0. The sum stays within 32 bits, because a device divides
-// 64-bit numbers by a slow function call.
+// Returns a / b rounded up, for a >= 0 and b > 0. It divides 32-bit numbers, because a device divides 64-bit
+// numbers by a slow function call. Unsigned numbers have room for the sum of any a and b.
 PMOE_HD constexpr int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) /
                           static_cast<uint32_t>(b));
@@ -57,7 +57,8 @@ PMOE_HD int count_bits(uint32_t mask) {
 #endif
 }
 
-// A number as a type, so that a function can use it as a compile-time constant.
+// A number as a type, so that a function which gets such an argument can use the number as a constant at
+// compile time.
 template <int kIndex>
 struct Index {
   static constexpr int value = kIndex;
@@ -75,8 +76,8 @@ PMOE_HD void unrolled(const Each& each) {
   unrolled_over(each, std::make_integer_sequence<int, kCount>{});
 }
 
-// Divides numbers from 0 to 2^31 - 1 by a divisor that the host knows before the launch. The division becomes
-// a multiplication and a shift:
+// Divides numbers from 0 to 2^31 - 1 by a divisor that the host knows before the launch. The host computes
+// `factor` and `shift`, so the device only multiplies and shifts:
 //
 //   x / by = (x * factor) >> shift,   shift = 31 + ceil(log2(by)),   factor = floor(2^shift / by) + 1
 struct Divisor {
@@ -96,12 +97,12 @@ struct Divisor {
   }
 };
 
-// Data of 16 bytes, the most that one thread loads or stores at a time.
+// Data of 16 bytes, the most that one instruction of a thread loads or stores.
 struct alignas(16) Words {
   uint32_t word[4];
 };
 
-// Data of 8 bytes, loaded or stored at once.
+// Data of 8 bytes, loaded or stored by one instruction.
 struct alignas(8) Pair {
   uint32_t word[2];
 };

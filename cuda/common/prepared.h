@@ -21,9 +21,9 @@ struct Grid {
 // Allows a kernel to use `bytes` of dynamic shared memory on the current device. Throws std::runtime_error if
 // a block of the device cannot have that much.
 //
-// It must be called before the kernel's first launch, and before a query of how many of its blocks are
-// resident. The limit is always set to the device's maximum, because a smaller one would also apply to
-// launches of the same kernel by other threads.
+// It must be called before the kernel's first launch, and before a query of how many of its blocks fit on a
+// multiprocessor. It sets the kernel's limit to the device's maximum, not to `bytes`: the limit also applies
+// to launches of the same kernel by other threads of the host, which may need more.
 inline void allow_shared(const void* kernel, int bytes) {
   constexpr int kAllowed = 48 << 10;  // available without raising the limit
   if (bytes <= kAllowed) return;

@@ -44,8 +44,9 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const Pack a) {
 
 // Numbers in the shared memory of a block of agree_kernel.
 //
-// travelling_F: number of rows of each bin that arrive from other ranks; from all ranks if own_rank is -1.
-// all_F: number of rows of each bin that arrive from all ranks.
+// travelling_F: for each bin, the number of rows that other ranks send to this one. If own_rank is -1, this
+//     rank counts as one of them.
+// all_F: for each bin, the number of rows from all ranks, this one included.
 // most_tokens: the largest number of tokens of a rank.
 struct AgreeShared {
   int64_t* travelling_F;
@@ -60,8 +61,11 @@ struct AgreeShared {
   }
 };
 
-// Returns how many times `degree` chunks must be cut finer until no chunk has more rows than `limit`, or each
-// chunk is one bin. All lanes of a warp call it.
+// Returns how many times `degree` chunks must be cut finer (cut_finer in layout.h) until no chunk has more
+// rows than `limit`, or until each chunk is one bin. All lanes of a warp call this function.
+//
+// rows_F: number of rows in each bin.
+// degree: number of chunks at first.
 __device__ __forceinline__ int32_t depth_of(const int64_t* rows_F, int32_t bins, int32_t degree, double limit,
                                             int lane) {
   int32_t depth = 0;
@@ -125,18 +129,18 @@ __global__ void __launch_bounds__(kThreads) agree_kernel(const Agree a) {
 
 // ---- the order of rows by expert
 
-// Sums of rows of one rank, as one block of write_row_order needs them. The block writes the indices of one
-// run: an expert's rows in one group of bins of one chunk.
+// Numbers of rows that arrive from one rank, for one block of write_row_order. The block writes the indices
+// of one run: an expert's rows in one group of bins of one chunk.
 //
-// run: rows of the run itself.
-// before: rows of the runs of the chunk that come before it.
+// run: rows of the run.
+// before: rows of the same chunk that come before the run when sorted by expert, then group.
 // chunk, earlier, all: rows of the chunk, of the chunks before it, and of all chunks.
 struct RankSums {
   int32_t run, before, chunk, earlier, all;
 };
 
-// Returns the sums of the rows from one rank, for the run of a chunk, an expert and a group. All lanes of a
-// warp call it, and all get them.
+// Returns the numbers of rows from one rank, for the run of a chunk, an expert and a group. All lanes of a
+// warp call this function, and it returns the same to all. For own_rank it returns zeros.
 __device__ __forceinline__ RankSums sums_of(const Order& a, int32_t rank, int32_t chunk, int32_t expert,
                                             int32_t group, int lane) {
   RankSums sums{0, 0, 0, 0, 0};
@@ -160,7 +164,7 @@ __device__ __forceinline__ RankSums sums_of(const Order& a, int32_t rank, int32_
 // Writes the indices of_chunks and of_all (Order in layout.h) for one run: an expert's rows in one group of
 // bins of one chunk.
 //
-// block: number of the run.
+// block: index of the run. Runs are numbered by chunk, then expert, then group.
 __device__ __forceinline__ void write_row_order(const Order& a, int32_t block) {
   auto* const sums_W = reinterpret_cast<RankSums*>(shared_memory());
   const int32_t ranks = a.message.ranks, runs = a.message.experts * a.groups();
@@ -197,17 +201,18 @@ __device__ __forceinline__ void write_row_order(const Order& a, int32_t block) {
 
 // ---- the order of the numbers that are sent
 
-// Sums of this rank's rows, as one block of write_number_order needs them. The block writes the numbers of
-// one run: the rows of a chunk that go to one rank.
+// Numbers of this rank's rows, for one block of write_number_order. The block handles one run: the rows of a
+// chunk that go to one rank.
 //
-// run: rows of the run itself.
+// run: rows of the run.
 // sorted: rows before the run, in the order in which this rank sorts its rows.
-// sent: rows whose numbers are sent before those of the run.
+// sent: rows before the run, in the order in which this rank sends a number for each row (number_slot).
 struct RunSums {
   int32_t run, sorted, sent;
 };
 
-// Returns the sums of the run of a chunk and a rank. All threads of a block call it, and all get them.
+// Returns the numbers of rows for the run of a chunk and a rank. All threads of a block call this function,
+// and it returns the same to all.
 __device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, int32_t rank) {
   auto* const shared = reinterpret_cast<int32_t*>(shared_memory());
   const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
@@ -222,8 +227,8 @@ __device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, in
     const int32_t rows = a.sent[int64_t{its_rank} * words + kHeader + word];
     const int32_t its_chunk = word / experts / a.chunk_bins();
     const bool its_stays = its_rank == a.own_rank;
-    // Whether the rows for its_rank come before the run's in a list by rank, in which rows that stay are
-    // last.
+    // Whether the rows for its_rank come before those of the run in an order by rank, in which the rows that
+    // stay on this rank are the last.
     const bool is_before = its_stays == stays ? its_rank < rank : stays;
     if (its_rank == rank && its_chunk == chunk) sums.run += rows;
     if (its_chunk < chunk || (its_chunk == chunk && is_before)) sums.sorted += rows;
@@ -241,7 +246,7 @@ __device__ __forceinline__ RunSums sums_of_run(const Order& a, int32_t chunk, in
 
 // Writes number_slot and number_weight (Order in layout.h) for one run: the rows of a chunk for one rank.
 //
-// block: number of the run.
+// block: index of the run. Runs are numbered by chunk, then rank.
 __device__ __forceinline__ void write_number_order(const Order& a, int32_t block) {
   const RunSums sums = sums_of_run(a, block / a.message.ranks, block % a.message.ranks);
   for (int32_t i = static_cast<int32_t>(threadIdx.x); i < sums.run; i += kThreads) {
@@ -255,8 +260,8 @@ __device__ __forceinline__ void write_number_order(const Order& a, int32_t block
 
 constexpr int kExpertsAtOnce = 512;
 
-// Returns how many rows of one expert a line of Order::ends counts. All lanes of a warp call it, and all get
-// the number.
+// Returns the number of rows of one expert among the rows to which a line of Order::ends refers. All lanes of
+// a warp call this function, and it returns the same to all.
 //
 // line: index of the line.
 __device__ __forceinline__ int32_t rows_of_line(const Order& a, int32_t line, int32_t expert, int lane) {
@@ -276,13 +281,13 @@ __device__ __forceinline__ int32_t rows_of_line(const Order& a, int32_t line, in
   return warp_sum(rows);
 }
 
-// Writes one line of Order::ends: the running sum of rows by expert.
+// Writes one line of Order::ends: for each expert, the number of rows of the experts up to and with it.
 __device__ __forceinline__ void write_ends(const Order& a, int32_t line) {
   auto* const rows_E = reinterpret_cast<int32_t*>(shared_memory());
   const int32_t experts = a.message.experts;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32, warp = thread / 32;
-  int32_t end = 0;  // rows of the experts before; it is right only in the first warp
+  int32_t end = 0;  // number of rows of the experts before; only the first warp keeps it up to date
   for (int32_t begin = 0; begin < experts; begin += kExpertsAtOnce) {
     const int32_t count = smaller(kExpertsAtOnce, experts - begin);
     for (int32_t e = warp; e < count; e += kWarps) {
@@ -309,10 +314,11 @@ inline int order_bytes(int ranks) {
                 kExpertsAtOnce * static_cast<int>(sizeof(int32_t)));
 }
 
-// Does what Order (layout.h) describes. Each block writes one run of an order, or one line of the ends.
+// Computes the results that Order (layout.h) describes. Each block writes one run of an order, or one line of
+// the ends. Block 0 also sets Order::zeros to 0.
 //
-// The 4 in __launch_bounds__ lets a thread have up to 64 registers: 4 blocks of 256 threads on a
-// multiprocessor. Without it, nvcc 13.0 stops at 40 on Blackwell, and spills.
+// The 4 in __launch_bounds__ asks for 4 blocks of 256 threads on a multiprocessor, so a thread may have up to
+// 64 registers. Without the 4, nvcc 13.0 gives a thread only 40 registers on Blackwell, and spills others.
 __global__ void __launch_bounds__(kThreads, 4) order_kernel(const Order a) {
   int32_t block = static_cast<int32_t>(blockIdx.x);
   if (block == 0)

@@ -10,8 +10,8 @@
 
 namespace pmoe::counts {
 
-// Each throws std::invalid_argument, before launching, for sizes that the kernels do not take, and
-// std::runtime_error for an error of CUDA.
+// Each launch function throws std::invalid_argument, before launching, for sizes that the kernels do not
+// take, and std::runtime_error for an error of CUDA.
 
 // Writes this rank's messages to all ranks.
 void pack(int device, void* stream, const Pack& arguments);

@@ -2,7 +2,8 @@
 // and read such messages.
 //
 // Letters: W ranks, F bins (equal ranges of a rank's tokens), n chunks of F / n neighbouring bins, E experts
-// of a rank. The message for a rank has `words()` int32 numbers:
+// of a rank. The message for a rank has `words()` int32 numbers. A count of a bin is the number of the
+// sender's rows in that bin for one of the receiver's experts:
 //
 //   header (kHeader)  |  bin 0: E counts  |  bin 1: E counts  |  ...  |  bin F - 1: E counts
 #pragma once
@@ -24,9 +25,9 @@ struct Message {
 
 // The arguments of write_messages (messages.cuh).
 //
-// header: the header of all messages.
-// fault: where the fault of the header is read from; null if it is header[kFault].
-// counts: (F, W * E), number of this rank's rows by bin and by the experts of all ranks.
+// header: the header, which is the same in all messages.
+// fault: address of the number that takes the place of header[kFault]; null if header[kFault] is used.
+// counts: (F, W * E), number of this rank's rows in each bin for each expert of all ranks.
 // sent: (W, words), the messages.
 struct Pack {
   Message message;
@@ -40,16 +41,18 @@ struct Pack {
 //
 // received: (W, words), the message of each rank.
 // agreed: (kHeader + 3 + degrees,), the result:
-//     kHeader numbers   of each number of the header, the largest of all ranks
-//     1 number          1 if there is too little host memory for the rows that this rank receives, else 0
+//     kHeader numbers   for each number of the header, its maximum over all ranks
+//     1 number          1 if this rank receives more rows than host_rows, else 0
 //     1 number          number of rows that this rank receives; 0 unless asks_rows
 //     1 number          `irregular`
-//     `degrees` numbers how often the chunks of each degree must be cut finer
-// own_rank: this rank if rows from it to itself are not sent, and so do not count for degrees; else -1.
-// host_rows: number of rows for which there is host memory; negative if that is not asked.
-// degree: the numbers of chunks that are asked about. Each is a divisor of the number of bins.
-// limit_a_token: with degree[d] chunks, each may have ceil(t * limit_a_token[d]) rows, where t is the largest
-//     number of tokens of a rank.
+//     `degrees` numbers number d says how often the degree[d] chunks must be cut finer (cut_finer)
+// own_rank: this rank, if its rows for itself are not sent, so that they do not count when chunks are cut;
+//     else -1.
+// host_rows: number of rows for which there is host memory; negative if host memory does not matter.
+// irregular: 1 if some choices of this rank's tokens have no row, or more than one row; else 0.
+// degree: the numbers of chunks that are asked about. Each of them is a divisor of the number of bins.
+// limit_a_token: with degree[d] chunks, a chunk may have ceil(t * limit_a_token[d]) rows, where t is the
+//     largest number of tokens of a rank.
 struct Agree {
   Message message;
   const int32_t* received;
@@ -62,37 +65,39 @@ struct Agree {
   double limit_a_token[kMostDegrees];
 };
 
-// The arguments of order_kernel, which does up to four things for the n chunks of a pass. Rows of the rank
-// `own_rank` to itself stay there, and are not sent; if it is -1, all rows are sent.
+// The arguments of order_kernel, which does up to four things for the n chunks of a pass. If own_rank is this
+// rank, its rows for its own experts stay on it and are not sent. If own_rank is -1, all rows are sent.
 //
-// The order of rows that arrive (skipped if of_chunks is null). The rows of a chunk arrive sorted by rank,
-// then expert, then group, where a group is `joined` neighbouring bins. They are needed sorted by expert,
-// then group, then rank.
+// 1. The order of rows that arrive (skipped if of_chunks is null). N is the number of rows that arrive. The
+// rows of a chunk arrive sorted by rank, then expert, then group, where a group is `joined` neighbouring
+// bins. The experts need them sorted by expert, then group, then rank. For each row a number arrives, too,
+// such as its routing weight. The numbers of all chunks arrive in one message, sorted by rank, chunk, expert,
+// then group.
 //
 //   received   (W, words), the message of each rank
-//   of_chunks  (N,), for each chunk the index that sorts its rows: sorted[i] = arrived[index[i]]. The indices
-//              of all chunks follow each other
-//   of_all     (N,), the index that sorts numbers that arrived for the rows of all chunks in one message,
-//              sorted by rank, then chunk. They are needed in the order of of_chunks
+//   of_chunks  (N,), the index that sorts the rows of a chunk: sorted[i] = arrived[index[i]]. The indices of
+//              chunk 0 are followed by those of chunk 1, and so on
+//   of_all     (N,), the index that brings the arrived numbers of all chunks into the order of the sorted
+//              rows: sorted_number[i] = arrived_number[of_all[i]]
 //
-// The order of the numbers that are sent, one for each row, such as its routing weight (skipped if slot is
-// null). This rank's rows are sorted by chunk, then by rank; those that stay are the last of their chunk. The
-// numbers are sent in one message for all chunks, sorted by rank, then chunk. Behind them come the numbers of
-// the rows that stay.
+// 2. The order of the numbers that this rank sends, one for each of its S rows (skipped if slot is null).
+// This rank's rows are sorted by chunk, then by rank; the rows that stay are the last of their chunk. The
+// numbers of all chunks are sent in one message, sorted by rank, then chunk. The numbers of the rows that
+// stay follow the message.
 //
 //   sent           (W, words), the messages of this rank
 //   slot           (S,), the (token, choice) slot of each of this rank's sorted rows
 //   number_slot    (S,), the slots in the order of the numbers
 //   weight         the routing weight of each slot, or null
-//   number_weight  (S,), these weights in the order of the numbers
+//   number_weight  (S,), the routing weights in the order of the numbers
 //
-// Where the rows of each expert end:
+// 3. Where the rows of each expert end. The rows that stay are computed in `pieces` blocks (pieces <= n). The
+// first block has the rows of the first n - pieces + 1 chunks, each other block those of one later chunk.
 //
-//   ends  (n + pieces, E), in each line the running sum of rows by expert: n lines for the rows that arrive
-//         in a chunk, then `pieces` lines for the rows that stay. The first n - pieces + 1 chunks share the
-//         first of these lines
+//   ends  (n + pieces, E), in each line the running sum of the experts' numbers of rows. The first n lines
+//         are for the rows that arrive in each chunk, the other lines for the blocks of rows that stay
 //
-// Zeros:
+// 4. Zeros:
 //
 //   zeros  (num_zeros,), numbers that are set to 0. Products of experts use them as counters of tiles
 struct Order {
@@ -113,7 +118,7 @@ struct Order {
   PMOE_HD int32_t chunk_bins() const { return message.bins / chunks; }
   PMOE_HD int32_t groups() const { return message.bins / chunks / joined; }
 
-  // Numbers of blocks that write the order of rows that arrive, the order of numbers, and the ends.
+  // Numbers of thread blocks that write the order of rows that arrive, the order of numbers, and the ends.
   PMOE_HD int32_t row_blocks() const {
     return of_chunks == nullptr ? 0 : chunks * message.experts * groups();
   }
@@ -122,8 +127,8 @@ struct Order {
   PMOE_HD int32_t blocks() const { return row_blocks() + number_blocks() + end_blocks(); }
 };
 
-// Returns the next finer number of chunks: chunks times the smallest prime factor of bins / chunks. It is
-// `cuts` of pmoe/comm/counts.py. chunks must be a divisor of bins, and less.
+// Returns the next finer number of chunks: `chunks` times the smallest prime factor of bins / chunks.
+// `chunks` must divide `bins` and be less than it. `cuts` in pmoe/comm/counts.py has the same rule.
 PMOE_HD int32_t cut_finer(int32_t chunks, int32_t bins) {
   const int32_t left = bins / chunks;
   int32_t factor = 2;

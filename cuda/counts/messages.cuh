@@ -6,8 +6,8 @@
 
 namespace pmoe::counts {
 
-// Returns a number of the header. It is chosen by comparisons, because the compiler would copy an array that
-// is indexed by a variable to the stack.
+// Returns the number at index `word` of the header. It is chosen by comparisons: if a variable indexed the
+// array, the compiler would copy the array to the stack.
 __device__ __forceinline__ int32_t header_at(const Pack& a, int32_t word) {
   int32_t value = a.fault == nullptr ? a.header[kFault] : static_cast<int32_t>(*a.fault);
   PMOE_UNROLL
@@ -16,7 +16,8 @@ __device__ __forceinline__ int32_t header_at(const Pack& a, int32_t word) {
   return value;
 }
 
-// Writes the numbers `first`, `first + step`, `first + 2 * step` ... of all messages.
+// Writes the numbers with the indices first, first + step, first + 2 * step, ... among the numbers of all
+// messages. Each thread of a kernel calls this function with an index of its own as `first`.
 __device__ __forceinline__ void write_messages(const Pack& a, int32_t first, int32_t step) {
   const int32_t words = a.message.words(), experts = a.message.experts, ranks = a.message.ranks;
   const int32_t all = ranks * words;

@@ -1,10 +1,11 @@
 // The forward pass of a layer in one launch (FlashDMoE), with the instructions of sm_80: routing, dispatch,
 // both products of the experts, combine.
 //
-// The first block of each rank manages the others (the paper's "operating system"): one of its warps is the
-// scheduler, which hands out tasks, and its other warps are subscribers, which wait for other ranks. All
-// other blocks are processors, which do tasks. Blocks need not all be resident at once: the first block and
-// any one processor can finish all tasks, since the scheduler gives tasks only to blocks that have started.
+// The first block of each rank manages the other blocks (the paper's "operating system"). One of its warps is
+// the scheduler, which hands out tasks. Its other warps are subscribers, which wait for data from other
+// ranks. All other blocks are processors, which do tasks. Blocks need not all be resident at once: the
+// scheduler gives tasks only to processors that have started, so the first block and a single processor can
+// finish all tasks.
 #pragma once
 #include "flashdmoe/products.cuh"
 #include "grouped_gemm/ampere.cuh"
@@ -13,8 +14,8 @@ namespace pmoe::flashdmoe {
 
 struct AmpereShared {
   ampere::Shared gemm;
-  Problem problem;  // of the current task; in registers it would leave none for accumulators
-  int place;
+  Problem problem;  // the current task's product; it is here because accumulators take all registers
+  int place;        // index of the current task in the task queue
 };
 static_assert(sizeof(AmpereShared) <= 99 * 1024, "more shared memory than a block of 8.6 has");
 // Routing tasks use all threads of a block, and the shared memory in which products keep their operands.
@@ -52,8 +53,8 @@ template <class T, Activation kActivation>
 __device__ __forceinline__ void compute_sm80(const Member& m, AmpereShared& shared, const Task& task) {
   if (task.type == TaskType::kCount || task.type == TaskType::kPlace)
     return route_group<AmpereRouting>(m.pass, task);
-  // One call computes the gate's scores and the second product. Two calls would be two inlined copies of a
-  // long product.
+  // One call of compute() is for two types of tasks: the gate's scores, and the second product. With two
+  // calls, the long code of a product would be inlined twice.
   if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
     const bool scores = task.type == TaskType::kScores;
     Problem p;

@@ -5,8 +5,8 @@
 // computed tile by tile. The gradients of the layer's input and of the routing weights are sent back.
 //
 // The gradients of the experts' parameters are sums over rows. They are computed when all rows of an expert
-// are done, and rows are added by source rank, then in the order of rows. So they are the same bit for bit in
-// every run.
+// are done. The rows are added by source rank, and the rows of a source rank in their order. So the gradients
+// are the same bit for bit in every run.
 #pragma once
 #include "flashdmoe/ampere.cuh"
 #include "grouped_gemm/parts.h"

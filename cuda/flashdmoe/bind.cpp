@@ -42,9 +42,9 @@ Layout layout_of(int ranks, int experts, int rows, int64_t row_bytes, bool is_po
 
 bool are_halves(Activation activation) { return pmoe::are_halves(pmoe::Epilogue::kHidden, activation); }
 
-// Assigns addresses in the workspace (task queue, counters) to the parts of a pass, and returns the
-// workspace's size in bytes. The offsets do not depend on the activation, the number of blocks or the
-// architecture, because all launches share one workspace.
+// Assigns addresses in the workspace (task queue, counters) to a pass, and returns the workspace's size in
+// bytes. All launches share one workspace, so the offsets do not depend on the activation, the number of
+// blocks or the architecture.
 int64_t place(Pass& pass, const Experts& experts, int most_tokens, uint8_t* base) {
   pass.processors = kMostBlocks - 1;
   return place_for_all(pass, experts, true, kTileRows, kFewestTileColumns, most_tokens, base);

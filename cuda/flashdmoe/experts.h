@@ -10,15 +10,15 @@ using peers::kMostVirtual;
 // A rank's experts, and the activations of the rows that arrived. All tensors have the rows' dtype, except
 // dots.
 //
-// A cell is the rows of one source rank for one expert. With a capacity of C rows a cell, an activation is a
-// tensor (number of cells * C, columns). Without a capacity all cells share a pool of C rows (layout.h), and
-// an activation is (C, columns). Where no row arrived, a tensor keeps old values.
+// A cell is the rows of one source rank for one expert. With a capacity, a cell has room for C rows, and an
+// activation is a tensor (number of cells * C, columns). Without a capacity, all cells share a pool of C rows
+// (layout.h), and an activation is a tensor (C, columns). Where no row arrived, a tensor keeps old values.
 struct Experts {
   int model = 0, hidden = 0;  // M, H; G = H, or 2 H for SwiGLU
   const void *w1 = nullptr, *b1 = nullptr, *w2 = nullptr, *b2 = nullptr;
-  void* input = nullptr;   // T_DI: forward copies it there, backward reads it; null: not kept
+  void* input = nullptr;   // T_DI, M columns: forward copies it here, backward reads it; null: not kept
   void* wide = nullptr;    // T_M, G columns: the first product writes it; null: not kept
-  void* active = nullptr;  // H columns: the activated hidden; in backward times the routing weight
+  void* active = nullptr;  // the activated hidden, H columns; in backward times the routing weight
 
   // For the backward pass.
   void* gradient = nullptr;  // gradient of T_M, G columns
@@ -39,11 +39,12 @@ struct Launch {
 };
 static_assert(sizeof(Launch) <= 4096, "more bytes than a kernel's arguments may have");
 
-// Sets how many tasks a forward pass has: routing, if the launch does it, and the tiles of the products.
+// Sets how many tasks a forward pass has: routing tasks, if the launch does the routing, and the tiles of the
+// products.
 //
 // halves: true for SwiGLU, whose T_M has two halves of columns, gate and up. A tile of the first product then
 //     has half of its columns in each half.
-// columns: columns of a product's tile.
+// columns: number of columns of a product's tile.
 inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int columns) {
   const int most = smaller(pass.processors, kMostGroups);
   RoutingTasks& routing = pass.routing;
@@ -60,8 +61,8 @@ inline void plan_forward(Pass& pass, const Experts& experts, bool halves, int co
 // Sets how many tasks a backward pass has.
 //
 // halves: true for SwiGLU, whose hidden columns are two halves.
-// rows: rows of a tile of a weight's gradient.
-// columns: columns of a product's tile.
+// rows: number of rows of a tile of a weight's gradient.
+// columns: number of columns of a product's tile.
 // recomputes: whether T_M, the hidden activation, is computed once more from T_DI.
 inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                           bool recomputes) {
@@ -83,13 +84,13 @@ inline void plan_backward(Pass& pass, const Experts& experts, bool halves, int r
 }
 
 // Assigns addresses in the workspace to the queue and counters of `pass`, and returns the workspace's size in
-// bytes. Forward and backward launches use the same workspace, whose counters are zero between launches. So
-// each counter must have the same offset in every launch: offsets are computed for the largest pass, a
-// backward pass with all gradients and `tokens` tokens.
+// bytes. Forward and backward launches use the same workspace, and rely on counters that are zero when a
+// launch begins. So each counter must have the same offset in every launch. Offsets are computed for the
+// largest pass: a backward pass with all gradients and `tokens` tokens.
 //
 // halves: true for SwiGLU, whose hidden columns are two halves.
-// rows, columns: of a product's tile.
-// base: beginning of the workspace, a multiple of 1024; null only counts the bytes.
+// rows, columns: numbers of rows and columns of a product's tile.
+// base: address of the workspace, a multiple of 1024. If it is null, the function only counts the bytes.
 inline int64_t place_for_all(Pass& pass, const Experts& experts, bool halves, int rows, int columns,
                              int tokens, uint8_t* base) {
   Experts all = experts;

@@ -1,13 +1,13 @@
 // Routing inside the launch (FlashDMoE, Algorithm 1), built from the code of cuda/route.
 //
-// Unless experts were chosen before the launch, it chooses each token's experts and weights from the token's
-// scores. Then it counts the rows of each expert, and gives each (token, choice) slot the index of its row
-// among the rows of its expert, in the order of tokens.
+// Unless experts were chosen before the launch, this code chooses each token's experts and weights from the
+// token's scores. Then it counts the rows of each expert, and gives each (token, choice) slot the index of
+// its row among the rows of its expert, in the order of tokens.
 //
 // Tokens are cut into groups, and each group has two tasks. The first task (kCount) chooses experts, and
-// counts the group's rows by expert. When all groups have been counted, the second task (kPlace) gives the
-// group's rows the indices behind those of all groups before it. So no task waits for another group, and the
-// result does not depend on the order of tasks.
+// counts the group's rows by expert. The second task (kPlace) is put into the task queue when all groups have
+// been counted. It gives the group's rows the indices behind those of all groups before it. So no task waits
+// for another task, and the result does not depend on the order in which tasks are done.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "route/choose.cuh"
@@ -15,11 +15,11 @@
 
 namespace pmoe::flashdmoe {
 
-// How kThreads threads share the routing: each warp chooses the experts of one token at a time, and each of
-// its lanes has up to eight of the token's scores.
+// How kThreads threads share the routing: each warp chooses the experts of one token at a time, and each lane
+// of the warp has up to eight of the token's scores.
 template <int kThreads>
 struct RoutingShape : route::Shape<32, kMostChosen / 32, kThreads / 32> {
-  // These kernels have no free registers for sorted scores: with SiLU, nvcc would spill.
+  // These kernels have no free registers in which lanes could sort scores: with SiLU, nvcc would spill.
   static constexpr bool kSortsLanes = false;
   static constexpr bool kMerges = false;
   static constexpr bool kChecksFinite = false;
@@ -89,16 +89,17 @@ class Group {
  private:
   // Counts the rows of each warp by expert.
   //
-  // found(expert, rows): called for each expert with the rows of all warps together.
+  // found(expert, rows): is called for each expert, with the number of rows of all warps together.
   template <class Found>
   __device__ __forceinline__ void count_warps(const Found& found) const {
     route::count_slots<Shape>(at_, shared_, experts_, slots_, choice());
     route::add_warps<Shape>(shared_, experts_, found);
   }
 
-  // Computes where the results of this rank's rows return to. The rows of one expert take whole tiles of this
-  // rank's pool, and the experts of all ranks follow each other there. Returns, in shared memory, the row of
-  // the pool at which each expert's results begin; null if there is no pool (layout.h). All threads call it.
+  // Computes to which rows of this rank's pool the results of its rows return (layout.h). In the pool, the
+  // results of each expert take whole tiles, and the experts of all ranks follow each other. Returns an array
+  // in shared memory that has, for each expert, the index of the first row of its results in the pool; null
+  // if there is no pool. All threads call this function.
   //
   // total_E: number of this rank's rows for each expert, before they are limited to the capacity.
   __device__ __forceinline__ const int32_t* homes(const int32_t* total_E) const {
@@ -143,7 +144,8 @@ constexpr int kRoutingBytes =
     4 * larger(route::ForwardShared<Shape>::area(route::kMostExperts) + 3 * route::kMostExperts,
                route::ForwardShared<Shape>::words(kMostChosen, route::kMostChoices));
 
-// Does a routing task (kCount or kPlace) of one group of tokens; all threads of Shape call it.
+// Does a routing task (kCount or kPlace) of one group of tokens. All Shape::kThreads threads call this
+// function.
 template <class Shape>
 __device__ __forceinline__ void route_group(const Pass& pass, const Task& task) {
   const Group<Shape> group(pass, task.tile);

@@ -5,8 +5,9 @@
 // operands by the tensor memory accelerator, as in grouped_gemm/hopper.cuh. The other eight warps multiply,
 // and do all tasks that are not products.
 //
-// Operands pass through a ring of stages (buffers) in shared memory. A stage holds one step of a product's
-// reduction. A product begins with the stage behind the last stage that the product before has used.
+// Operands pass through a ring of stages (buffers) in shared memory. A stage holds the operands of one step
+// of a product's reduction. A product begins with the stage after the last stage that the product before has
+// used.
 #pragma once
 #include <cstddef>
 
@@ -28,8 +29,8 @@ struct HopperShared {
   Problem problem;
   Tile tile;
   CellPieces pieces;  // for the gradient of a weight
-  int begin;          // where the cell's rows begin in A's map
-  uint32_t steps;     // steps of all products before this one
+  int begin;          // index in A's tensor map of the cell's first row
+  uint32_t steps;     // number of steps of all products before this one
   // place: index of the current task in the task queue tQ.
   // number: index of this processor among the processors of its rank.
   // index: index of the rank among the ranks of the launch.
@@ -39,7 +40,7 @@ static_assert(sizeof(HopperShared) <= 232448 - 1024, "more shared memory than a 
 static_assert(hopper::kDepth == kTileDepth && hopper::kMultipliers == kComputeThreads);
 static_assert(sizeof(hopper::Shared::exchange) >= kBiasBytes, "biases are summed in the exchange buffers");
 
-// How threads share a routing task. The threads that multiply run it. Its shared memory is that of the
+// How threads share a routing task. The threads that multiply do the task, in the shared memory of the
 // stages, which hold no operands between products.
 struct HopperRouting : RoutingShape<kComputeThreads> {
   static constexpr int kFirstThread = hopper::kLoaders, kBarrier = 1;
@@ -48,7 +49,7 @@ static_assert(kRoutingBytes<HopperRouting> <= offsetof(hopper::Shared, exchange)
 
 #if PMOE_HOPPER_CODE
 
-// Registers of a thread. The numbers are those of the grouped product, and the same for every product of a
+// Registers of a thread. The numbers are those of the grouped product. They stay the same during a whole
 // pass.
 constexpr int kLoaderRegisters = hopper::kLoaderRegisters;
 constexpr int kMultiplierRegisters = hopper::kMultiplierRegisters;
@@ -60,14 +61,15 @@ __device__ __forceinline__ void sync_multipliers() { sync_named(1, hopper::kMult
 
 // ---- the warp that loads
 //
-// Its first thread receives a task by an acquire load. Other threads have written the task's operands, and
-// bulk copies (the asynchronous proxy) read them. So a proxy fence must come between the acquire and the
-// copies.
+// The first thread of this warp receives a task by an acquire load. Other threads have written the task's
+// operands, and bulk copies (the asynchronous proxy) read them. So a proxy fence must come between the
+// acquire load and the copies.
 
 // Loads the operands of one tile, in all steps along the reduction.
 //
 // begin: index in A's tensor map of the first row from the tile's source rank for the tile's expert.
-// steps: number of steps of reductions that this block has loaded so far; updated.
+// steps: number of steps that this block has loaded so far, in all products. This function adds the tile's
+//     steps.
 template <Form kForm, bool kHalves = false>
 __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, const Problem& p,
                                      const Tile& tile, int begin, uint32_t& steps) {
@@ -94,10 +96,13 @@ __device__ __forceinline__ void load(HopperShared& shared, const MapPair& maps, 
   sync_warp();
 }
 
-// Both functions return the index of a cell's row. A cell is the rows of one source rank for one expert.
-// row_in_heap() returns the index of the cell's row number `offset` among all rows of the tensor L in this
-// rank's heap. row_by_cell() returns the index of the cell's first row in the activations that this rank
-// keeps for all cells.
+// A cell is the rows of one source rank for one expert. Both functions return the index of a row.
+//
+// row_in_heap(): the index of row `offset` of a cell, counted over all rows of the tensor L in this rank's
+// heap.
+//   If cells share a pool, `offset` is an index in the pool.
+// row_by_cell(): the index of a cell's first row, counted over the rows of the activations that this rank
+//   keeps (Experts). If cells share a pool, it is 0, and the caller adds the cell's offset in the pool.
 __device__ __forceinline__ int row_in_heap(const Layout& layout, int peer, Round round, int expert,
                                            int offset = 0) {
   return static_cast<int>(layout.row({peer, round, Staging::kIncoming, expert, offset}));
@@ -108,8 +113,7 @@ __device__ __forceinline__ int row_by_cell(const Layout& layout, int peer, int e
 
 // Loads the operands of a tile of the first product, T_DI w1^T. T_DI are the rows that arrived.
 //
-// begin: index in A's tensor map of the first row from the tile's source rank for the tile's expert.
-// steps: number of steps of reductions that this block has loaded so far; updated.
+// begin, steps: the arguments of load().
 template <class T, Activation kActivation>
 __device__ __forceinline__ void load_first(const Member& m, HopperShared& shared, const MapPair& maps,
                                            const Task& task, const CellTile& cell, int begin,
@@ -131,8 +135,8 @@ __device__ __forceinline__ void load_forward(const Member& m, HopperShared& shar
                                row_in_heap(layout, task.peer, Round::kDispatch, task.expert, cell_offset),
                                steps);
   } else if (task.type == TaskType::kScores || task.type == TaskType::kGemm1) {
-    // One call loads the operands of the gate's scores and of the second product, so that the code is
-    // inlined once.
+    // One call of load() is for two types of tasks, the gate's scores and the second product, so that its
+    // code is inlined only once.
     const bool scores = task.type == TaskType::kScores;
     Problem p;
     Tile tile;
@@ -199,8 +203,9 @@ __device__ __forceinline__ void multiply_forward(const Member& m, HopperShared& 
 
 // Runs a block: the scheduler and the subscribers, or a processor.
 //
-// load(member, index, task, steps): loads the operands of a tile. index: the rank's number in the launch.
-// multiply(member, task, thread): multiplies the tile, or does a routing task.
+// load(member, index, task, steps): loads the operands of a tile. `index` is the index of the rank in the
+//     launch.
+// multiply(member, task, thread): multiplies the tile, or does a task that is no product.
 template <class T, class Load, class Multiply>
 __device__ __forceinline__ void run_block_sm90a(const Launch& launch, HopperShared& shared, const Load& load,
                                                 const Multiply& multiply) {

@@ -8,10 +8,10 @@ namespace pmoe::flashdmoe {
 #if PMOE_HOPPER_CODE
 
 // Returns the index, in T_DI's tensor map, of the first row from rank `peer` for an expert. T_DI are the rows
-// that arrived in forward. They are in a tensor if forward has kept them, else in the heap, where they have
-// arrived again in backward.
+// that arrived in forward. If forward has kept them, they are in the tensor Experts::input. If not, they have
+// arrived again in backward and are in the heap.
 //
-// kept: the index in the tensor; it is the result if forward has kept T_DI.
+// kept: the index of the row in the tensor. The function returns it if forward has kept T_DI.
 // offset: without a capacity, the index in the pool of the first row from `peer` for the expert; else 0.
 __device__ __forceinline__ int row_of_input(const Member& m, int peer, int expert, int kept, int offset) {
   return m.experts.input != nullptr ? kept : row_in_heap(m.pass.layout, peer, Round::kAgain, expert, offset);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void load_backward(const Member& m, HopperShared& sha
 }
 
 // Does one task of the backward pass: a tile of a product, or a part of a bias gradient. The threads of a
-// warp synchronize before each product, because its instructions need a converged warp.
+// warp synchronize before each product, because instructions of products need a converged warp.
 template <class T, Activation kActivation>
 __device__ __forceinline__ void multiply_backward(const Member& m, HopperShared& shared, const Task& task,
                                                   int thread) {

@@ -23,7 +23,7 @@ BackwardKernel hopper_backward(const Which& which) {
 }
 
 // The operands of one product, as its tensor maps describe them. A is the whole tensor that contains the rows
-// of all tasks.
+// of all tasks. a_rows and b_rows are the arguments of encode_maps().
 struct Mapped {
   Form form;
   Problem problem;

@@ -20,8 +20,8 @@ using PassKernel = void (*)(Launch);
 using ForwardKernel = void (*)(HopperLaunch<3>);
 using BackwardKernel = void (*)(HopperLaunch<5>);
 
-// Each function returns the kernel for one set of instructions, element type and pass. Each is in a file of
-// its own, so that nvcc compiles them in parallel.
+// Each of these functions returns the kernel for one set of instructions, element type and pass. They are in
+// eight files, so that nvcc compiles the kernels in parallel.
 ForwardKernel hopper_bf16(Activation);
 ForwardKernel hopper_fp16(Activation);
 BackwardKernel hopper_backward_bf16(Activation);

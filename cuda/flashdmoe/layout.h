@@ -1,22 +1,26 @@
 // The symmetric tensor layout L of FlashDMoE (section 5.3), and the flags beside it: which data lies where in
-// a rank's heap, and which rank writes it. A heap is device memory that all ranks can write.
+// a rank's heap, and which rank writes the data. A heap is device memory that all ranks can write: directly,
+// by stores, or by NVSHMEM's puts.
 //
 //   L in R^(P x R x B x E x C x H): P ranks, R rounds (dispatch and combine), B staging buffers (outgoing
 //   and incoming rows), E experts of a rank, C rows of an expert's capacity, H columns of a row.
 //
 // A third round is added if a backward pass dispatches the layer's input again, beside the output's gradient.
 //
-// A cell (p, r, b, e) holds the rows that one rank sends to one expert: C rows, a whole number of tiles. If
-// fewer rows arrive, the other rows of the last tile keep old values and are never sent (in-place padding,
-// section 5.4). If every rank can write to a rank's heap directly, no rows are staged, and its L has B = 1
-// and half the size. If some rank cannot, L has B = 2 on all ranks, and so have the regions before L: the
-// outgoing part of each is `outgoing()` bytes behind the incoming part. packets.cuh uses both.
+// A cell (p, r, b, e) has room for the rows that one rank sends to one expert: C rows, a whole number of
+// tiles. If fewer rows arrive, the other rows of the last tile keep old values and are never sent (in-place
+// padding, section 5.4).
+//
+// If every rank can write to every heap directly, no rows are staged, and L has B = 1 and half the size. If
+// some rank needs puts for some heap, L has B = 2 on all ranks, because a put copies from the outgoing part
+// of the rank's own heap. All regions before L then have two parts as well, for incoming and for outgoing
+// data: the outgoing part begins `outgoing()` bytes behind the incoming part. packets.cuh uses both parts.
 //
 // Without a capacity, all cells of a round share one pool of C rows, L(r, b, c). The receiving rank chooses
-// an offset in the pool for each cell, at the beginning of a tile. The results come back into a pool of the
-// sending rank, at offsets that the sending rank has chosen. places.cuh does both.
+// an offset in its pool for each cell, at the beginning of a tile. The results come back into a pool of the
+// sending rank, at offsets that the sending rank has chosen. places.cuh chooses and sends these offsets.
 //
-//   region     at                  written by   content
+//   region     a part for each     written by   content
 //   granted    rank p              p            flag: p has begun the launch, and its cells are free
 //   announced  source s            s            flag: s has written its row counts into `counts`
 //   counts     source s, expert e  s            number of rows
@@ -55,7 +59,7 @@ using peers::align_region;
 using peers::kFlagBytes;
 
 constexpr int kRounds = 2;         // R of a pass that sends nothing again
-constexpr int kTileFlagBytes = 8;  // of a tile's flag: a put writes 8 bytes (peers/puts.cuh)
+constexpr int kTileFlagBytes = 8;  // size of a tile's flag: a put writes 8 bytes (peers/puts.cuh)
 
 enum class Round : int { kDispatch, kCombine, kAgain };
 enum class Staging : int { kOutgoing, kIncoming };
@@ -72,8 +76,8 @@ struct Coordinates {
 // Returns whether rank `source` may write the row at position i in the heap of rank `target` (definition
 // 5.3.2).
 //
-// In another rank's heap, a rank may write only the part for the incoming rows that it sends itself. Outgoing
-// (staged) rows it may write only in its own heap. So no two ranks write the same memory.
+// In another rank's heap, a rank may write only the part for the incoming rows that it sends itself. It may
+// write outgoing (staged) rows only in its own heap. So no two ranks write the same memory.
 PMOE_HD constexpr bool is_valid(int source, int target, const Coordinates& i) {
   return i.b == Staging::kIncoming ? i.p == source : source == target;
 }
@@ -115,9 +119,9 @@ struct Layout {
   PMOE_HD int64_t offsets(int peer) const {
     return placed(0) + align_region(int64_t{ranks} * kFlagBytes) + int64_t{peer} * experts * 4;
   }
-  // Returns the byte offset in the heap of the flag that says that a tile of rows has arrived.
+  // Returns the byte offset in the heap of the flag which says that a tile of rows has arrived.
   //
-  // source, e: the rank that sends the rows, and this rank's expert that they are for.
+  // source, e: the rank that sends the rows, and this rank's expert for which it sends them.
   // tile: index of the tile in its cell (the rows of one rank for one expert) or, if cells share a pool, in
   //     the pool.
   PMOE_HD int64_t arrival(int source, int e, int tile) const {
@@ -139,8 +143,8 @@ struct Layout {
   PMOE_HD int64_t outgoing() const { return dots(0, 0) + align_region(int64_t{all_rows()} * 4); }
   PMOE_HD int64_t begin() const { return buffers * outgoing(); }
   PMOE_HD int64_t at(const Coordinates& i) const { return begin() + row(i) * row_bytes; }
-  // Returns the index of the row at position i among all rows of the tensor L, which are stored one behind
-  // another from begin() on.
+  // Returns the index of the row at position i among all rows of the tensor L. The rows are stored one behind
+  // another, and row 0 begins at begin().
   PMOE_HD int64_t row(const Coordinates& i) const {
     const int64_t p = is_pool ? 0 : i.p;
     const int64_t slab =
@@ -151,9 +155,9 @@ struct Layout {
   // Returns the size of the tensor L in bytes.
   PMOE_HD int64_t size() const { return rows() * row_bytes; }
   // first_row() returns the index of the first row of a cell (the rows of one rank for one expert) in a
-  // tensor that has the rows of all cells of one round; 0 if cells share a pool. rows_of_rank() returns how
-  // many rows each rank p has in the heap's tensor L (all rounds, buffers and experts): rank p + 1's rows
-  // begin this many rows behind rank p's. It is 0 if cells share a pool.
+  // tensor that has the rows of all cells of one round. rows_of_rank() returns how many rows of the heap's
+  // tensor L belong to one rank p (in all rounds, buffers and experts); the rows of rank p + 1 begin this
+  // many rows behind those of rank p. If cells share a pool, both functions return 0.
   PMOE_HD int64_t first_row(int rank, int e) const { return is_pool ? 0 : int64_t{cell(rank, e)} * capacity; }
   PMOE_HD int64_t rows_of_rank() const {
     return is_pool ? 0 : int64_t{rounds} * buffers * experts * capacity;

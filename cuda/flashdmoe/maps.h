@@ -14,8 +14,9 @@ struct MapPair {
   CUtensorMap a, b;
 };
 
-// Index of a product's tensor maps in the array of a launch. A forward launch has the maps of the first three
-// products. A backward launch has those of kFirstProduct, and from index 1 on those from kHiddenProduct on.
+// Index of a product's tensor maps in the array of a launch. A forward launch has kFirstProduct,
+// kSecondProduct and kGateProduct (0 to 2). A backward launch has kFirstProduct (0), kHiddenProduct (1) and
+// the products after it (2 to 4).
 enum MappedProduct {
   kFirstProduct,
   kSecondProduct,

@@ -25,8 +25,9 @@ constexpr int kMostChosen = 256;    // largest number of experts of all ranks if
 //   kFirstTask + i   it has task i of the queue tQ  (written by the scheduler)
 constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: the task at place i of tQ
 
-// The unit of an expert's progress. Gradients of an expert's parameters are sums over all of its rows, and
-// begin when all of these are done. To find that out, one number counts ranks and tiles:
+// The factor of the number of ranks in the progress of an expert. Gradients of an expert's parameters are
+// sums over all of its rows. They are computed when all rows are done, which means that the gradient of T_M
+// is computed for them. To find that out, one number for each expert counts ranks and tiles:
 //
 //   expert_progress[e] = kSourceAnnounced * (number of ranks that have announced their row counts)
 //                      + (number of tiles of announced rows that are not done)
@@ -35,7 +36,7 @@ constexpr uint32_t kAbsent = 0, kIdle = 1, kFirstTask = 2;  // kFirstTask + i: t
 constexpr uint32_t kSourceAnnounced = 1u << 20;
 
 // Bits of Watch::not_waited, which tests set to skip one wait of the kernel. The results must then be wrong:
-// otherwise the tests would not notice if that wait were missing.
+// otherwise the tests would not notice if that wait were missing. What happens if a bit is set:
 //
 //   kCompleteBit   gradients of parameters begin before all rows of the expert are done
 //   kCountedBit    rows get their indices before all groups of tokens have been counted
@@ -47,10 +48,11 @@ constexpr uint32_t kScoredBit = 1u << 11;
 constexpr uint32_t kKnownBit = 1u << 10;
 
 // The numbers of tasks for the parameter gradients of one expert; 0 for a gradient that is not wanted. Index
-// 0 is for w1 and b1, index 1 for w2 and b2. A weight's gradient has down * across tiles, one task each.
+// 0 is for w1 and b1, index 1 for w2 and b2. A weight's gradient has down * across tiles, and each tile is a
+// task.
 struct WeightTasks {
-  int down[2] = {}, across[2] = {};  // rows and columns of tiles of a weight's gradient
-  int bias[2] = {};                  // tasks of a bias's gradient: each sums a range of columns
+  int down[2] = {}, across[2] = {};  // numbers of tiles below each other, and side by side
+  int bias[2] = {};                  // number of tasks of a bias's gradient: each sums a range of columns
 
   PMOE_HD int tasks() const { return down[0] * across[0] + down[1] * across[1] + bias[0] + bias[1]; }
 };
@@ -69,18 +71,18 @@ struct GateChoice {
   float* z = nullptr;            // (groups,): squared logsumexp, summed over the group's tokens
 };
 
-// The routing tasks of a launch, which run before any row is sent. From the chosen experts they compute four
-// arrays of Pass: counts, slot, expert and row. Tokens are cut into groups, with tasks of their own. If
-// `groups` is 0, as in backward, there are no routing tasks: the caller passes the four arrays with their
-// values.
+// The routing tasks of a launch, which run before any row is sent. From the chosen experts they compute the
+// arrays counts, slot, expert and row of Pass. Tokens are cut into groups, and each group has tasks of its
+// own. If `groups` is 0, as in backward, there are no routing tasks: the caller passes the four arrays with
+// their values.
 struct RoutingTasks {
   bool is_asked = false;
-  int products[2] = {};             // tiles of the gate's product: down (tokens) and across (experts)
-  int groups = 0;                   // groups of tokens
+  int products[2] = {};             // numbers of tiles of the gate's product: down (tokens), across (experts)
+  int groups = 0;                   // number of groups of tokens
   const int64_t* chosen = nullptr;  // (tokens, choices): expert of each slot; null: they are in Pass::expert
-  const uint8_t* keep = nullptr;    // (tokens, choices): 0 if a slot is dropped; null: none is
-  int capacity = 0;                 // rows of an expert that are kept, in the tokens' order; at most C
-  int32_t* rows = nullptr;          // (groups, experts of all ranks): rows of each group
+  const uint8_t* keep = nullptr;    // (tokens, choices): 0 if a slot is dropped; null: no slot is dropped
+  int capacity = 0;                 // most rows of an expert that are kept, in the tokens' order; at most C
+  int32_t* rows = nullptr;          // (groups, experts of all ranks): number of rows of each group
   GateChoice choice;
 
   PMOE_HD int scored() const { return products[0] * products[1]; }
@@ -94,21 +96,23 @@ struct Pass {
   int rank = 0;
   Watch watch;
 
-  // The routing of this rank's S tokens, with k choices each. There are P ranks with E experts each. A slot
-  // is a (token, choice) pair. C is the capacity: the most rows of one rank for one expert. Without a
-  // capacity all rows that a rank receives share a pool, and C is the size of the pool in rows. Results also
-  // come back into a pool of C rows, on the rank that sent the rows.
+  // The routing of this rank's S tokens, with k choices for each token. There are P ranks with E experts
+  // each. A slot is a (token, choice) pair. C is the capacity: the largest number of rows that one rank sends
+  // to one expert. Without a capacity, all rows that a rank receives share a pool, and C is the number of
+  // rows of the pool. Results also come back into a pool of C rows, on the rank that sent the rows.
   //
-  // counts: (P * E) number of this rank's rows for each expert of all ranks; at most C each.
+  // The rows of this rank for an expert are numbered c = 0, 1, ...
+  //
+  // counts: (P * E) number of this rank's rows for each expert of all ranks; at most C for an expert.
   // home: (P * E) without a capacity: for each expert of all ranks, the index in this rank's pool of results
-  //     at which the expert's results begin; else null.
-  // offset: (P, E) without a capacity: where the rows of each rank for each expert of this rank begin in this
-  //     rank's pool; else null. Forward writes it, backward reads it.
-  // slot: the slot of an expert's c-th row, at [expert * C + c]; without a capacity, at [home[expert] + c].
-  // expert: (S, k) expert of each slot.
+  //     of the expert's first result; else null.
+  // offset: (P, E) without a capacity: for each source rank and each expert of this rank, the index in this
+  //     rank's pool of the first row; else null. Forward writes it, backward reads it.
+  // slot: the slot of row c of an expert, at [expert * C + c]; without a capacity, at [home[expert] + c].
+  // expert: (S, k) the expert of each slot.
   // row: (S, k) the index c of each slot's row; without a capacity, home[expert] + c; -1 if the slot is
-  // dropped.
-  // weight: (S, k) routing weight of each slot; written if the launch chooses the experts.
+  //     dropped.
+  // weight: (S, k) the routing weight of each slot; written if the launch chooses the experts.
   int32_t* counts = nullptr;
   int32_t* home = nullptr;
   int32_t* offset = nullptr;
@@ -127,8 +131,8 @@ struct Pass {
   uint8_t* result = nullptr;
   int64_t result_stride = 0;  // bytes
 
-  // For the backward pass only. Routing weights are sent with the rows, and their gradients come back with
-  // the results. The layer's input T_I is sent again if forward did not keep what arrived.
+  // For the backward pass only. Routing weights are sent with the rows, and the gradients of the weights come
+  // back with the results. The layer's input T_I is sent again if forward did not keep the rows that arrived.
   bool is_backward = false;
   const uint8_t* again = nullptr;    // T_I, or null if it is not sent again
   int64_t again_stride = 0;          // bytes
@@ -148,18 +152,21 @@ struct Pass {
 
   PMOE_HD uint8_t* own() const { return heaps[rank]; }
   // Returns whether this rank's loads and stores reach a peer's heap. If they do not, L has B = 2, and data
-  // for the peer travels by puts (packets.cuh). Two ranks are mapped to each other, or neither is.
+  // for the peer travel by puts (packets.cuh). If a rank can reach the heap of another rank, that rank can
+  // reach its heap, too.
   PMOE_HD bool is_mapped(int peer) const { return !peers::kHasPuts || heaps[peer] != nullptr; }
   PMOE_HD uint8_t* at(int peer, const Coordinates& i) const { return heaps[peer] + layout.at(i); }
   PMOE_HD int groups() const { return ceil_div(tokens, kCombineTokens); }
   PMOE_HD const int32_t* announced_rows(int source_rank) const {
     return reinterpret_cast<const int32_t*>(own() + layout.counts(source_rank));
   }
-  // Returns a counter for a tile of rows and a stage. A stage is one of the products that the rows go
-  // through. The counter is the number of tiles of the product's result, side by side for these rows, that
-  // are finished.
+  // Returns the address of the counter for a tile of rows and a stage. A stage is one of the products that
+  // the rows go through. The product's result for these rows has several tiles side by side. The counter is
+  // the number of these tiles that are finished.
   //
-  // offset: without a capacity, where the rows of the task's source and expert begin in the pool; else 0.
+  // t: a task with these rows.
+  // offset: without a capacity, the index in the pool of the first row of the task's source and expert; else
+  //     0.
   PMOE_HD uint32_t* finished_counter(const Task& t, int stage, int offset) const {
     return finished_tiles + int64_t{stage} * layout.all_tiles() +
            (layout.first_row(t.peer, t.expert) + offset) / layout.tile_rows + t.tile;
@@ -180,7 +187,7 @@ PMOE_HD int64_t most_tasks(const Pass& pass) {
 // workspace's size in bytes. The sizes in `pass` must be set before. The memory must be zero before the first
 // launch.
 //
-// base: beginning of the memory, a multiple of 1024; null only counts the bytes.
+// base: address of the workspace, a multiple of 1024. If it is null, the function only counts the bytes.
 inline int64_t place_workspace(Pass& pass, uint8_t* base) {
   int64_t taken = 0;
   const auto take = [&](auto*& part, int64_t count) {

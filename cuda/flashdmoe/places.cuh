@@ -2,9 +2,9 @@
 // capacity, all cells of a round share one buffer, the pool (layout.h).
 //
 // The source announces how many rows it sends, and at which offset of its own pool it wants their results.
-// The receiving rank gives each cell the next free tiles of its pool, and writes the offset of these tiles to
-// the source. The offsets depend on the order in which sources announce their rows. The results do not,
-// because sums are computed by source and row.
+// The receiving rank gives each cell the next free tiles of its pool, and writes the offset of these tiles
+// into the heap of the source. The offsets depend on the order in which sources announce their rows. The
+// values of the results do not depend on it, because sums are computed by source and row.
 //
 // With a capacity every cell has memory of its own, and these functions return 0.
 #pragma once
@@ -28,7 +28,7 @@ __device__ __forceinline__ int offset_at(const Pass& pass, int peer, int e) {
 // Returns the offset in this rank's pool at which the results of this rank's rows for an expert begin; 0
 // without a pool.
 //
-// expert: a number among the experts of all ranks.
+// expert: an index among the experts of all ranks.
 __device__ __forceinline__ int own_home(const Pass& pass, int expert) {
   return pass.layout.is_pool ? read(pass.home + expert) : 0;
 }
@@ -41,9 +41,9 @@ __device__ __forceinline__ int home_at(const Pass& pass, int source, int e) {
 }
 
 // Tells another rank how many rows this rank sends to each of that rank's experts and, with a pool, at which
-// offsets this rank wants their results. Raises the flag `announced`.
+// offsets this rank wants the results of these rows. Then raises the flag `announced` there.
 //
-// delay: number of the caller for delays in tests (peers::test_delay).
+// delay: the argument `who` of peers::test_delay, for tests.
 __device__ __forceinline__ void announce(const Pass& pass, int peer, uint32_t delay) {
   const Layout& layout = pass.layout;
   const Ends counts_ends = {layout.counts(pass.rank), layout.counts(peer)};
@@ -62,8 +62,9 @@ __device__ __forceinline__ void announce(const Pass& pass, int peer, uint32_t de
   put_region_with_flag(pass, peer, counts_ends, bytes, flag);
 }
 
-// Chooses where the rows of a source begin in this rank's pool, and writes these offsets to the source, which
-// has announced how many rows it sends. In backward nothing is chosen: the offsets are those of forward.
+// Chooses at which offsets the rows of a source begin in this rank's pool, and writes these offsets into the
+// heap of the source. The source has announced how many rows it sends. In backward this function chooses
+// nothing, and writes the offsets that forward has chosen.
 __device__ __forceinline__ void grant_room(const Pass& pass, int source) {
   const Layout& layout = pass.layout;
   const int32_t* const counts = pass.announced_rows(source);

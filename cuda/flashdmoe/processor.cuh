@@ -1,7 +1,7 @@
-// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. After a task, a processor
-// raises a flag if another rank waits for the result. Otherwise, if tasks waited only for this result, it
-// puts them into the task queue tQ. Processors never wait for other ranks, only for a task from the
-// scheduler.
+// Processors (FlashDMoE, Algorithm 4): blocks that do one task after another. If another rank waits for the
+// result of a task, the processor then raises a flag there. If further tasks of this rank waited only for
+// this result, the processor puts these tasks into the task queue tQ. Processors never wait for other ranks,
+// only for a task from the scheduler.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -11,7 +11,7 @@
 namespace pmoe::flashdmoe {
 
 // Waits for this processor's next task, and returns the task's index in the task queue tQ; -1 if no task is
-// left. One thread calls it.
+// left. One thread of the processor calls this function.
 __device__ __forceinline__ int next_task(const Pass& pass, int processor) {
   uint32_t* const mailbox = &pass.mailboxes[processor];
   store_release(mailbox, kIdle);
@@ -37,7 +37,8 @@ __device__ __forceinline__ float* of_row(uint8_t* floats, int row) {
   return reinterpret_cast<float*>(floats) + row;
 }
 
-// Sends one row of the layer's input, in backward. The same task sends the row's gradient.
+// Sends one row of the layer's input, in backward. The same task also sends the gradient of the token's
+// output.
 __device__ __forceinline__ void send_again(const Pass& pass, const Packet& row, int token, int lane,
                                            int lanes) {
   uint8_t* const to = rows_for(pass, row, Round::kAgain);
@@ -47,7 +48,8 @@ __device__ __forceinline__ void send_again(const Pass& pass, const Packet& row, 
 // Returns the places, at the peer and on this rank, of the routing weights that a dispatch task sends with
 // its tile of rows.
 //
-// peer_row, own_row: index of the tile's first row in the peer's cell or pool, and in this rank's.
+// peer_row: index of the tile's first row in the peer's cell or pool.
+// own_row: index of the same row in this rank's cell or pool.
 __device__ __forceinline__ Ends weights_ends(const Layout& layout, int rank, const Task& task, int peer_row,
                                              int own_row) {
   return {layout.weights(rank, task.expert) + int64_t{peer_row} * 4,
@@ -55,9 +57,9 @@ __device__ __forceinline__ Ends weights_ends(const Layout& layout, int rank, con
 }
 
 // Returns the places, at the source and on this rank, of the routing weights' gradients that this rank
-// returns for a cell.
+// returns for some rows of a cell: from the first row of the cell on, or from the first row of a tile on.
 //
-// home_offset: index of the cell's first row in the source's cell or pool.
+// home_offset: index of the first of these rows in the source's cell or, with a pool, in the source's pool.
 // cell_offset: index of the same row in this rank's cell or pool.
 __device__ __forceinline__ Ends dots_ends(const Layout& layout, int rank, const Task& task, int home_offset,
                                           int cell_offset) {
@@ -67,8 +69,8 @@ __device__ __forceinline__ Ends dots_ends(const Layout& layout, int rank, const 
 
 // Sends a tile of rows to the rank of their expert. Each warp copies one row at a time.
 //
-// lane, lanes: index of the thread in its warp, and threads of a warp.
-// warp, warps: index of the warp in its block, and warps of a block.
+// lane, lanes: index of the thread in its warp, and number of threads in a warp.
+// warp, warps: index of the warp in its block, and number of warps in a block.
 __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, int lane, int lanes, int warp,
                                           int warps) {
   const Layout& layout = pass.layout;
@@ -93,12 +95,14 @@ __device__ __forceinline__ void send_tile(const Pass& pass, const Task& task, in
 // Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Each warp takes
 // one row at a time.
 //
-// A gradient is the inner product <dY, output of the expert>; dY is the gradient of the layer's output. The
-// products have computed `count` partial sums of it, which are added in a fixed order.
+// The gradient of a routing weight is the inner product <dY, output of the expert>, where dY is the gradient
+// of the layer's output. The products have computed `count` partial sums of this inner product, which are
+// added in a fixed order.
 //
 // parts: the partial sums of all rows.
-// bias: the experts' second bias b2, or null. The partial sums do not contain <dY, b2>, so it is added, over
-//     `columns` columns.
+// bias: the experts' second bias b2, or null. The partial sums do not contain <dY, b2>, so this function adds
+//     it.
+// columns: number of columns of dY and b2.
 template <class T>
 __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, const float* parts, int count,
                                           const T* bias, int columns, int lane, int lanes, int warp,
@@ -131,9 +135,11 @@ __device__ __forceinline__ void send_dots(const Pass& pass, const Task& task, co
   }
 }
 
-// Computes the results of a task's tokens: the sum of the rows that have returned for each token, times the
-// routing weights, always in the order of the token's choices (equations 5.1 and 5.2). If the gate normalizes
-// weights, it has done so before. In backward the returned rows have already been multiplied by the weights.
+// Computes the result of each token of a task: the sum of the rows that have returned for the token, times
+// their routing weights, always in the order of the token's choices (equations 5.1 and 5.2). If the gate
+// normalizes weights, it has done so before. In backward the returned rows have already been multiplied by
+// the weights. There, this function also stores the gradients of the weights, which have come back with the
+// rows.
 template <class T>
 __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& task, int lane, int lanes,
                                                int warp, int warps) {
@@ -168,15 +174,15 @@ __device__ __forceinline__ void combine_tokens(const Pass& pass, const Task& tas
   }
 }
 
-// Counts a finished tile of a row of `columns` tiles. Returns whether all tiles of the row are finished, and
-// then sets the count back to 0 for the next launch.
+// Counts a finished tile in a row of `columns` tiles. Returns whether all tiles of the row are finished. If
+// they are, it also sets the count back to 0 for the next launch.
 __device__ __forceinline__ bool is_last(uint32_t* count, int columns) {
   if (add_acq_rel(count, 1u) + 1 != static_cast<uint32_t>(columns)) return false;
   write(count, 0u);
   return true;
 }
 
-// Sends, by puts, what a dispatch task has written for a peer that is not mapped.
+// Sends, by puts, the data that a dispatch task has written for a peer that is not mapped.
 //
 // peer_row, flag: index of the tile's first row, and byte offset of its flag, in the peer's heap.
 __device__ __forceinline__ void put_tile(const Pass& pass, const Task& task, int peer_row, int64_t flag) {
@@ -243,9 +249,9 @@ __device__ __forceinline__ void end_task(const Pass& pass, const Task& task) {
 // Runs a processor until the launch is over.
 //
 // pass(): returns the rank's Pass.
-// processor(): returns the number of this processor.
-// place: a word of shared memory, in which the threads get the index of the task in the task queue.
-// is_first: true for the one thread that asks for tasks and reports their end.
+// processor(): returns the index of this processor.
+// place: a word of shared memory. The first thread writes the task's index in the task queue to it.
+// is_first: true for the one thread that asks for tasks and ends them (end_task).
 // sync(): a barrier of all threads that call this function.
 // work(task): does a task; all these threads call it.
 template <class GetPass, class Number, class Sync, class Work>
@@ -271,7 +277,8 @@ __device__ __forceinline__ void do_task(const Pass& pass, const Task& task, int 
                                         const Compute& compute) {
   const int warp = thread / lanes, lane = thread % lanes;
   // All threads of a warp have the same task, and must be converged when they begin a product. The shuffle
-  // shows the compiler that the type is the same in all of them, so that it keeps them converged.
+  // shows the compiler that all threads of the warp have the same type of task, so that it keeps them
+  // converged.
   Task own = task;
   own.type = static_cast<TaskType>(shfl(static_cast<int>(task.type), 0));
   if (own.type == TaskType::kDispatch) send_tile(pass, own, lane, lanes, warp, warps);

@@ -1,5 +1,5 @@
 // The operands and results of the products of FlashDMoE's passes: which tensors and which rows a task reads
-// and writes. This is the same on every architecture.
+// and writes. The kernels of all architectures use this file.
 #pragma once
 #include "flashdmoe/experts.h"
 #include "flashdmoe/gate.cuh"
@@ -35,10 +35,11 @@ PMOE_HD void* row_of(const void* base, int64_t row, int64_t stride) {
 
 // The rows of a task: one tile of the rows that one source rank has sent to one expert (a cell).
 //
+// first: index of the cell's first row among the rows of all cells.
 // count: number of rows of the cell.
-// row, rows: the tile's first row, counted from the beginning of the cell, and number of the tile's rows.
+// row, rows: index in the cell of the tile's first row, and number of the tile's rows.
 struct CellTile {
-  int64_t first;  // where the cell begins among the rows of all cells
+  int64_t first;
   int count, row, rows;
 
   __device__ __forceinline__ CellTile(const Pass& pass, const Task& task)
@@ -59,8 +60,8 @@ __device__ __forceinline__ Tile weight_tile(const Task& task, const Problem& p, 
 }
 
 // arrived() returns the address in this rank's heap at which the rows of a task's source and expert have
-// arrived. home() returns the address at which their results are written for the source: in its heap, or in
-// this rank's outgoing part.
+// arrived. home() returns the address at which this rank writes the results of these rows: in the heap of the
+// source, or in the outgoing part of its own heap.
 __device__ __forceinline__ uint8_t* arrived(const Pass& pass, const Task& task, Round round) {
   const int cell_offset = offset_of(pass, task.peer, task.expert);
   return pass.at(pass.rank, {task.peer, round, Staging::kIncoming, task.expert, cell_offset});
@@ -124,8 +125,8 @@ __device__ __forceinline__ Tile gate_tile(const Pass& pass, const Task& task, in
           task.column * columns};
 }
 
-// Copies the arrived rows of a tile (T_DI) to memory that backward reads. The tasks of all tiles side by
-// side, which have the same rows, share the work: each copies some of the rows.
+// Copies the arrived rows of a tile (T_DI) to memory that backward reads. Tiles side by side have the same
+// rows, so their tasks share the work: each task copies some of the rows.
 //
 // thread: index among the kComputeThreads threads.
 __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, const CellTile& cell,
@@ -144,8 +145,8 @@ __device__ __forceinline__ void keep_rows(const Member& m, const Task& task, con
 // Lists the rows of an expert in the order in which a weight's gradient sums over them: by source rank, in
 // steps of kTileDepth rows. A step has rows of one source only.
 //
-// counts: number of rows of source s at [s * stride].
-// offsets: where the rows of source s begin in the pool, at [s * stride]; null if there is no pool.
+// counts: the number of rows of source s is at [s * stride].
+// offsets: the index in the pool of the first row of source s is at [s * stride]; null if there is no pool.
 // a_begin, b_begin: index of the first row of source 0 in the operands A and B.
 // a_apart, b_apart: number of rows from one source's first row to the next source's first row.
 struct CellPieces {
@@ -174,8 +175,9 @@ struct CellPieces {
   }
 };
 
-// Where the rows of T_DI (the layer's input as it arrived) from one source begin, and the number of rows from
-// there to the next source's rows. Either forward has kept T_DI, or backward has sent it again.
+// The address of the first row of T_DI (the layer's input as it arrived) from one source, and the number of
+// rows from there to the first row of the next source. Either forward has kept T_DI, or backward has sent it
+// again.
 struct InputRows {
   const void* begin;
   int apart;
@@ -231,7 +233,7 @@ __device__ __forceinline__ Problem input_gradient(const Member& m, const Task& t
 //   task.peer 1   gradient of w2 = (gradient of the output)^T activated hidden
 //
 // wide: number of columns of T_M, the hidden activation, and of its gradient.
-// pieces: an output: lists the rows that the sum runs over, source rank by source rank, in steps.
+// pieces: result: lists the rows over which the sum runs, by source rank, in steps.
 template <class T>
 __device__ __forceinline__ Problem weight_gradient(const Member& m, const Task& task, int wide,
                                                    CellPieces& pieces) {
@@ -265,8 +267,9 @@ constexpr int kBiasBytes = kComputeThreads / 8 * kBiasColumns * 4;
 //   task.peer 0   gradient of b1 = sum of the gradients of T_M, the hidden activation
 //   task.peer 1   gradient of b2 = sum of (gradient of the output) * routing weight
 //
-// Eight threads form a group, which takes every 32nd row and adds its rows in their order. Then the groups'
-// sums are added in the order of groups, so that the result is the same in every run.
+// Eight threads form a group. A group takes every 32nd row of each source, and adds its rows in their order.
+// Then the sums of the groups are added in the order of the groups, so that the result is the same in every
+// run.
 //
 // shared: kBiasBytes of memory.
 // thread: index among the kComputeThreads threads.
@@ -313,7 +316,7 @@ __device__ __forceinline__ void bias_gradient(const Member& m, uint8_t* shared, 
 // Sends the gradients of the routing weights of a tile's rows to the rank that sent the rows. Tiles side by
 // side have the same rows, so only the task of the first tile sends them.
 //
-// parts: number of partial sums of a gradient, which are added.
+// parts: number of partial sums of each gradient.
 template <class T>
 __device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task, int parts, int thread) {
   const Experts& e = m.experts;
@@ -325,13 +328,14 @@ __device__ __forceinline__ void send_tile_dots(const Member& m, const Task& task
 // ---- blocks
 
 // Runs a block of kThreads threads: the scheduler and the subscribers in the first block of a rank, a
-// processor in the others.
+// processor in each other block.
 //
-// run(member, number, index): runs processor `number` of the rank with this index in the launch.
+// run(member, number, index): runs the processor with the index `number` of a rank; `index` is the index of
+//     the rank in the launch.
 template <int kThreads, class Run>
 __device__ __forceinline__ void run_block(const Launch& launch, const Run& run) {
-  // A launch may run several ranks (in tests). Successive blocks belong to different ranks, so that the
-  // blocks that start first include some of every rank: ranks wait for each other.
+  // A launch may run several ranks (in tests). These ranks wait for each other, so the blocks that start
+  // first must include some blocks of every rank. Therefore successive blocks belong to different ranks.
   const int ranks = launch.ranks, block = static_cast<int>(blockIdx.x) / ranks;
   const int index = static_cast<int>(blockIdx.x) % ranks;
   const Member& m = launch.of_rank[index];

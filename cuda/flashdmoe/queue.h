@@ -1,13 +1,13 @@
 // Puts tasks into the task queue tQ. Subscribers (threads that wait for other ranks) and processors (blocks
-// that do tasks) call this.
+// that do tasks) call these functions.
 #pragma once
 #include "common/device.cuh"
 #include "flashdmoe/pass.h"
 
 namespace pmoe::flashdmoe {
 
-// Puts down * columns tasks into the task queue tQ, for a rectangle of tiles: rows of tiles task.tile, ...,
-// task.tile + down - 1, and columns 0 to columns - 1.
+// Puts the tasks of a rectangle of tiles into the task queue tQ. The rectangle has `down` rows of tiles,
+// beginning with row task.tile, and `columns` columns of tiles, beginning with column 0.
 //
 // The tasks get neighbouring places of the queue, and one release store publishes all of them. Tasks of the
 // same column follow each other, so that the column's weights are still in the L2 cache.
@@ -23,8 +23,8 @@ __device__ __forceinline__ void push(const Queue& queue, Task task, int columns 
   store_release(&first->ready, count);
 }
 
-// Pushes the tasks for the gradients of an expert's parameters. They are sums over rows in a fixed order, so
-// they begin when all rows of the expert are done.
+// Pushes the tasks for the gradients of an expert's parameters. These gradients are sums over rows in a fixed
+// order, so the tasks must be pushed only when all rows of the expert are done.
 __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   const WeightTasks& all = pass.weights;
   for (int i = 0; i < 2; ++i) {
@@ -33,8 +33,9 @@ __device__ __forceinline__ void push_sums(const Pass& pass, int expert) {
   }
 }
 
-// Adds a change to the progress of an expert's rows. If all ranks have then announced their rows for the
-// expert, and all tiles are done, it pushes the tasks for the gradients of the expert's parameters.
+// Adds a change to the progress of an expert (kSourceAnnounced in pass.h). If all ranks have then announced
+// their rows for the expert, and all tiles are done, this function pushes the tasks for the gradients of the
+// expert's parameters.
 //
 // change: kSourceAnnounced + the rank's number of tiles, when a rank has announced its rows; -1 when a tile
 //     is done.

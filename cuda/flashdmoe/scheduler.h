@@ -17,8 +17,8 @@ class Scheduler {
 
   // Runs until the pass is over.
   //
-  // subscribers: number of threads that wait for other ranks. All of them must report that everything has
-  //     arrived before the pass may end.
+  // subscribers: number of subscribers, the threads that wait for other ranks. The pass may end only when all
+  //     of them have reported that everything has arrived.
   __device__ __forceinline__ void run(int subscribers) {
     State* const state = pass_.queue.state;
     uint64_t since = 0;
@@ -32,9 +32,9 @@ class Scheduler {
       if (has_idle != had_idle && lane_ == 0) store_release(&state->has_idle_processor, has_idle ? 1u : 0u);
       had_idle = has_idle;
       has_ended = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
-      // `since` is when the time limit began. It restarts when a task is handed out, and while no task is
-      // waiting or running. So an error is reported if tasks are waiting or running, but none could be handed
-      // out for too long.
+      // `since` is the time at which the time limit began. The limit begins anew when a task is handed out,
+      // and as long as no task is ready or running. So an error is reported if tasks are ready or running,
+      // but no task was handed out for too long.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
       if (now - since > pass_.watch.bound) peers::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);
@@ -44,8 +44,8 @@ class Scheduler {
     if (lane_ != 0) return;
     // Puts read the outgoing part of the heap. The next launch writes to it, so all puts must be complete.
     if (peers::kHasPuts && has_ended && pass_.layout.buffers == 2) peers::puts::quiet(pass_.own());
-    // The next launch begins with zeros. After a failure nothing is reset, because the heap is not used
-    // again.
+    // The next launch relies on these counters being zero. After a failure nothing is reset, because the heap
+    // is not used again.
     if (has_ended)
       write(&state->tail, 0u), write(&state->expected_tasks, 0u), write(&state->finished_subscribers, 0u),
           write(&state->granted, 0u), write(&state->routed, 0u);
@@ -62,7 +62,8 @@ class Scheduler {
 
   // Reads the mailboxes of the processors that this lane serves.
   //
-  // kInOrder: reads with acquire, so that everything that idle processors have done is visible afterwards.
+  // kInOrder: whether the mailboxes are read with acquire. Everything that idle processors have done is then
+  //     visible to this lane.
   template <bool kInOrder>
   __device__ __forceinline__ ProcessorStates poll_mailboxes() const {
     constexpr int kAtOnce = kInOrder ? 1 : 4;  // loads in flight
@@ -89,8 +90,8 @@ class Scheduler {
 
   // Returns whether all tasks of the launch have been handed out, and none is running.
   //
-  // subscribers: number of threads that wait for other ranks. The number of tasks is known only when all of
-  //     them have finished.
+  // subscribers: number of subscribers, the threads that wait for other ranks. The number of all tasks is
+  //     known only when all of them have finished.
   __device__ __forceinline__ bool is_over(int subscribers) {
     const bool have_finished =
         load_acquire(&pass_.queue.state->finished_subscribers) == static_cast<uint32_t>(subscribers);
@@ -101,7 +102,7 @@ class Scheduler {
   }
 
   // Looks for more ready tasks in the queue, behind those that are already known. A push of several tasks
-  // stores their number at its first place in the queue. Each lane reads one place.
+  // stores the number of these tasks at the first of its places in the queue. Each lane reads one place.
   __device__ __forceinline__ void find_ready() {
     const int place = head_ + ready_ + lane_;
     const uint32_t pushed = place < pass_.queue.room ? load_acquire(&pass_.queue.entry[place].ready) : 0;
@@ -114,8 +115,8 @@ class Scheduler {
     sync_warp();
   }
 
-  // Gives the next ready tasks to idle processors, at most one for each lane. Returns how many tasks were
-  // given.
+  // Gives the next ready tasks to idle processors, at most one task for each lane. Returns how many tasks
+  // were given.
   //
   // idle: an idle processor of this lane, or -1.
   __device__ __forceinline__ int hand_out(int idle) {
@@ -133,8 +134,8 @@ class Scheduler {
 
   const Pass& pass_;
   int lane_, lanes_;
-  int head_ = 0;   // head of tQ: the next task to hand out
-  int ready_ = 0;  // tasks from the head on that are known to be ready
+  int head_ = 0;   // head of tQ: index of the next task to hand out
+  int ready_ = 0;  // number of tasks from the head on that are known to be ready
 };
 
 }  // namespace pmoe::flashdmoe

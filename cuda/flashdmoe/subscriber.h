@@ -2,9 +2,9 @@
 // written data, and push the tasks that need this data. Only subscribers wait for other ranks; processors
 // (the blocks that do tasks) never do.
 //
-// Subscriber s of the n subscribers serves the ranks s, s + n, s + 2 n, ..., and in the same way some of the
-// cells (rows of one rank for one expert) and some of the groups of tokens. It polls all of them in turn, so
-// a late one does not hold up the others.
+// Subscriber s of the n subscribers serves the ranks s, s + n, s + 2 n, ... In the same way it serves some of
+// the cells (rows of one rank for one expert) and some of the groups of tokens. It polls their flags in turn,
+// so a late rank does not hold up the others.
 #pragma once
 #include "flashdmoe/places.cuh"
 #include "flashdmoe/queue.h"
@@ -16,16 +16,16 @@ namespace pmoe::flashdmoe {
 // source) sends to one expert.
 //
 //   kUnannounced   the source has not announced its row counts yet
-//   1 + tile       the tasks of all tiles before this one have been pushed
+//   1 + tile       the tasks of all tiles before this tile have been pushed
 //   kAllArrived    all tiles have arrived
 constexpr int32_t kUnannounced = 0, kAllArrived = -1;
 
-// Largest number of row tiles of one rank and expert that are put into the task queue together. Their tasks
-// are ordered by tile column, so the weights of a column are read from memory once for all these row tiles.
+// Largest number of row tiles of one cell whose tasks are put into the task queue together. These tasks are
+// ordered by column of tiles, so the weights of a column are read from memory once for all these row tiles.
 constexpr int kTilesTogether = 8;
 
-// The first flag that a subscriber did not find raised when it last polled all of its flags, and the time
-// since which nothing has arrived. If the time limit is over, the error reports what is missing.
+// The first flag that was not raised when a subscriber last polled all of its flags, and the time since which
+// nothing has arrived. If nothing arrives for longer than the time limit, this flag is reported as missing.
 struct Missing {
   Wait wait = Wait::kNone;
   int peer = 0, expert = 0, part = 0;
@@ -34,8 +34,8 @@ struct Missing {
   __device__ __forceinline__ void note(Wait what, int of, int e, int tile) {
     if (wait == Wait::kNone) wait = what, peer = of, expert = e, part = tile;
   }
-  // Ends a round of polling. Returns false if the rank has failed, or if nothing has arrived for too long,
-  // which it reports.
+  // Ends a round of polling. Returns false if a wait of the rank has exceeded its time limit, or if nothing
+  // has arrived here for too long. In the second case it reports the missing flag.
   //
   // has_progress: true if something has arrived in this round of polling.
   __device__ __forceinline__ bool may_go_on(const Watch& watch, bool has_progress) {
@@ -95,7 +95,8 @@ class Subscriber {
   //
   // flag: byte offset of the flag in this rank's heap.
   // peer: the rank that raises it.
-  // wait: code of this wait. If a test has set its bit in Watch::not_waited, the result is always true.
+  // wait: the event that the flag announces. If a test has set the event's bit in Watch::not_waited, the
+  //     result is always true.
   __device__ __forceinline__ bool is_raised(int64_t flag, int peer, Wait wait) const {
     if (pass_.watch.not_waited >> static_cast<int>(wait) & 1) return true;
     const auto* const word = reinterpret_cast<const uint32_t*>(pass_.own() + flag);
@@ -115,9 +116,9 @@ class Subscriber {
       push({type, pass_.rank, 0, group, 0});
   }
 
-  // Returns whether routing is done, so that the destinations of this rank's rows are known. If not yet, it
-  // pushes the routing tasks that may begin: kCount when all scores are computed, kPlace when all groups of
-  // tokens are counted.
+  // Returns whether routing is done, so that the destinations of this rank's rows are known. If routing is
+  // not done, this function pushes the routing tasks that may begin now: kCount when all scores are computed,
+  // kPlace when all groups of tokens are counted.
   __device__ __forceinline__ bool is_routed(Missing& missing) {
     if (is_routed_) return true;
     const auto scored = static_cast<uint32_t>(pass_.routing.scored());
@@ -138,8 +139,8 @@ class Subscriber {
     return is_routed_;
   }
 
-  // Writes to another rank how many rows this rank sends to it, if that rank has begun the launch. Returns
-  // whether that is done.
+  // Tells another rank how many rows this rank sends to it, if routing is done here and that rank has begun
+  // the launch. Returns whether that rank has been told.
   //
   // bit: the bit of that rank in announced_.
   __device__ __forceinline__ bool announce_counts(int peer, uint64_t bit, Missing& missing) {
@@ -155,8 +156,8 @@ class Subscriber {
     return true;
   }
 
-  // Pushes the tasks that send this rank's rows to another rank, if the addresses in that rank's heap are
-  // known. Returns whether the tasks are pushed.
+  // Pushes the tasks that send this rank's rows to another rank, if it is known at which addresses of that
+  // rank's heap the rows must be written. Returns whether the tasks are pushed.
   //
   // bit: the bit of that rank in sent_.
   __device__ __forceinline__ bool send(int peer, uint64_t bit, Missing& missing) {
@@ -177,8 +178,9 @@ class Subscriber {
     return true;
   }
 
-  // Chooses where the rows of a source rank begin in this rank's pool (the buffer for all rows if there is no
-  // capacity), if the source has announced its row counts. Returns whether that is done, or not needed.
+  // Chooses at which offsets the rows of a source rank begin in this rank's pool (the buffer for all rows if
+  // there is no capacity), if the source has announced its row counts. Returns whether the offsets are
+  // chosen, or not needed.
   //
   // bit: the bit of the source in granted_.
   __device__ __forceinline__ bool grant(int source, uint64_t bit, Missing& missing) {
@@ -193,8 +195,8 @@ class Subscriber {
     return true;
   }
 
-  // Returns whether a source has announced its row counts and, with a pool, this rank has chosen where its
-  // rows begin.
+  // Returns whether a source has announced its row counts and, with a pool, this rank has chosen at which
+  // offsets the rows of the source begin.
   __device__ __forceinline__ bool is_known(int source) const {
     if (!pass_.layout.is_pool) return is_raised(pass_.layout.announced(source), source, Wait::kAnnounced);
     return pass_.watch.not_waited & kKnownBit ||
@@ -202,7 +204,7 @@ class Subscriber {
   }
 
   // Pushes the tasks of the first product for the tiles of a cell that have arrived. A cell holds the rows of
-  // one rank for one expert. Returns whether all of its tiles have arrived.
+  // one rank for one expert. Returns whether all tiles of the cell have arrived.
   __device__ __forceinline__ bool push_arrived_tiles(int cell, Missing& missing) {
     const Layout& layout = pass_.layout;
     int32_t next_tile = read(&pass_.next_tile[cell]);
@@ -227,8 +229,9 @@ class Subscriber {
     while (arrived < limit &&
            is_raised(layout.arrival(source, e, first + arrived - 1), source, Wait::kArrival))
       ++arrived;
-    // Tasks that are pushed together read the same weights while they are in the L2 cache. So fewer tiles
-    // than kTilesTogether wait until more have arrived, unless a processor is idle.
+    // Tasks that are pushed together read the same weights while these are in the L2 cache. So if fewer tiles
+    // than kTilesTogether have arrived, they are not pushed until more have arrived, unless a processor is
+    // idle.
     if (arrived > next_tile) {
       missing.since = 0;
       if (arrived == limit || load_relaxed(&pass_.queue.state->has_idle_processor) != 0) {
@@ -270,7 +273,7 @@ class Subscriber {
   int number_, count_;
   int group_, slot_;                                 // the group and the slot that are polled
   uint64_t announced_ = 0, sent_ = 0, granted_ = 0;  // one bit for each peer of this thread
-  uint32_t expected_tasks_ = 0;                      // tasks that follow from what has arrived so far
+  uint32_t expected_tasks_ = 0;                      // number of tasks that are known to this thread so far
   bool is_scored_ = false, is_counted_ = false, is_routed_ = false;  // stages of this rank's routing
   bool has_progress_ = false;                                        // something has arrived in this poll
 };

@@ -22,14 +22,14 @@ enum class TaskType : uint32_t {
   kCombine,
 };
 
-// One task, which packed() stores in 16 bytes. Type, peer and expert are the metadata M of the paper's tuple;
-// the operands of its product follow from them.
+// One task, which packed() stores in 16 bytes. In the paper a task is a tuple, whose metadata M are type,
+// peer and expert here. The operands of the task's product follow from these three.
 struct Task {
   TaskType type;
-  int peer;    // dispatch: the receiver; products of rows: the rows' source
-  int expert;  // index on the rank that computes
-  int tile;    // row tile of the cell; routing, combine: group of tokens; scores, weights: row tile
-  int column;  // column of tiles, from 0 on
+  int peer;    // dispatch: the receiver; products of rows: the rows' source; gradients of parameters: 0 or 1
+  int expert;  // index of the expert on the rank that computes
+  int tile;    // index of a row tile of the cell or the result; routing, combine: index of a group of tokens
+  int column;  // index of a column of tiles
 
   PMOE_HD Words packed() const {
     return {{static_cast<uint32_t>(type) << 16 | static_cast<uint32_t>(peer), static_cast<uint32_t>(expert),
@@ -43,8 +43,11 @@ struct Task {
 
 constexpr int kMostStages = 3;
 
-// The products that a tile of rows goes through one after the other, called stages, and the number of tiles
-// that the result of each product has side by side.
+// The stages: the products that a tile of rows goes through, one after the other.
+//
+// type: the product of each stage.
+// columns: how many tiles the product's result has side by side; 0 for a stage that does not exist.
+// count: number of stages.
 struct Stages {
   TaskType type[kMostStages] = {TaskType::kGemm0, TaskType::kGemm1};
   int columns[kMostStages] = {1, 1, 0};
@@ -62,19 +65,21 @@ struct Stages {
 // only once in a launch.
 struct alignas(32) Entry {
   Words task;
-  uint32_t ready;  // number of written tasks from here on; stored last, cleared by the scheduler
+  // In the first entry of a push: the number of tasks of the push. It is stored last, and the scheduler sets
+  // it back to 0. In all other entries it stays 0.
+  uint32_t ready;
 };
 
 // The counters that scheduler, subscribers and processors of one rank share. All but `over` are zero between
 // launches.
 struct State {
-  uint32_t tail;  // of tQ
+  uint32_t tail;  // number of tasks that have been put into tQ
   // Number of tasks that the finished subscribers have counted. When all subscribers have finished, it is the
   // number of all tasks of the launch.
   uint32_t expected_tasks;
-  uint32_t finished_subscribers;  // subscribers to whom everything has arrived
-  uint32_t granted;               // tiles of the pool that are given away
-  uint32_t routed;  // finished routing tasks: first all of kScores, then of kCount, then of kPlace
+  uint32_t finished_subscribers;  // number of subscribers to whom everything has arrived
+  uint32_t granted;               // number of tiles of the pool that are given away
+  uint32_t routed;  // number of finished routing tasks; first come those of kScores, then kCount, then kPlace
   uint32_t has_idle_processor;  // hint: 1 while a processor is idle and no task is ready
   uint32_t over;                // the last round that has ended
 };

@@ -20,7 +20,7 @@ constexpr int kRows = 128, kColumns = 128, kDepth = 64;
 constexpr int kStages = 3;
 constexpr int kThreads = 256;
 constexpr int kWarpRows = 4,
-              kWarpColumns = 2;  // warps down and across a tile; a warp has 32 rows x 64 columns
+              kWarpColumns = 2;  // number of warps down and across a tile; a warp has 32 rows x 64 columns
 constexpr int kBytesA = kRows * kDepth * 2, kBytesB = kColumns * kDepth * 2;
 constexpr int kWarpWidth = kColumns / kWarpColumns;
 
@@ -31,7 +31,7 @@ struct Shared {
 
 struct NumberedShared {
   Shared gemm;
-  int tile[2];  // number of this tile and of the next, in alternating places (see BlockWalk)
+  int tile[2];  // indices of this tile and of the next, in alternating places (see BlockWalk)
 };
 
 constexpr int kSharedBytes = sizeof(NumberedShared);
@@ -41,7 +41,7 @@ PMOE_HD constexpr int tile_columns(bool halves) { return halves ? kColumns / 2 :
 using OnePiece = pmoe::OnePiece<kDepth>;
 
 // Copies the operands of one step of the reduction into one stage of shared memory. A line is a row of an
-// operand as it lies in memory.
+// operand in the order in which it lies in memory, even if the product takes the transposed operand.
 //
 // tall: copies 128 lines of 64 columns. flat: copies kDepth lines of 64 columns.
 template <class T, Form kForm, bool kHalves>
@@ -57,7 +57,8 @@ struct Loader {
 
   // Finds the rows of memory from which the lines of A are copied, once for all steps of a tile.
   //
-  // It is not used for form kWeight, whose steps go along the rows, so that each step has other rows.
+  // It is not used for form kWeight. In that form the steps go along the rows, so each step has other rows,
+  // which load() finds.
   __device__ __forceinline__ void find_rows(const Tile& tile, Tall& source) const {
     find_sources(
         kForm == Form::kForward && p.a_gathered ? p.slot : nullptr, p.top_k, tile.group_begin,
@@ -91,8 +92,8 @@ struct Loader {
       Tall source;
       PMOE_UNROLL
       for (int i = 0; i < BoxCopy<kThreads, 128>::kPerThread; ++i) {
-        // For SwiGLU, a warp has 32 lines of weights of the gate's half, and the 32 lines at the same
-        // positions in the other half, because the epilogue multiplies the two results.
+        // For SwiGLU, a warp gets 32 lines of the gate's half of the weights, and the 32 lines at the same
+        // positions in the other half, because the epilogue multiplies the results of both.
         const int line = tall.line(i);
         const int column = tile.column + (kHalves ? line / kWarpWidth * 32 + line % 32 : line);
         source[i] = column < columns ? column + (kHalves && line % kWarpWidth >= 32 ? columns : 0) : -1;
@@ -203,8 +204,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
     for (int i = 0; i < kStages - 1; ++i) filled.advance();
     for (int step = 0; step < end; ++step, ring.advance(), filled.advance()) {
       cp_async_wait<kStages - 2>();
-      // All threads' copies of this stage are complete, and no thread still reads the stage that is filled
-      // next.
+      // After this barrier, the copies of all threads for this stage are complete, and no thread reads the
+      // stage that is filled next any more.
       sync_block();
       const int next = step + kStages - 1;
       if (next < end) loader.load(shared.a[filled.stage], shared.b[filled.stage], tile, rows, next, pieces);
@@ -221,8 +222,8 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
       const Exchange<false> exchange(shared.a[0] + thread / 32 * kExchangeBytes, lane);
       Stores store(p, tile, down * 32 + m * 16, lane, exchange);
       const int column = tile.column + across * (kHalves ? 32 : kWarpWidth);
-      // One call of the epilogue takes both groups of 32 accumulated columns. For the gradient of a hidden
-      // activation in two halves (SwiGLU) it takes one group.
+      // One call of the epilogue takes both groups of 32 accumulated columns. Only for the gradient of the
+      // hidden activation (kHiddenGradient) it takes one group, so there are two calls.
       constexpr int kBlocks = kHalves ? 1 : kWarpWidth / Stores::kBlockColumns;
       PMOE_UNROLL
       for (int i = 0; i < kBlocks; ++i) {
@@ -241,9 +242,10 @@ __device__ __forceinline__ void compute(const Problem& p, Shared& shared, Walk w
 
 // The tiles of one block, in the order in which it computes them.
 //
-// The first thread finds the number of the next tile, and passes it to all threads through shared memory.
-// Numbers alternate between two words. So a thread that is late still reads the right number: its word is
-// written again only after the next sync_block(), which the late thread must reach first.
+// The first thread finds the index of the next tile, and passes it to all threads through shared memory. The
+// indices of successive tiles are written to two words in turn. So a thread that is late still reads the
+// right index: its word is written again only after the next sync_block(), which the late thread must reach
+// first.
 template <Form kForm, bool kHalves>
 class BlockWalk {
  public:

@@ -2,8 +2,8 @@
 // weights).
 //
 // A warp stores 16 rows of a tile. One call of Store::block() takes 64 columns of accumulators (a block): two
-// groups of 32 columns, 16 floats a thread for each group. The floats are laid out as the matrix instructions
-// leave them. Lane l holds, for j in 0..3 and h in 0..1, in values[4 j + 2 h + {0, 1}]:
+// groups of 32 columns, with 16 floats of each lane for each group. The floats are laid out as the matrix
+// instructions leave them. Lane l holds, for j in 0..3 and h in 0..1, in values[4 j + 2 h + {0, 1}]:
 //
 //   row l / 4 + 8 h,   columns 8 j + 2 (l % 4) + {0, 1}
 //
@@ -30,8 +30,8 @@ __device__ __forceinline__ void round_all(const float (&values)[32], uint32_t (&
 // Starts to load into the L2 cache the part of T_M (the hidden activation) that a tile's epilogue will read.
 // It is called when the tile's product begins.
 //
-// The gradient of SwiGLU reads both halves of T_M: 16 rows x `width` columns of each for a warp. There are
-// too few registers to load them ahead of time, as other gradients do.
+// The gradient of SwiGLU reads both halves of T_M: a warp reads 16 rows x `width` columns of each half. Other
+// gradients load T_M into registers ahead of time; for SwiGLU there are too few registers.
 //
 // row: index, in the tile, of the first of the warp's 16 rows.
 template <class T>
@@ -61,10 +61,12 @@ class Store {
   static constexpr bool kHalves = are_halves(kEpilogue, kActivation);
   static constexpr bool kBoxed = Buffer::kStoresBoxes;
   static_assert(!kBoxed || kEpilogue != Epilogue::kHiddenGradient, "gradients read T_M through an Exchange");
-  // Number of result columns that one call of block() stores. For SwiGLU it is the number in each half of the
-  // hidden columns. Gradients take only 32 columns at a time, because there are too few registers for the
-  // accumulators, T_M and two results of more columns. The halves of SwiGLU share an exchange, which has 64
-  // columns; if boxes are stored, each half has a box of its own.
+  // Number of result columns that one call of block() stores; for SwiGLU, the number in each half of the
+  // hidden columns.
+  //
+  // - Gradients: 32. There are too few registers for the accumulators, T_M and two results of more columns.
+  // - SwiGLU through an Exchange: 32, because the two halves share the 64 columns of the Exchange.
+  // - SwiGLU as boxes: 64, because each half has a box of its own.
   static constexpr int kBlockColumns =
       (kGated && !kBoxed) || kEpilogue == Epilogue::kHiddenGradient ? 32 : 64;
 
@@ -86,8 +88,8 @@ class Store {
     begin_rows();
   }
 
-  // This lane's share of the values of T_M (the hidden activation) that the warp needs for one call of
-  // block() of a gradient. They are loaded before the call.
+  // This lane's part of the values of T_M (the hidden activation) that the warp needs for one call of
+  // block(), if it computes a gradient. fetch() loads them before the call.
   struct Ahead {
     Words hidden[4];
   };
@@ -110,9 +112,10 @@ class Store {
 
   // Stores one block of columns.
   //
-  // first, second: accumulators of 16 rows x 32 columns each; x 64 columns for boxes of both halves.
-  // column: where `first` begins in the result, or in its half. `second` is 32 columns further on, or at the
-  //     same column of the other half. A gradient uses `first` only.
+  // first, second: accumulators of 16 rows x 32 columns each; if both halves are stored as boxes, of 16 rows
+  //     x 64 columns each. A gradient uses `first` only.
+  // column: the column of the result, or of its first half, where `first` begins. `second` begins 32 columns
+  //     further on, or at the same column of the second half.
   // ahead: the values that fetch() has loaded for this block.
   // next(): calls fetch() for the next block. It is called once, as soon as `ahead` may be overwritten: at
   //     the beginning, or, for the gradient of SwiGLU, when half of the results are stored and registers are
@@ -154,8 +157,8 @@ class Store {
   // Stores the inner products of the rows, which are the gradients of their routing weights. It must be
   // called after the last block.
   //
-  // part: an inner product is a sum over columns, and each warp sums over some of them. `part` is the index
-  //     of this warp's partial sum in Problem::row_dots.
+  // part: index of this warp's partial sums in Problem::row_dots. An inner product is a sum over all columns,
+  //     and this warp has summed over some of them.
   __device__ __forceinline__ void finish(int part) {
     if constexpr (kEpilogue == Epilogue::kHiddenGradient) {
       PMOE_UNROLL
@@ -206,9 +209,10 @@ class Store {
     }
   }
 
-  // Stores 64 neighbouring columns.
+  // Stores 64 neighbouring columns: as a box, if results are stored as boxes and all 16 rows exist; else
+  // through registers.
   //
-  // map: name of the result's tensor map, if results are stored as boxes.
+  // map: the member of StoreMaps that is the result's tensor map.
   __device__ __forceinline__ void store_words(const uint32_t (&word)[16], TensorMap StoreMaps::* map,
                                               void* base, int64_t stride, int column, int columns) {
     if constexpr (kBoxed) {
@@ -271,7 +275,7 @@ class Store {
       store_placed(word, column);
   }
 
-  // Stores 64 neighbouring columns of the result, each row as the row of D that Problem::place gives it.
+  // Stores 64 neighbouring columns of the result: row r as row Problem::place[r] of D.
   __device__ __forceinline__ void store_placed(const uint32_t (&word)[16], int column) const {
     int32_t place[4];
     PMOE_UNROLL
@@ -302,8 +306,8 @@ class Store {
     }
   }
 
-  // Stores the hidden activation T_M, and the activation after the nonlinearity. The latter is computed from
-  // the rounded T_M, because backward has only the rounded one.
+  // Stores the hidden activation T_M, and the activation after the nonlinearity, which is computed from the
+  // rounded T_M. Backward has only the rounded T_M, and must get the same activation from it.
   __device__ __forceinline__ void store_hidden(const float (&values)[32], int column) {
     uint32_t hidden[16], active[16];
     round_all<T>(values, hidden);
@@ -325,7 +329,8 @@ class Store {
     }
   }
 
-  // The same for 64 columns of both halves of SwiGLU, each of which is a box.
+  // Stores what store_hidden() stores, for 64 columns of each half of SwiGLU. The 64 columns of a half are a
+  // box.
   //
   // gate, up: accumulators of 16 rows x 64 columns each.
   __device__ __forceinline__ void store_hidden_boxes(const float* gate, const float* up, int column) {
@@ -362,7 +367,8 @@ class Store {
   // Stores the gradient of the hidden activation.
   //
   // values: dT_DO w2, the gradient of the activation after the nonlinearity, not yet multiplied by the
-  //     routing weight. So its inner product with that activation is the gradient of the routing weight.
+  //     routing weight. So the inner product of these values and that activation is the gradient of the
+  //     routing weight.
   template <class Next>
   __device__ __forceinline__ void store_hidden_gradient(const float (&values)[32], int column,
                                                         const Ahead& ahead, const Next& next) {
@@ -430,8 +436,8 @@ class Store {
   const Problem& p_;
   Buffer buffer_;
   int lane_, expert_;
-  int left_;       // existing rows from the first of the 16 on; may exceed 16
-  int64_t first_;  // the first of the 16 rows in the result
+  int left_;       // number of the tile's rows from the first of the 16 rows on; may exceed 16
+  int64_t first_;  // index in the result of the first of the 16 rows
   float weight_[2], dot_[2];
 };
 

@@ -1,9 +1,9 @@
 // Converts a warp's 16 rows x 64 columns of 16-bit values between two layouts:
 //
-//   fragments   as matrix instructions produce and take them. word[2 j + h] of lane l, j in 0..7, h in 0..1:
-//               row l / 4 + 8 h, columns 8 j + 2 (l % 4) + {0, 1}
-//   rows        as memory is accessed: eight lanes have 128 neighbouring bytes. rows[i] of lane l, i in 0..3:
-//               row l / 8 + 4 i, columns 8 (l % 8) + 0..7
+//   fragments   the layout in which matrix instructions produce and take values. word[2 j + h] of lane l,
+//               with j in 0..7 and h in 0..1, has row l / 4 + 8 h, columns 8 j + 2 (l % 4) + {0, 1}
+//   rows        the layout in which memory is accessed: eight lanes have 128 neighbouring bytes. rows[i] of
+//               lane l, with i in 0..3, has row l / 8 + 4 i, columns 8 (l % 8) + 0..7
 //
 // The values pass through 2 KiB of shared memory that only this warp uses, a swizzled box of 16 lines
 // (box.h). Neither direction has bank conflicts.
@@ -15,8 +15,8 @@ namespace pmoe {
 
 constexpr int kExchangeBytes = box_bytes(16);
 
-// kByMatrix: whether fragments are stored by stmatrix, an instruction of Hopper; else they are stored word by
-//     word.
+// kByMatrix: whether fragments are written to shared memory by stmatrix, an instruction of Hopper. If not,
+//     they are written word by word.
 template <bool kByMatrix>
 class Exchange {
  public:
@@ -25,8 +25,8 @@ class Exchange {
   __device__ __forceinline__ Exchange(void* buffer, int lane)
       : buffer_(static_cast<uint8_t*>(buffer)), lane_(lane) {}
 
-  // row() returns the row (of 16) of the i-th 16 bytes that this lane has; column() returns their first
-  // column (of 64).
+  // In the layout "rows", this lane has four vectors of 16 bytes. row() returns the row (0 to 15) of the i-th
+  // vector, column() the first column (0 to 63) of all four.
   __device__ __forceinline__ int row(int i) const { return lane_ / 8 + 4 * i; }
   __device__ __forceinline__ int column() const { return lane_ % 8 * 8; }
 

@@ -1,4 +1,4 @@
-// Gathers rows of memory into boxes of shared memory (box.h). Each copy of a thread is 16 bytes.
+// Gathers rows of memory into boxes of shared memory (box.h). A thread copies 16 bytes at a time.
 //
 // Hopper's tensor memory accelerator cannot gather rows by an index, so this code copies gathered rows on
 // every device. The implementation for sm_80 uses it to load all operands.
@@ -8,8 +8,8 @@
 
 namespace pmoe {
 
-// Fills boxes of kLines lines by kThreads threads. A thread copies the same 16-byte chunk of each of its
-// lines.
+// Lets kThreads threads fill boxes of kLines lines. A thread has several lines, and copies one 16-byte chunk
+// of each of them, always the chunk with the same index.
 template <int kThreads, int kLines>
 struct BoxCopy {
   static constexpr int kLinesAtOnce = kThreads / kChunks;
@@ -41,13 +41,13 @@ struct BoxCopy {
   }
 };
 
-// Finds the rows of an operand from which kCount of the N sorted rows are read.
+// Finds, for kCount of the N sorted rows, the row of the operand in which the sorted row lies.
 //
-// slot: (N,) the (token, choice) slot of each sorted row; row slot / top_k of the operand, its token, is
-//     read. Null if rows are not gathered.
-// group_begin, group_rows: the first sorted row of the expert, and the number of its rows.
-// line: line(i) returns which row of the expert is the i-th wanted one.
-// source: (kCount,) result: rows of the operand; -1 where line(i) is beyond the expert's rows.
+// slot: (N,) the (token, choice) slot of each sorted row, which lies in row slot / top_k of the operand, its
+//     token. Null if rows are not gathered: sorted row i then lies in row i of the operand.
+// group_begin, group_rows: the index of the expert's first sorted row, and the number of its rows.
+// line: line(i) returns the index, among the expert's rows, of the i-th row that is needed.
+// source: (kCount,) result: indices of rows of the operand; -1 where line(i) is beyond the expert's rows.
 template <int kCount, class Line>
 __device__ __forceinline__ void find_sources(const int32_t* slot, const Divisor& top_k, int group_begin,
                                              int group_rows, const Line& line, int32_t (&source)[kCount]) {

@@ -1,10 +1,9 @@
 // The grouped product (one matrix product for each expert's rows) on Hopper. In each block one warpgroup
-// loads operands and two multiply.
+// loads operands, and two warpgroups multiply them.
 //
-// Operands are loaded by the tensor memory accelerator into a ring of stages in shared memory, from which
-// warpgroup products read them. (If the rows of an operand are gathered, cp.async loads it.) The grid is
-// persistent: while the multiplying warpgroups store a tile, the loading warpgroup fills the ring for the
-// next tile.
+// The tensor memory accelerator loads operands into a ring of stages in shared memory, from which warpgroup
+// products read them. (An operand whose rows are gathered is loaded by cp.async.) The grid is persistent:
+// while the multiplying warpgroups store a tile, the loading warpgroup fills the ring for the next tile.
 //
 // Two blocks may form a cluster and share an operand; each block loads half of that operand into both blocks:
 //
@@ -25,16 +24,19 @@ namespace pmoe::hopper {
 #if PMOE_HOPPER_CODE
 
 // Loads both operands of one stage by the tensor memory accelerator, in boxes of 64 columns. A line of a box
-// is a part of a row of the operand. The boxes of one stage are (k, m: columns of A; "halves" are those of
-// SwiGLU):
+// is a part of a row of the operand as it lies in memory. The boxes of one stage (the shapes of A and B are
+// in problem.h):
 //
-//   form      A                       B
-//   forward   128 rows x 64 of k      twice 128 rows x 64 of k (of the two halves, or neighbours)
-//   input     128 rows x 64 of k      four times 64 of k x 64 columns
-//   weight    twice 64 rows x 64 of m four times 64 rows x 64 columns
+//   form      A                            B
+//   forward   1 box, 128 rows x 64 of k    2 boxes, 128 rows x 64 of k each
+//   input     1 box, 128 rows x 64 of k    4 boxes, 64 of k x 64 columns each
+//   weight    2 boxes, 64 rows x 64 of m   4 boxes, 64 rows x 64 columns each
 //
-// In turns (hopper_turns.cuh) a tile has half as many columns. Form forward then has one box of B, or two of
-// 64 rows with SwiGLU; form input has two.
+// In form forward, the two boxes of B are neighbours, or with SwiGLU the same rows of both halves, gate and
+// up.
+//
+// In turns (hopper_turns.cuh) a tile has half as many columns. Form forward then has one box of B, or with
+// SwiGLU two boxes of 64 rows. Form input has two boxes of B.
 //
 // Memory: the block's BlockMemory.
 template <Form kForm, bool kHalves, int kCluster, class Memory = Shared>
@@ -134,9 +136,10 @@ __device__ __forceinline__ void load_by_tma(const Loader<kForm, kHalves, kCluste
 
 // Loads the operands of all tiles of a block whose rows of A are gathered.
 //
-// All loading threads copy rows of A by cp.async; the first thread also starts the loads of B. The full
-// barrier of a stage is signalled kLag stages later, when its copies have arrived: each thread waits for its
-// own copies and makes them visible to warpgroup products, then its warp arrives at the barrier.
+// All loading threads copy rows of A by cp.async; the first thread also starts the loads of B. When the
+// copies of kLag later stages have been started, a thread waits until its own copies of a stage have arrived,
+// and makes them visible to warpgroup products. Its warp then arrives at the stage's full barrier: it
+// announces the stage.
 template <class T, bool kHalves, int kCluster, class Memory>
 __device__ __forceinline__ void load_by_copies(
     const Loader<Form::kForward, kHalves, kCluster, Memory>& loader, Memory& shared,
@@ -188,9 +191,9 @@ __device__ __forceinline__ void load_by_copies(
 
 // Loads the operands of all tiles of a block of weight gradients whose rows of B are gathered.
 //
-// It works as load_by_copies() above, with the operands in other roles: all loading threads copy rows of B,
-// and the first one also starts the loads of A. Here each step has rows of its own, because the product sums
-// over rows. So a thread finds the rows of the next step while the copies of this one are on their way.
+// It works as load_by_copies() above, with A and B exchanged: all loading threads copy rows of B, and the
+// first thread also starts the loads of A. Here each step has other rows, because the product sums over rows.
+// So a thread finds the rows of the next step while its copies for the present step are on their way.
 template <class T, class Memory>
 __device__ __forceinline__ void load_rows_of_b_by_copies(
     const Loader<Form::kWeight, false, 1, Memory>& loader, Memory& shared,
@@ -198,7 +201,8 @@ __device__ __forceinline__ void load_rows_of_b_by_copies(
   const Problem& p = loader.p;
   const int thread = static_cast<int>(threadIdx.x);
   const BoxCopy<kLoaders, kDepth> boxes(thread);
-  // These three are those of load_by_copies(). A function for both changes the machine code of its kernels.
+  // The counters, announce_but() and next() are those of load_by_copies(). They are written twice, because a
+  // common function changes the machine code of the kernels that call load_by_copies().
   uint32_t issued = 0, announced = 0;
   const auto announce_but = [&](uint32_t left) {
 #pragma unroll 1
@@ -223,10 +227,11 @@ __device__ __forceinline__ void load_rows_of_b_by_copies(
           [&](int i) { return step * kDepth + boxes.line(i); }, source);
     };
     if (end == 0) {
-      // An expert without rows. The next stage may be many tiles away, and it would announce the last stages
-      // only then. The multiplying warps would wait for these stages, and the loading ones for a free place
-      // in the ring of tiles. (Other products have at least one step in each tile, and two places for tiles,
-      // so kLag = 2 later stages are always loaded.)
+      // An expert without rows: this tile has no step. If the last stages were only announced when the next
+      // stage is loaded, many such tiles could come before. The multiplying warps would wait for these
+      // stages, and the loading warps for a free place in the ring of tiles: a deadlock. (In other products
+      // each tile has at least one step. The ring of tiles has two places, so kLag = 2 later stages are
+      // always loaded.)
       cp_async_wait<0>();
       announce_but(0);
       continue;
@@ -330,7 +335,7 @@ __device__ __forceinline__ void store_blocks(Stores& store, const float* d, int 
   });
 }
 
-// Makes a warp's buffer for results that pass through registers.
+// A function object that makes the Buffer of a Store (epilogue.h), for results that pass through registers.
 struct ThroughRegisters {
   __device__ __forceinline__ Exchange<true> operator()(void* buffer, int lane) const {
     return {buffer, lane};
@@ -339,7 +344,7 @@ struct ThroughRegisters {
 
 // Multiplies and stores all tiles of a block. All multiplying threads call it.
 //
-// walk: the block's tiles; next(tile) returns false after the last.
+// walk: the block's tiles; next(tile) returns false after the last tile.
 // stored(tile): a function that each multiplying thread calls when it has stored its part of the tile.
 // ring: position in the ring of stages at which the first tile's operands arrive.
 // pieces: for form kWeight, the runs of rows that are summed over, cut into steps of at most 64 rows.
@@ -473,8 +478,8 @@ __device__ __forceinline__ void compute_block(const TensorMap& a_map, const Tens
                   copies ? kLoaders / 32 : 1);
   }
   sync_before(kCluster * p.blocks_across);
-  // Each branch computes the values that both branches need by itself, because a thread has few registers at
-  // this point.
+  // Values that both branches need are computed in each branch, and not here, because a thread has few
+  // registers at this point.
   using Walk = BlockWalk<kForm, kHalves, kCluster, Memory>;
   if (threadIdx.x < kLoaders) {
     fewer_registers<kLoaderRegisters>();

@@ -11,7 +11,7 @@ namespace pmoe::hopper {
 
 constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a tile, and of the reduction in a stage
 constexpr int kStages = 4;
-constexpr int kTilesAhead = 2;  // places of the tile ring: loading may be as many tiles ahead of multiplying
+constexpr int kTilesAhead = 2;  // places of the tile ring; loading may be 2 tiles ahead of multiplying
 // A stage of gathered rows is signalled as full after the copies of this many later stages have begun.
 constexpr int kLag = 2;
 constexpr int kLoaders = 128, kMultipliers = 256;
@@ -53,7 +53,7 @@ struct BlockMemory {
   alignas(1024) uint8_t exchange[kMultiplierWarps][kBoxes * kExchangeBytes];
   uint64_t full[kStages], empty[kStages];
   TileRing<kTilesAhead> tiles;
-  int cluster;  // blocks in the cluster; kept here because there is no register for it
+  int cluster;  // number of blocks in the cluster; kept here because there is no register for it
 };
 
 using Shared = BlockMemory<kColumns, kStages, kTilesAhead>;
@@ -97,8 +97,8 @@ __device__ __forceinline__ int columns_of_walk(const Problem& p, bool halves) {
   return ceil_div(halves ? p.n / 2 : p.n, p.blocks_across);
 }
 
-// Lists the tiles of one block. The cluster's first block publishes them in a ring: one tile for the whole
-// cluster, of which each block takes its own rows or columns.
+// Lists the tiles of one block. The cluster's first block publishes tiles in a ring (TileRing). A published
+// tile is for the whole cluster, and each block takes its own rows or columns of it.
 //
 // Memory: the block's BlockMemory.
 template <Form kForm, bool kHalves, int kCluster, class Memory = Shared>
@@ -121,11 +121,11 @@ class BlockWalk {
   }
 
   // Finds the next tile for all blocks of a cluster. The first thread of every block calls this before each
-  // next(). Only the first block of the cluster finds the tile; the others announce how many bytes they
-  // expect.
+  // next(). Each of these threads tells the barrier of its block's ring how many bytes to expect. Then the
+  // thread of the cluster's first block finds the tile, and stores it into the rings of all blocks.
   //
-  // Taking a tile's number from a counter in memory lasts about a microsecond. The multiplying warps are busy
-  // meanwhile with stages that have been loaded.
+  // Taking a tile's index from a counter in memory lasts about a microsecond. Meanwhile, the multiplying
+  // warps are busy with stages that have been loaded.
   __device__ __forceinline__ void publish_tile(const Problem& p) const {
     const int at = turn_ % kTilesAhead;
     mbarrier_arrive_expect(&ring().full[at], sizeof(Place));
@@ -147,10 +147,10 @@ class BlockWalk {
       for (int i = 0; i < 2; ++i) store_async(place + i, words[i], &ring().full[at], rank);
   }
 
-  // Reads the next tile from the ring; returns false after the last.
+  // Reads the next tile from the ring. Returns false after the last tile.
   //
-  // If two blocks form a pair, a tile may lie outside the result while its neighbour lies inside. That tile
-  // has no rows (rows <= 0): it is computed, but not stored.
+  // If two blocks form a cluster, the tile of one block may lie outside the result while the other block's
+  // tile lies inside. The outer tile has no rows (rows <= 0): it is computed, but not stored.
   //
   // alone: true if a single thread calls this, false if a whole warp does.
   __device__ __forceinline__ bool next(Tile& tile, bool alone = false) {

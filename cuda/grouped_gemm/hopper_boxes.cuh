@@ -1,18 +1,19 @@
 // The grouped product of hopper.cuh, with results that the tensor memory accelerator stores (boxes.cuh).
 //
-// Both warpgroups multiply the same tile of 128 x 256. In hopper.cuh they begin the next tile when their rows
-// are on their way to memory. Here they begin it when their rows are in shared memory:
+// Both warpgroups multiply the same tile of 128 x 256. In hopper.cuh they begin the next tile when the rows
+// of this tile are on their way to memory. Here they begin it earlier, when these rows are in shared memory:
 //
 //   registers        multiplies tile 0   to boxes   multiplies tile 1   to boxes
 //   shared memory                        box, box   box, box
 //   memory                                 stores of tile 0             stores of tile 1
 //
-// A warp stores a plain tile as four boxes, and has shared memory for two. The third and the fourth box wait
-// until the first and the second have been read. The first two boxes of the next tile wait for these. There
-// is no shared memory for more: stages take 192 KiB, boxes 32 KiB.
+// A warp stores its rows of a plain tile as four boxes, and has shared memory for two. The third and the
+// fourth box wait until the first and the second have been read. The first two boxes of the next tile wait
+// until the third and the fourth have been read. There is no shared memory for more boxes: stages take 192
+// KiB, boxes 32 KiB.
 //
-// Weight gradients also have a kernel that gathers the rows of B from tokens while it loads them. Then no
-// other kernel has to copy the tokens into sorted rows first.
+// For weight gradients there is also a kernel that gathers the rows of B from tokens while it loads them.
+// Then no other kernel has to copy the tokens into sorted rows first.
 #pragma once
 #include "hopper.cuh"
 

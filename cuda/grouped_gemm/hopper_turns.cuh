@@ -1,7 +1,7 @@
-// The grouped product on Hopper with two multiplying warpgroups that take turns: while one stores its tile,
-// the other multiplies the next tile. Results are stored by the tensor memory accelerator (boxes.cuh), so a
-// warpgroup does not wait for memory before it goes on to its next tile. Only the gradient of SwiGLU stores
-// through registers, because it also reads T_M through the exchange.
+// The grouped product on Hopper with two multiplying warpgroups that take turns: while one warpgroup stores
+// its tile, the other multiplies the next tile. The tensor memory accelerator stores the results (boxes.cuh),
+// so a warpgroup does not wait for memory before it goes on to its next tile. Only the gradient of SwiGLU is
+// stored through registers, because that kernel also reads T_M through the same shared memory.
 //
 // In hopper.cuh both warpgroups multiply the same tile of 128 x 256, so the tensor cores are idle while the
 // tile is stored. Here each tile has 128 columns, and one warpgroup has all 128 rows of it. The loading
@@ -11,20 +11,22 @@
 //   first warpgroup      multiplies  stores      multiplies  stores
 //   second warpgroup                 multiplies  stores      multiplies
 //
-// Each warpgroup goes past the stages of the other's tiles. It begins tile t when all operands of tile t - 1
-// have arrived, which the other warpgroup signals (Shared::loaded). Then those of all earlier tiles have
-// arrived, too, so a stage's full barrier is in the phase that tile t awaits, or in the next one. It could be
-// in an earlier phase otherwise. A wait names only the parity of a phase, so tile t would multiply operands
-// that have not arrived:
+// Each warpgroup goes past the stages of the other's tiles. It begins a tile only when all operands of the
+// tile before have arrived, which the other warpgroup signals (Shared::loaded). The reason is that a wait at
+// a barrier names only the parity of a phase. After the signal, the full barrier of each stage is in the
+// phase whose end the tile awaits, or in the next one, and these two have different parities. Without the
+// signal, the barrier could be in an earlier phase, which has the same parity as the next one. The wait would
+// then end at once, and the tile would multiply operands that have not arrived:
 //
-//   tiles of 6 steps, kStages = 6    stage 0 is still loaded for tile 0: its full barrier is in phase 0
+//   tiles of 6 steps, kStages = 6    stage 0 is still being loaded for tile 0: its full barrier is in phase 0
 //                                    tile 1 awaits the end of phase 1. The phase before phase 0 has the same
 //                                    parity and counts as ended, so tile 1 does not wait
 //
-// The tensor cores stay busy: the other warpgroup may still multiply tile t - 1.
+// The tensor cores stay busy while a warpgroup waits for the signal: the other warpgroup multiplies its tile.
 //
-// A step of a smaller tile reads more operands for each product: 32 KiB for half of the products of 48 KiB.
-// So a pair of blocks should share operand A, with tiles side by side. Then each block loads 24 KiB a step.
+// A step of a smaller tile loads more bytes for each multiplication: 32 KiB, where a step of hopper.cuh loads
+// 48 KiB for twice as many multiplications. So the two blocks of a cluster should share operand A, with tiles
+// side by side. Then each block loads 24 KiB a step.
 #pragma once
 #include "hopper.cuh"
 
@@ -33,12 +35,13 @@ namespace pmoe::hopper {
 namespace turns {
 
 constexpr int kColumns = 128, kStages = 6;
-// A warpgroup reads the other's tile from the ring of tiles after its own is stored. With four places loading
-// does not wait for it.
+// A warpgroup reads the tile of the other warpgroup from the ring of tiles only after it has stored its own
+// tile. The ring has four places, so that loading does not wait for this.
 constexpr int kTilesAhead = 4;
 constexpr int kWarps = kMultiplierWarps / 2;  // of a warpgroup
 
-// What a warp needs again after a part of its store, which leaves no registers for it.
+// Values that a warp needs again during its store and after it. They are in shared memory, because the store
+// leaves no registers for them.
 struct Kept {
   uint32_t num_read;  // the warp's position in its walk
   int column;         // the first column of its tile
@@ -65,8 +68,8 @@ __device__ __forceinline__ auto buffer_of(const StoreMaps& maps, void* buffer, i
 
 // Multiplies and stores every second tile of a block. All multiplying threads call it.
 //
-// maps: of the results.
-// walk: the block's tiles; next(tile) returns false after the last.
+// maps: the tensor maps of the results.
+// walk: the block's tiles; next(tile) returns false after the last tile.
 template <class T, Form kForm, Epilogue kEpilogue, Activation kActivation, class Walk>
 __device__ __forceinline__ void multiply(const Problem& p, const StoreMaps& maps, Shared& shared, Walk walk) {
   static_assert(kForm != Form::kWeight, "not computed in turns");
@@ -81,8 +84,8 @@ __device__ __forceinline__ void multiply(const Problem& p, const StoreMaps& maps
   while (walk.next(tile)) {
     if (const uint32_t t = walk.num_read() - 1)  // the tile's number
       mbarrier_wait(&shared.loaded[(t - 1) % 2], (t - 1) / 2 % 2);
-    // All tiles have equally many steps. The position in the ring is computed once more for each tile,
-    // because the store leaves no register for it.
+    // The position in the ring of stages is computed once more for each tile, because the store leaves no
+    // register for it. All tiles have the same number of steps.
     const int end = steps<kForm>(p, tile);
     auto ring = Ring<kStages>::after((walk.num_read() - 1) * static_cast<uint32_t>(end));
     float d[2][64];
@@ -127,7 +130,8 @@ __device__ __forceinline__ void multiply(const Problem& p, const StoreMaps& maps
     // All lanes write the same values, and each reads what it wrote.
     write(&shared.kept[self / 32].num_read, walk.num_read());
     write(&shared.kept[self / 32].column, tile.column);
-    // From here on the warp is known by its buffer, the only one of its numbers that a register holds.
+    // From here on, the warp's index is computed from `offset`, so that only this one value stays in a
+    // register.
     int offset = self / 32 * kBufferBytes;
     make_opaque(offset);
     const auto kept = [&]() -> const Kept& { return shared.kept[offset / kBufferBytes]; };

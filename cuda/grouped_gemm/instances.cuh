@@ -6,7 +6,8 @@
 
 namespace pmoe {
 
-// Calls use.template operator()<form, epilogue, activation>(), with `activation` as a template argument.
+// Calls use.template operator()<kForm, kEpilogue, activation>(): turns the value `activation` into a template
+// argument.
 template <Form kForm, Epilogue kEpilogue, class Use>
 auto with_activation(Activation activation, const Use& use) {
   switch (activation) {
@@ -21,7 +22,7 @@ auto with_activation(Activation activation, const Use& use) {
   }
 }
 
-// Calls use.template operator()<form, epilogue, activation>(), with the values of `which` as template
+// Calls use.template operator()<form, epilogue, activation>(): turns the values in `which` into template
 // arguments.
 template <class Use>
 auto with_constants(const GroupedGemm& which, const Use& use) {
@@ -39,7 +40,7 @@ auto with_constants(const GroupedGemm& which, const Use& use) {
   }
 }
 
-// The same for products that are computed in turns (can_take_turns() of storing.h).
+// Does what with_constants() does, for products that are computed in turns (can_take_turns() in storing.h).
 template <class Use>
 auto with_constants_of_turns(const GroupedGemm& which, const Use& use) {
   if (which.epilogue == Epilogue::kHiddenGradient)
@@ -51,7 +52,8 @@ auto with_constants_of_turns(const GroupedGemm& which, const Use& use) {
              : use.template operator()<Form::kInput, Epilogue::kPlain, Activation::kNone>();
 }
 
-// The same for products that are stored as boxes, and not computed in turns (can_store_boxes() of storing.h).
+// Does what with_constants() does, for products that are stored as boxes and not computed in turns
+// (can_store_boxes() in storing.h).
 template <class Use>
 auto with_constants_of_boxes(const GroupedGemm& which, const Use& use) {
   if (which.epilogue == Epilogue::kHidden)

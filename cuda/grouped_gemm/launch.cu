@@ -13,8 +13,8 @@ namespace pmoe {
 
 namespace {
 
-// A tensor of 16-bit elements in memory, as a tensor map describes it: its sizes, innermost dimension first,
-// and the number of lines of its boxes. A box has 64 columns.
+// A tensor of 16-bit elements in memory, as a tensor map describes it. `size` begins with the innermost
+// dimension. A box of the map has `lines` lines of 64 columns.
 struct Layout {
   const void* base;
   int rank;
@@ -83,7 +83,8 @@ StoreMaps encode_results(const GroupedGemm& which, const Problem& p) {
     if (!p.wide) encode_one(maps.d, p.d, p.n, int64_t{p.experts} * p.m, p.n);
   } else if (p.d != nullptr && p.place == nullptr) {
     encode_one(maps.d, p.d, columns, p.rows, p.d_stride);
-    // Two maps and not one: in one map, a box at the end of the first half would reach into the second.
+    // The two halves have a map each. If they had one map, a box at the end of the first half would reach
+    // into the second half.
     if (halves) encode_one(maps.up, static_cast<const uint16_t*>(p.d) + columns, columns, p.rows, p.d_stride);
   }
   return maps;
@@ -168,7 +169,7 @@ void encode_maps(Element element, Form form, const Problem& p, int64_t a_rows, i
                       : form == Form::kForward
                           ? matrices(b, p.k, p.n, p.experts, static_cast<uint32_t>(b_lines))
                           : matrices(b, p.n, p.k, p.experts, hopper::kDepth);
-  // Gathered rows are not loaded by a tensor map, and their strides may be such that no map can describe
+  // Gathered rows are not loaded by a tensor map. Their strides may even be such that no map can describe
   // them.
   if (!p.a_gathered) encode(a_map, element, of_a);
   if (b_map != nullptr) encode(b_map, element, of_b);

@@ -17,27 +17,27 @@ struct GroupedGemm {
   Form form;
   Epilogue epilogue;
   Activation activation;    // kNone for the epilogue kPlain
-  int cluster = 1;          // blocks that share B, 1 or 2; only Hopper's path takes 2
+  int cluster = 1;          // number of blocks that share B, 1 or 2; only Hopper's path takes 2
   bool in_turns = false;    // two warpgroups multiply in turns (hopper_turns.cuh); cluster is then 1
-  bool boxed = false;       // they multiply one tile, which is stored as boxes (hopper_boxes.cuh)
+  bool boxed = false;       // both warpgroups multiply one tile, stored as boxes (hopper_boxes.cuh)
   bool b_gathered = false;  // kWeight, boxed, cluster 1: the rows of B are gathered from tokens
 };
 
-// The operand that the two blocks of a cluster share:
+// Which operand the two blocks of a cluster share:
 //
-// kByRule: decided by best_sharing() of sharing.h.
-// kNothing: nothing; no clusters are formed.
-// kB: operand B; the two tiles lie one below the other.
-// kA: operand A; the two tiles lie side by side.
+// kByRule: the operand that best_sharing() in sharing.h chooses.
+// kNothing: no operand; there are no clusters.
+// kB: operand B; the tiles of the two blocks lie one below the other.
+// kA: operand A; the tiles of the two blocks lie side by side.
 enum class Sharing : int { kByRule, kNothing, kB, kA };
 
 // One of the two implementations of the product: with Hopper's instructions, or with those of sm_80.
 //
 // name: "sm_90a" or "sm_80".
 // function: returns the kernel, for cudaFuncGetAttributes.
-// launch: launches on the current device. a_rows and b_rows are the rows of A and B in memory; b_rows is only
-//     read if B has N rows. Throws std::runtime_error if CUDA refuses the launch.
-// threads: threads of a block.
+// launch: launches on the current device. a_rows and b_rows are the numbers of rows of A and B in memory.
+//     b_rows is only read in form kWeight. Throws std::runtime_error if CUDA refuses the launch.
+// threads: number of threads of a block.
 // shared_bytes: returns the bytes of shared memory of a block.
 struct GroupedGemmPath {
   const char* name;
@@ -61,7 +61,8 @@ void for_each_in_turns(Visit visit) {
   }
 }
 
-// Calls visit(which) for every kernel whose warpgroups multiply one tile, which is stored as boxes.
+// Calls visit(which) for every kernel whose two warpgroups multiply one tile, and which stores the tile as
+// boxes.
 template <class Visit>
 void for_each_boxed(Visit visit) {
   for (Element element : {Element::kBf16, Element::kFp16}) {
@@ -79,16 +80,16 @@ std::string name_of(const GroupedGemm&, const GroupedGemmPath&);
 // Makes the tensor maps by which the kernels for Hopper load their operands. Throws std::runtime_error if the
 // driver refuses a map.
 //
-// a_rows, b_rows: rows of A and B in memory. b_rows is read only for weight gradients. In other products B
-//     holds the experts' weights.
-// b_map: null if the rows of B are gathered. No map is made then.
-// b_lines: rows in a box of B in form kForward (forward_lines() of hopper_block.cuh).
+// a_rows, b_rows: numbers of rows of A and B in memory. b_rows is read only for weight gradients. In other
+//     products, B is the experts' weights.
+// b_map: null if the rows of B are gathered. No map of B is made then.
+// b_lines: number of rows in a box of B in form kForward (forward_lines() in hopper_block.cuh).
 void encode_maps(Element, Form, const Problem&, int64_t a_rows, int64_t b_rows, CUtensorMap* a_map,
                  CUtensorMap* b_map, int b_lines = 128);
 
-// Returns whether COMET's kernels may cut a row of `tiles` tiles into pairs for clusters of two blocks. With
-// an odd number, one block computes nothing; from 7 tiles on that wastes at most an eighth of the work.
-// Grouped products have the stricter rule of sharing.h.
+// Returns whether COMET's kernels may let clusters of two blocks compute a row of `tiles` tiles, a pair of
+// tiles in each cluster. If `tiles` is odd, one block of the last pair computes nothing of use. From 7 tiles
+// on, this wastes at most an eighth of the work. Grouped products have the stricter rule of sharing.h.
 inline bool may_pair_tiles(int tiles) { return tiles % 2 == 0 || tiles >= 7; }
 
 // Calls visit(which) for every kernel of one implementation.

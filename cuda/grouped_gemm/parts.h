@@ -1,5 +1,6 @@
-// Number of partial sums of the gradient of a row's routing weight. The gradient is an inner product over
-// `columns` hidden columns, and each block (on sm_80 each warp) sums over some of the columns.
+// Functions that return the number of partial sums of the gradient of a row's routing weight. The gradient is
+// an inner product over `columns` hidden columns. Each block (on sm_80 each warp) sums over some of the
+// columns.
 #pragma once
 #include "common/host_device.h"
 

@@ -1,9 +1,9 @@
 // The arguments of one grouped product: its operands, its rows, and what its epilogue does with the result.
 //
-// The N rows are sorted by expert: expert e has rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. The host
-// does not know these numbers, only the device. In form kForward the rows of A may be gathered, in form
-// kWeight those of B: row r is then read from row slot[r] / top_k of the operand, which is the token of a
-// (token, choice) slot.
+// The N rows are sorted by expert: expert e has the rows ends[e - 1] to ends[e] - 1, with ends[-1] = 0. Only
+// the device knows the numbers in `ends`, the host does not. In form kForward the rows of A may be gathered,
+// in form kWeight the rows of B. Row r is then read from row slot[r] / top_k of the operand: slot[r] is the
+// (token, choice) slot of row r, and the operand has a row for each token.
 #pragma once
 #include "common/activation.h"
 #include "common/host_device.h"
@@ -37,8 +37,9 @@ struct Problem {
   int64_t a_stride = 0, b_stride = 0, d_stride = 0;  // elements between rows; b's only if it has N rows
 
   const int32_t* ends = nullptr;
-  const int32_t* slot = nullptr;  // (N,) slots of the rows; kForward, if gathered or weighted by slot;
-                                  // kWeight, if rows of B are gathered
+  // (N,), the (token, choice) slot of each row. Form kForward needs it if rows of A are gathered, or if
+  // `weight` has a number for each slot. Form kWeight needs it if rows of B are gathered. Else it is null.
+  const int32_t* slot = nullptr;
   Divisor top_k;
   int experts = 0;
   int rows = 0;  // N; rows from ends[E - 1] on are not written
@@ -46,19 +47,20 @@ struct Problem {
   int a_gathered = 0;  // kForward: rows of A are gathered
 
   const void* bias = nullptr;     // (E, n), of the operands' type
-  const float* weight = nullptr;  // (slots,) if `slot` is set, else (N,)
+  const float* weight = nullptr;  // routing weights, one for each slot if `slot` is set, else (N,)
   void* active = nullptr;         // (N, hidden), of the operands' type; written
   int64_t active_stride = 0;
   const void* hidden = nullptr;  // (N, hidden): T_M; kHiddenGradient
   int64_t hidden_stride = 0;
   float* row_dots = nullptr;  // (parts, N): <active, product> of each part of the columns; kHiddenGradient
   int weighs_active = 0;      // kHiddenGradient: active is stored multiplied by weight
-  uint32_t* next_tile = nullptr;   // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
-  int blocks_across = 1;           // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
-  const int32_t* place = nullptr;  // (N,): row r of the result is stored as row place[r] of D; kPlain of
-                                   // kForward and kInput; null: as row r
-  int wide = 0;                    // kWeight, kWideOrPlain: D is float with n columns; n is even
-  int accumulates = 0;             // kWeight: D += product; D is float
+  uint32_t* next_tile = nullptr;  // counter, 0 at launch, from which blocks take tiles; null: tiles in turn
+  int blocks_across = 1;          // Hopper, 1 or 2: blocks of a cluster whose tiles lie side by side
+  // (N,): row r of the result is stored as row place[r] of D. Only for epilogue kPlain in forms kForward and
+  // kInput. If it is null, row r is stored as row r of D.
+  const int32_t* place = nullptr;
+  int wide = 0;         // kWeight, kWideOrPlain: D is float with n columns; n is even
+  int accumulates = 0;  // kWeight: D += product; D is float
 };
 
 }  // namespace pmoe

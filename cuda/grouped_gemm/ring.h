@@ -1,5 +1,5 @@
-// A position in a ring of stages in shared memory. The producer of operands and each consumer keep one. Each
-// stage has two barriers:
+// A position in a ring of stages in shared memory. The producer, which loads operands, and each consumer of
+// operands have a position of their own. Each stage has two barriers:
 //
 //   barrier   a phase ends when                         who waits for it
 //   full      the operands of the stage have arrived    consumers
@@ -22,8 +22,9 @@ struct Ring {
     return {static_cast<int>(steps % kStages), steps / kStages % 2};
   }
 
-  // The parities of the phases to wait for. The first time around the ring all stages are empty, so the
-  // producer waits for the parity of the phase before the first, which counts as ended.
+  // The parities of the phases whose end the producer (empty_parity) and a consumer (full_parity) await. The
+  // first time around the ring all stages are empty. So the producer then awaits the end of the phase before
+  // the first one, which counts as ended.
   PMOE_HD uint32_t empty_parity() const { return phase ^ 1; }
   PMOE_HD uint32_t full_parity() const { return phase; }
 

@@ -1,5 +1,6 @@
-// The rule by which the two blocks of a cluster share an operand, if the caller names none; and the number of
-// blocks. Only bindings include it, so that a change of the rule compiles no kernel again.
+// The rule that chooses which operand the two blocks of a cluster share, if the caller does not say so; and
+// the number of blocks of a launch. Only bindings and pass programs include this header, so that a change of
+// the rule compiles no kernel again.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -16,14 +17,15 @@ inline Sharing sharing_of(int number) {
   return static_cast<Sharing>(number);
 }
 
-// Chooses which operand the two blocks of a cluster share. The rule is that of the stored times of
+// Chooses which operand the two blocks of a cluster share. The rule follows from the stored times of
 // bench_grouped_gemm on an H200 (tests/unit/test_sharing_rule.py):
 //
-// kB: weight gradients with an even number of tiles below each other, unless rows of B are gathered: a block
-//     gathers them into its own shared memory only. In the other forms the number of tiles of an expert
-//     depends on its rows, so its last pair may be half empty: sharing B cost up to 6 % there with 1,000 and
-//     2,000 rows of an expert, and up to 11 % with 250.
-// kA: an even number of tiles side by side, and rows of A that are not gathered. An odd number cost 2 to 4 %.
+// kB: weight gradients with an even number of tiles below each other. Gathered rows of B are not shared,
+//     because a block gathers rows only into its own shared memory. In the other forms the number of tiles of
+//     an expert depends on its rows, so the last pair of tiles may be half empty: sharing B cost up to 6 %
+//     there with 1,000 and 2,000 rows of an expert, and up to 11 % with 250.
+// kA: other products with an even number of tiles side by side, if rows of A are not gathered. With an odd
+//     number of tiles, sharing A cost 2 to 4 %.
 //
 // m, n: rows (of a weight gradient) and columns of each expert's result.
 inline Sharing best_sharing(Form form, int m, int n, bool a_gathered, bool b_gathered = false) {
@@ -35,8 +37,8 @@ inline Sharing best_sharing(Form form, int m, int n, bool a_gathered, bool b_gat
 // Sets which operand the two blocks of a cluster share, for Hopper's path. For kByRule, best_sharing()
 // chooses by the product's sizes.
 //
-// Products in turns have tiles of half as many columns, and share A or nothing. Throws std::invalid_argument
-// for kB.
+// Products in turns have tiles of half as many columns, and share A or nothing. For such a product this
+// function throws std::invalid_argument if `sharing` is kB.
 inline void share(GroupedGemm& which, Problem& p, Sharing sharing) {
   if (which.in_turns && sharing == Sharing::kB)
     throw std::invalid_argument(
@@ -48,8 +50,10 @@ inline void share(GroupedGemm& which, Problem& p, Sharing sharing) {
   p.blocks_across = sharing == Sharing::kA ? 2 : 1;
 }
 
-// Returns the number of blocks of a launch: one for each multiprocessor that is not left free, or two on the
-// path for sm_80.
+// Returns the number of blocks of a launch: one block for each multiprocessor that is not left free, or two
+// blocks on the path for sm_80.
+//
+// spare: number of multiprocessors that are left free.
 inline int num_blocks(const GroupedGemm& which, const Problem& p, bool hopper, int multiprocessors,
                       int spare) {
   return larger(multiprocessors - spare, which.cluster * p.blocks_across) * (hopper ? 1 : 2);

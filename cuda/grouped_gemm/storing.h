@@ -1,12 +1,12 @@
-// When the tiles of a product are stored on Hopper. Only bindings include it, so that a change of the rule
-// compiles no kernel again.
+// The ways in which the tiles of a product are stored on Hopper, and the rule that chooses one of them. Only
+// bindings include this header, so that a change of the rule compiles no kernel again.
 //
 //   way        what is multiplied while a tile is stored                          kernels
 //   alone      nothing                                                            hopper.cuh
 //   in turns   a tile of the other warpgroup: each warpgroup has its own tiles    hopper_turns.cuh
 //   as boxes   the next tile: the tensor memory accelerator stores the last one   hopper_boxes.cuh
 //
-// Not every product has a kernel for each way, and not every result gains by each way:
+// Not every product has a kernel for each way, and not every product becomes faster in each way:
 //
 //   feature of a product                        in turns     as boxes
 //   SwiGLU's hidden columns                     yes          yes
@@ -26,12 +26,13 @@
 
 namespace pmoe {
 
-// What a caller asks for. These are the values of `STORING` of pmoe/kernels/grouped_gemm/launch.py.
+// The way of storing that a caller asks for; the table above has the three ways. These are the values of
+// `STORING` of pmoe/kernels/grouped_gemm/launch.py.
 //
-// kAlone: alone.
-// kFastest: in the way that is predicted to be the fastest.
-// kInTurns: in turns where there is a kernel, else alone.
-// kAsBoxes: as boxes where there is a kernel, else alone.
+// kAlone: alone, for every product.
+// kFastest: the way that is predicted to be the fastest for the product.
+// kInTurns: in turns if there is a kernel for the product, else alone.
+// kAsBoxes: as boxes if there is a kernel for the product, else alone.
 enum class Storing : int { kAlone, kFastest, kInTurns, kAsBoxes };
 
 // Returns the value of an argument `storing`. Throws std::invalid_argument for other numbers.
@@ -55,18 +56,20 @@ inline bool can_store_boxes(const GroupedGemm& which, Sharing sharing) {
          (sharing != Sharing::kB || which.form == Form::kWeight);
 }
 
-// Returns whether the accelerator stores the result of a kernel for boxes. Such a kernel also takes other
-// results, but its threads store these, as in the kernels that store alone.
+// Returns whether the tensor memory accelerator stores the result of a kernel for boxes. Such a kernel can
+// also compute results with rows at places, or in float. But its threads store these results, as in the
+// kernels that store alone.
 inline bool gains_by_boxes(const Problem& p) { return p.place == nullptr && !p.wide; }
 
 // Returns whether a product that can take turns is predicted to be faster in turns than in any other way.
 //
-// In turns a tile's store costs no time, but each step along the reduction is predicted to take a quarter of
-// 0.68 us longer. In the other ways both warpgroups compute one tile, and its store holds them for some time.
-// So turns are faster if (steps of a tile) * 0.17 us is less than this time. On an H200 the time and the most
-// steps are (bench/bench_shapes.py; products in turns were not measured):
+// In turns a tile's store costs no time, but each step along the reduction is predicted to take 0.17 us
+// longer (a quarter of 0.68 us). In the other ways both warpgroups compute one tile, and they wait for some
+// time while it is stored. So turns are faster if (steps of a tile) * 0.17 us is less than this time. The
+// table has, for an H200, the time that is waited in the best other way, and the largest number of steps for
+// which turns are faster (bench/bench_shapes.py; products in turns were not measured):
 //
-//   result                                          stored otherwise   time             steps
+//   result                                          best other way     time in us       most steps
 //   plain                                           as boxes           2.0, predicted   11
 //   plain, rows stored at places                    alone              4.2, fitted      24
 //   SwiGLU's hidden columns                         as boxes           3.6, predicted   21
@@ -81,7 +84,7 @@ inline bool is_fastest_in_turns(const GroupedGemm& which, const Problem& p) {
 
 // Returns whether a product is computed in turns.
 //
-// p: of its members, k, a_gathered, place and wide are read.
+// p: the product. Only its members k, a_gathered, place and wide are read.
 inline bool takes_turns(const GroupedGemm& which, const Problem& p, Storing storing) {
   if (!can_take_turns(which, p)) return false;
   return storing == Storing::kInTurns || (storing == Storing::kFastest && is_fastest_in_turns(which, p));

@@ -1,12 +1,13 @@
 // The order of tiles: which tile of the result each block computes, and when.
 //
-// The grid is persistent, and tiles have one numbering. Block b of G computes tiles b, b + G, b + 2G, ... If
-// other kernels may occupy multiprocessors, each block takes its next number from a counter instead, so that
-// no tile waits for a block that starts late. A tile's result does not depend on the block that computes it.
-// All threads of a block get the same numbers, so they find the same tiles.
+// The grid is persistent, and all tiles of a launch are numbered from 0 on. Block b of G blocks computes the
+// tiles b, b + G, b + 2G, ... If other kernels may occupy multiprocessors, each block takes the number of its
+// next tile from a counter instead, so that no tile waits for a block that starts late. A tile's result does
+// not depend on the block that computes it. All threads of a block get the same numbers, so they find the
+// same tiles.
 //
-// Tiles are numbered by expert; within an expert by bands of kBand rows of tiles; within a band column by
-// column. With a band of 2, an expert of 3 x 4 tiles is numbered:
+// Tiles are numbered by expert. The tiles of an expert are numbered by bands of kBand rows of tiles, and
+// inside a band column by column. If a band had 2 rows, an expert of 3 x 4 tiles would be numbered:
 //
 //   0 2 4 6
 //   1 3 5 7
@@ -24,16 +25,17 @@ constexpr int kBand = 16;
 
 struct Tile {
   int expert;
-  int group_begin, group_rows;  // all rows of the expert
-  int row;                      // first row of the tile: in the group, or in the result if its rows are m
-  int rows;                     // rows of the tile that exist
+  int group_begin, group_rows;  // index of the expert's first row, and number of the expert's rows
+  int row;                      // first row of the tile, among the rows of the expert's result
+  int rows;                     // number of the tile's rows that exist
   int column;                   // first column in the result (in each half, if columns are halved)
 };
 
-// Returns the number of the tile that a block or cluster computes as its turn-th. Numbers rise from turn to
-// turn. A number beyond all tiles means that no tile is left.
+// Returns the number of the tile that a block or cluster computes in its turn `turn` (0, 1, ...). Numbers
+// rise from turn to turn. A number beyond all tiles means that no tile is left.
 //
-// counter: a counter in memory from which the number is taken; null: the number is first + turn * step.
+// counter: a counter in memory from which the number is taken. If it is null, the number is
+//     first + turn * step, where `first` is the index of the block or cluster, and `step` how many there are.
 // add: add(counter, 1) adds 1 and returns the value before.
 template <class Add>
 PMOE_HD int tile_number(uint32_t* counter, const Add& add, int first, int step, int turn) {
@@ -44,8 +46,8 @@ struct TileShape {
   int rows, columns;  // rows and columns of the result in one tile
 };
 
-// A TileShape whose numbers are compile-time constants, so that kernels multiply and shift instead of
-// dividing.
+// A TileShape whose numbers are compile-time constants. Kernels then divide by these numbers by multiplying
+// and shifting.
 template <int kRows, int kColumns>
 struct FixedShape {
   static constexpr int rows = kRows, columns = kColumns;
@@ -66,9 +68,9 @@ class TileWalk {
     load_group();
   }
 
-  // Finds tile number `index`; returns false if there is none. An index must not be lower than in the call
-  // before, because the search only goes forward. (2^31 tiles would be a result of 70 terabytes, so an int
-  // suffices.)
+  // Finds the tile with the number `index`. Returns false if there is no such tile. The index must not be
+  // lower than in the call before, because the search only goes forward. (2^31 tiles would be a result of 70
+  // terabytes, so an int is large enough.)
   PMOE_HD bool find(int index, Tile& tile) {
     while (expert_ < experts_ && index - before_ >= down_ * across_) {
       before_ += down_ * across_;

@@ -32,12 +32,13 @@ std::string handle(int device, void* base);
 void* open(int device, const std::string& handle);
 void close(int device, void* peer);
 
-// raise_flag() writes `value` to a flag; await_flag() waits until a flag has reached `wanted`. Each launches
-// a kernel on a stream.
+// raise_flag() launches a kernel that writes `value` to a flag. await_flag() launches a kernel that waits
+// until a flag has reached `wanted`. Values of a flag are compared by their signed difference, so they may
+// wrap around.
 //
-// waited: receives the nanoseconds until the flag reached `wanted`, or -1 if it did not within `bound`
-//     nanoseconds. The host reads it after the stream has finished. Values of the flag are compared by their
-//     signed difference, so they may wrap around.
+// bound: the longest wait, in nanoseconds.
+// waited: receives the nanoseconds until the flag reached `wanted`, or -1 if the wait exceeded `bound`. The
+//     host may read it after the stream has finished.
 void raise_flag(int device, void* stream, uint32_t* flag, uint32_t value);
 void await_flag(int device, void* stream, const uint32_t* flag, uint32_t wanted, uint64_t bound,
                 int64_t* waited);

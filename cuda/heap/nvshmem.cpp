@@ -2,9 +2,9 @@
 // connects the nodes. This file is only compiled if setup.py finds NVSHMEM's headers. It has been run with
 // one process, never with several.
 //
-// Only NVSHMEM's host interface is used here, and kernels of pmoe._cuda access the memory by ordinary loads
-// and stores. pointer() returns 0 for memory of a rank that cannot be mapped. pmoe/comm/heap then lets
-// FlashDMoE's kernels send rows by NVSHMEM's puts (cuda/nvshmem), or refuses the heap.
+// This file uses only NVSHMEM's host interface. The kernels of pmoe._cuda access the memory by ordinary loads
+// and stores. pointer() returns 0 for the memory of a rank that this rank cannot map. pmoe/comm/heap then
+// lets FlashDMoE's kernels send rows to that rank by NVSHMEM's puts (cuda/nvshmem), or refuses the heap.
 //
 // The library is opened when it is first needed, so that pmoe works without it.
 #include <cuda_runtime.h>
@@ -92,8 +92,8 @@ std::string unique_id() {
   return std::string(reinterpret_cast<const char*>(&id), sizeof id);
 }
 
-// Joins this process to NVSHMEM, together with all ranks that pass the same id. A process can do that only
-// once. If it has been done before, nothing happens.
+// Starts NVSHMEM in this process, together with all ranks that pass the same id. A process can start NVSHMEM
+// only once; later calls start nothing.
 //
 // Returns the (rank, number of ranks) with which NVSHMEM was started. The caller compares them with its own.
 std::pair<int, int> init(int device, const std::string& id, int rank, int ranks) {
@@ -134,8 +134,11 @@ void release(int device, Address base) {
   library().release(reinterpret_cast<void*>(base));
 }
 
-// Returns the address, in this process, of another rank's memory of an allocation; 0 if loads and stores
-// cannot access it.
+// Returns the address by which this process accesses another rank's part of an allocation; 0 if loads and
+// stores cannot access that part.
+//
+// base: address of this rank's part of the allocation.
+// peer: the other rank.
 Address pointer(int device, Address base, int peer) {
   const OnDevice on_device(device);
   return reinterpret_cast<Address>(library().pointer(reinterpret_cast<void*>(base), peer));

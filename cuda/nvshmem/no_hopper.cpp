@@ -1,9 +1,11 @@
-// Takes the place of FlashDMoE's kernels for Hopper in pmoe._nvshmem, which has none. On Hopper it is to run
-// the kernels with the instructions of sm_80. No kernel of the module has run.
+// The module pmoe._nvshmem has no kernels for Hopper. This file defines the functions that would return them.
+// On Hopper, the module is meant to run its kernels with the instructions of sm_80. None of its kernels has
+// ever run.
 //
-// The kernels for Hopper divide registers among warps (setmaxnreg) and keep products in flight (wgmma). The
-// compiler gives up both where it cannot see all code that a kernel calls: relocatable device code calls even
-// a division of integers in another unit. Tried with CUDA 13.0 and NVSHMEM 3.8:
+// FlashDMoE's kernels for Hopper divide registers among warps (setmaxnreg) and keep products in flight
+// (wgmma). The compiler can do neither if it cannot see all code that a kernel calls. In relocatable device
+// code, even a division of integers is a call into another translation unit. Tried with CUDA 13.0 and NVSHMEM
+// 3.8:
 //
 //   relocatable device code, with or without puts    setmaxnreg ignored (C7504), wgmma serialized (C7509),
 //                                                    1,512 to 1,784 bytes of spills a thread
@@ -12,8 +14,8 @@
 
 #include "flashdmoe/launch.h"
 
-// The definitions have qualified names, so that the compiler refuses one whose parameters differ from the
-// header's.
+// The definitions have qualified names, so that the compiler refuses a definition whose parameters differ
+// from those of its declaration.
 
 pmoe::flashdmoe::ForwardKernel pmoe::flashdmoe::hopper_bf16(Activation) { return nullptr; }
 pmoe::flashdmoe::ForwardKernel pmoe::flashdmoe::hopper_fp16(Activation) { return nullptr; }

@@ -1,9 +1,9 @@
 // The Python module pmoe._nvshmem: FlashDMoE's kernels with puts by NVSHMEM (peers/puts.cuh), and the start
 // of NVSHMEM's device library, which is linked into the module. setup.py builds it if PMOE_NVSHMEM=1.
 //
-// The module is built from the files of cuda/flashdmoe that pmoe._cuda has, too, and from this folder. It has
-// the kernels with the instructions of sm_80 only (no_hopper.cpp). Importing it needs NVSHMEM's host library.
-// pmoe._cuda stays free of both libraries. This code has never run on a GPU.
+// The module consists of this folder and of files of cuda/flashdmoe, which pmoe._cuda has, too. It has only
+// kernels with the instructions of sm_80 (no_hopper.cpp). Importing the module needs NVSHMEM's host library;
+// importing pmoe._cuda needs no library of NVSHMEM. This code has never run on a GPU.
 #include <host/nvshmem_api.h>
 #include <host/nvshmemx_api.h>
 #include <pybind11/pybind11.h>
@@ -21,9 +21,10 @@ namespace {
 
 // Gives this module's kernels on `device` NVSHMEM's state: where peers' memory is, and how puts get there.
 //
-// pmoe._cuda must have started NVSHMEM for the device. The header's nvshmemx_init_attr() ends the process if
-// it fails. It fails if NVSHMEM is not started, or if its host library has another version than the device
-// library. So both are checked before: the first here, the versions in Python (pmoe/kernels/extension.py).
+// pmoe._cuda must have started NVSHMEM for the device. nvshmemx_init_attr() fails if NVSHMEM is not started,
+// or if NVSHMEM's host library has another version than its device library. A failure of that function ends
+// the process, so both causes are checked before the call: the start in this function, the versions in Python
+// (pmoe/kernels/extension.py).
 void start(int device) {
   const pmoe::OnDevice on_device(device);
   if (nvshmemx_init_status() < NVSHMEM_STATUS_IS_INITIALIZED)

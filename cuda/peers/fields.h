@@ -1,5 +1,5 @@
-// Reads the arguments that all fused launches have in common from Python dicts. It needs no CUDA, so that
-// tests can launch the same way on the CPU.
+// Reads arguments of kernels from Python dicts: those arguments that the kernels of COMET and of FlashDMoE
+// have in common. This header needs no CUDA, so tests use it, too, when they run kernels on the CPU.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,8 +13,8 @@ namespace pmoe::peers {
 
 namespace py = pybind11;
 
-// Reads the fields of one rank's dict by name; a field that is missing is read as 0. finish() throws if the
-// dict has fields that were not read, so a misspelt name is found.
+// Reads fields by name from the dict that has the arguments of one rank. A missing field is read as 0.
+// finish() throws if the dict has a field that was not read, such as a misspelt name.
 class Fields {
  public:
   explicit Fields(const py::dict& dict) : dict_(dict) {}

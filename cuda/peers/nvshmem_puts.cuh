@@ -1,10 +1,11 @@
 // Puts by NVSHMEM's device functions (puts.cuh says what they must do). A rank of the heap is the PE of the
 // same number. pmoe._nvshmem has kernels with these puts (nvshmem/start.cpp). They have never run.
 //
-// The network card reads the bytes of a put, so a fence of the whole system comes before each put. NVSHMEM
-// orders the signal of a put only behind the put's own bytes, so nvshmem_fence() comes after puts without a
-// signal. nvshmem_uint64_wait_until() makes arrived bytes visible to this device;
-// nvshmem_signal_wait_until() may not.
+// - The network card reads the bytes of a put, so a fence of the whole system comes before each put.
+// - NVSHMEM's signal of a put comes after that put's own bytes, but it may overtake earlier puts. So put(),
+//   which has no signal, calls nvshmem_fence(): later puts and their signals then come after its bytes.
+// - see() calls nvshmem_uint64_wait_until(), which makes arrived bytes visible to this device.
+//   nvshmem_signal_wait_until() may not make them visible.
 #pragma once
 #include <nvshmem.h>
 #include <nvshmemx.h>

@@ -5,11 +5,14 @@
 // together. The rounds of a heap (memory that all ranks can write) are numbered from 1, the same on all
 // ranks; the number is called epoch.
 //
-// A flag holds the number of the last round in which it was raised. One rank writes a flag, with release,
-// after the data that it announces. Other threads load the flag with acquire before they use the data.
-// Nothing is reset between rounds, because a flag of an earlier round has a smaller number.
+// A flag holds the number of the last round in which it was raised. Only one rank writes a given flag. It
+// first writes the data that the flag announces, and then the flag, with release. Other threads load the flag
+// with acquire before they use the data. Nothing is reset between rounds, because a flag that was raised in
+// an earlier round has a smaller number.
 //
-// comet/layout.h and flashdmoe/layout.h show which rank waits for which flag.
+// comet/layout.h and flashdmoe/layout.h show which rank waits for which flag. Exchanges of pass programs use
+// the waits and reports of this file, too, but their flags hold numbers of grants and of pieces
+// (program/push.h).
 //
 // If a wait exceeds its time limit, the rank reports it, once. From then on no thread of the rank waits, and
 // none raises a flag of another rank. So the kernel ends, and the kernels of the other ranks end after their
@@ -44,10 +47,10 @@ __device__ __forceinline__ uint32_t epoch_of(const Watch& watch) {
   return watch.round == nullptr ? watch.epoch : read(watch.round);
 }
 
-// Delays some callers by up to 16 microseconds, in tests that set Watch::delay_seed. That changes the order
-// in which threads reach their waits.
+// Delays one in four callers by up to 16 microseconds, in tests that set Watch::delay_seed. That changes the
+// order in which threads reach their waits.
 //
-// who: number of the caller, which decides the delay.
+// who: a number that differs between callers, so that their pseudorandom delays differ.
 __device__ __forceinline__ void test_delay(const Watch& watch, uint32_t who) {
   if (watch.delay_seed == 0) return;
   const uint32_t chance = hash32(watch.delay_seed ^ hash32(who ^ epoch_of(watch) * 0x9E3779B9u));
@@ -77,10 +80,11 @@ __device__ __forceinline__ void report(const Watch& watch, Wait wait, int peer, 
   store_release_system(reinterpret_cast<uint32_t*>(&watch.report->wait), static_cast<uint32_t>(wait));
 }
 
-// Waits until value() has reached `wanted`. Returns earlier if the rank has failed, or if the time limit is
-// exceeded, which is then reported.
+// Waits until value() has reached `wanted`. Returns earlier if another wait of the rank has exceeded its time
+// limit, or if this wait exceeds it. In the second case the function reports this wait.
 //
-// wait, peer, expert, part: written into the report.
+// value: returns the current value of a counter that only rises. It is called at each poll.
+// wait, peer, expert, part: the content of that report, which says what is awaited (Report in watch.h).
 template <class Value>
 __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Value& value, uint32_t wanted,
                                                    Wait wait, int peer, int expert, int part) {
@@ -101,7 +105,7 @@ __device__ __forceinline__ void wait_until_reached(const Watch& watch, const Val
 
 // Waits until another rank has raised a flag of this rank in this round, at most until the time limit.
 //
-// wait, peer, expert, part: what is waited for, for the report if the time limit is exceeded.
+// wait, peer, expert, part: the content of the report if the time limit is exceeded (Report in watch.h).
 __device__ __forceinline__ void await(const Watch& watch, const void* flag, Wait wait, int peer, int expert,
                                       int part) {
   const auto* const word = static_cast<const uint32_t*>(flag);

@@ -6,11 +6,12 @@
 // - tests/cuda/late_puts.h, with PMOE_LATE_PUTS: for tests on the CPU, in which puts are late and overtake
 //   each other.
 //
-// An implementation has the functions below. One thread calls each. `to` and `flag` are addresses in this
-// rank's heap, and stand for the same places of the peer's heap. A flag of a put has 8 bytes.
+// An implementation has the functions below. A single thread makes each call. `to` and `flag` are addresses
+// in this rank's heap; they stand for the same places of the peer's heap. A flag that puts write has 8 bytes.
 //
 //   put(peer, to, from, bytes)
-//       begins to copy bytes; they arrive before the flag of the thread's next put_with_flag() to the peer.
+//       begins to copy bytes. They arrive before the flag of the same thread's next put_with_flag() to the
+//       same peer.
 //   put_with_flag(peer, to, from, bytes, flag, value)
 //       begins to copy bytes. When they have arrived, it writes `value` to the flag.
 //   put_flag(peer, flag, value)
@@ -19,10 +20,10 @@
 //       waits until all puts of this rank have arrived. Until then, the bytes at `from` must not change.
 //       heap: this rank's heap.
 //   see(flag, value)
-//       makes the bytes visible that have arrived before a flag. The caller has seen that the flag has
-//       `value` or a later one.
+//       makes the bytes that arrived before a flag visible to this device. The caller has already seen in the
+//       flag `value` or a later number.
 //
-// Two puts of a rank may arrive in any order, except as said above.
+// Except for the order that put() and put_with_flag() promise, puts of a rank may arrive in any order.
 #pragma once
 #include "common/device.cuh"
 #include "peers/puts.h"

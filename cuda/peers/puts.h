@@ -1,4 +1,4 @@
-// Whether kernels can send to peers whose memory they cannot map (puts.cuh).
+// kHasPuts: whether the kernels of this build can send to peers whose memory they cannot map (puts.cuh).
 #pragma once
 
 namespace pmoe::peers {

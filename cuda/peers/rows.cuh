@@ -1,4 +1,4 @@
-// Copies and sums of rows, computed by the lanes of a warp, 16 bytes at a time.
+// Copies and sums of rows by the lanes of a warp. A lane handles 16 bytes at a time.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
@@ -9,13 +9,15 @@ namespace pmoe::peers {
 // a team is one thread.
 struct WarpTeam {
   int lane, lanes;
-  int number, count;  // number of this team, and number of the rank's teams that communicate
+  int number, count;  // index of this team among the rank's teams that communicate, and how many teams do
 };
 
 // Number of 16-byte vectors that a lane loads before it stores the first one.
 constexpr int kInFlight = 8;
 
-// Copies a row by all lanes of a team.
+// Copies a row. All lanes of a team call this function.
+//
+// bytes: size of the row, a multiple of 16.
 __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64_t bytes,
                                          const WarpTeam& team) {
   const int vectors = static_cast<int>(bytes / 16);
@@ -36,7 +38,7 @@ __device__ __forceinline__ void copy_row(uint8_t* to, const uint8_t* from, int64
   }
 }
 
-// Adds eight values of 16 bits to float sums.
+// Adds eight values of the 16-bit type T, packed in `v`, to eight float sums.
 template <class T>
 __device__ __forceinline__ void add_vector(float (&sum)[8], const Words& v) {
   PMOE_UNROLL
@@ -46,7 +48,7 @@ __device__ __forceinline__ void add_vector(float (&sum)[8], const Words& v) {
   }
 }
 
-// Rounds eight float sums to values of 16 bits.
+// Rounds eight float sums to the 16-bit type T, and packs them.
 template <class T>
 __device__ __forceinline__ Words round_vector(const float (&sum)[8]) {
   Words v;

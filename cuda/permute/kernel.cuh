@@ -1,9 +1,9 @@
 // Kernels that copy tokens into rows sorted by expert, and sum the rows of each token. They use no torch.
 //
-// Every kernel goes through tokens, not through sorted rows: each token is read or written once, and so is
-// each of its K sorted rows, wherever it is. A position outside the sorted rows marks a dropped (token,
-// choice) pair, whose row is neither read nor written. Sums are float32, added in a fixed order, and rounded
-// once. layout.h says which thread copies which bytes.
+// Every kernel goes through the tokens in their order, and reads or writes each token once. It finds the K
+// sorted rows of a token by their positions, and reads or writes each of these rows once. A position outside
+// the sorted rows marks a dropped (token, choice) pair, which has no row. Sums are float32, added in a fixed
+// order, and rounded once. layout.h says which thread copies which bytes.
 //
 // Letters: T tokens, K choices, N sorted rows. `a` is the tensor with one row for each token, `b` the tensor
 // with K rows for each token.
@@ -33,8 +33,8 @@ struct Slots {
   const int32_t* position;  // (T, K)
   const float* weight;      // (T, K); null if the kernel is not weighted
   int32_t choices;
-  uint32_t num_rows;       // at most 2**31: positions are 32-bit numbers
-  uint32_t first_row = 0;  // at most 2**31; the sorted rows are first_row .. first_row + num_rows - 1
+  uint32_t num_rows;       // number of sorted rows; at most 2**31, as positions are 32-bit numbers
+  uint32_t first_row = 0;  // the sorted rows are first_row .. first_row + num_rows - 1; less than 2**31
 
   PMOE_HD bool kept(int32_t position) const { return static_cast<uint32_t>(position) - first_row < num_rows; }
 };
@@ -133,8 +133,10 @@ __device__ __forceinline__ Chosen<kChoices> load_chosen(const Slots& slots, int6
   return found;
 }
 
-// Loads a lane's 16-byte vectors of one slice of a row. Vectors beyond the row's end are zeros; all are zeros
-// if `row` is negative.
+// Loads a lane's 16-byte vectors of one slice of a row. A vector beyond the row's end is set to zero. If
+// `row` is negative, all vectors are set to zero.
+//
+// from: index in the row of the lane's first vector in the slice (Cut::first).
 template <int kVectors>
 __device__ __forceinline__ void load_slice(Words (&v)[kVectors], const Cut& cut, const Rows& rows,
                                            int64_t row, int32_t from) {
@@ -177,8 +179,9 @@ __device__ __forceinline__ void store_sums(const float (&sum)[kVectors][kPerVect
 
 // ---- permute: b[position] = weight * a[token]
 
-// The number of blocks in __launch_bounds__ is small, so that the compiler has many registers for loads. All
-// positions are then loaded at once, then all vectors of all rows, before any is used.
+// The second argument of __launch_bounds__ is the minimum number of blocks on a multiprocessor. It is small
+// in this file: 3 or 2, and not given for permute. So the compiler may use many registers for a thread, which
+// can then start several loads before it uses the first value.
 constexpr int kThreads = 256;
 constexpr int kPermuteVectors = 4;
 constexpr int kPermuteChoices = 4;  // number of positions loaded together
@@ -212,8 +215,8 @@ __global__ void __launch_bounds__(kThreads)
   permute_block<T, kWeighted>(cut, slots, a, b, blockIdx.x);
 }
 
-// The arguments of permute_several_kernel: up to kMostCopies permutes. The blocks of a permute begin at
-// first_block. If there are fewer permutes, the places that are left begin behind the grid.
+// The arguments of permute_several_kernel: up to kMostCopies permutes. The first block of permute i is
+// first_block[i]. In an entry that is not used, it is UINT32_MAX, which is behind the last block of the grid.
 struct Copies {
   Cut cut;  // the same for all permutes, except for the number of tokens
   int64_t tokens[kMostCopies];
@@ -269,14 +272,14 @@ inline int dots_bytes(const Cut& cut, int choices) {
 }
 
 // Returns the shared memory for the inner products of this thread's group: K floats. A group is the threads
-// that take a slice of a row together (layout.h).
+// that copy slices of a row together (layout.h).
 __device__ __forceinline__ float* dots_of_group(const Cut& cut, const Slots& slots) {
   return reinterpret_cast<float*>(shared_memory()) + cut.group(threadIdx.x) * slots.choices;
 }
 
-// Sums each of the dot[] over the lanes of a group. Lane 0 then stores the first `left` sums in of_group or,
-// if `write` is false, adds them to the sums there. dot[] is zero afterwards. All lanes of a warp must call
-// it.
+// Sums each number of dot[] over the lanes of a group. Lane 0 then stores the first `left` sums in of_group
+// or, if `write` is false, adds them to the numbers there. It sets dot[] to zero. All lanes of a warp must
+// call this function.
 template <int kChoices>
 __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices], const Cut& cut,
                                           int32_t lane, int32_t left, bool write) {
@@ -291,9 +294,9 @@ __device__ __forceinline__ void keep_dots(float* of_group, float (&dot)[kChoices
   }
 }
 
-// Writes d_weight: adds the partial inner products that several groups of threads have computed for each
-// token, in a fixed order. The gradient of a dropped (token, choice) pair is 0, even if a[token] is not
-// finite.
+// Writes d_weight for the tokens of this block. Several groups of threads have computed partial inner
+// products for a token; this function adds them in a fixed order. The gradient of a dropped (token, choice)
+// pair is 0, even if a[token] is not finite.
 __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, float* d_weight) {
   const float* all = reinterpret_cast<const float*>(shared_memory());
   const int64_t first_token = cut.block_token(blockIdx.x);
@@ -308,7 +311,8 @@ __device__ __forceinline__ void write_dots(const Cut& cut, const Slots& slots, f
   }
 }
 
-// Computes d_weight[slot] = <a[token], b[position]>, and the gradient of the rows:
+// Computes the gradient of the weights, d_weight[slot] = <a[token], b[position]>, and the gradient of the
+// operation's input, `out`:
 //
 //   kOf          a                 b                     out
 //   kPermute     x                 gradient of rows      out[token] = sum over k of weight * b[position]
@@ -318,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     backward_kernel(const Cut cut, const Slots slots, const Rows a, const Rows b, const Rows out,
                     float* d_weight) {
   const Cut::Place at = cut.place(blockIdx.x, threadIdx.x);
-  const bool alive = at.token < cut.tokens;  // other threads only take part where threads synchronize
+  const bool alive = at.token < cut.tokens;  // threads without a token only take part in synchronization
   float* of_group = dots_of_group(cut, slots);
   const int32_t begin = cut.first(at) - at.lane;
   float dot[kChoices] = {};
@@ -343,8 +347,9 @@ __global__ void __launch_bounds__(kThreads, 2)
           if (chosen.row[j] >= 0) store_scaled<T>(x, chosen.weight[j], cut, out, chosen.row[j], from);
         }
       }
-      // The inner products of these choices are stored after each slice of the row. If those of all choices
-      // fit into registers, they stay there, and are stored only after the group's last slice.
+      // If dot[] has room for the inner products of all choices, they stay there until the group's last
+      // slice, and are stored once. If not, dot[] is needed for the next choices, so its numbers are stored
+      // after each slice.
       const bool fit = slots.choices <= kChoices;
       if (!fit || start + cut.step() >= cut.row_vectors)
         keep_dots(of_group + k0, dot, cut, at.lane, slots.choices - k0, fit || start == begin);

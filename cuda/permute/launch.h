@@ -27,8 +27,8 @@ struct RowsAt {
 //     is dropped.
 // weight: (T, K), or null for weights of 1.
 // parts: number of groups of threads that split the columns of a token (layout.h); 0 lets the launch choose.
-// first_row: number of the first sorted row. The address of sorted rows is that of row 0, even if the rows
-//     before first_row, and so row 0, are not in memory.
+// first_row: index of the first sorted row. The rows before it need not be in memory. Nevertheless, launches
+//     take as address of the sorted rows the address that row 0 would have.
 struct Moving {
   int device;
   void* stream;
@@ -58,8 +58,8 @@ struct Copying {
 // The most permutes of one permute_several().
 constexpr int kMostCopies = 4;
 
-// Launches 1 to kMostCopies permutes at once, without weights. All have the first one's device, stream, row
-// bytes and parts.
+// Launches 1 to kMostCopies permutes at once, without weights, on the device and stream of the first one. All
+// must have the same row_bytes and parts.
 void permute_several(const std::vector<Copying>& copies);
 
 // Launches y = sum over k of weight * rows[position]: sums the sorted rows of each token.

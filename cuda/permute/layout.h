@@ -4,7 +4,8 @@
 //   vector   16 bytes of a row, which a thread loads at once
 //   group    `lanes` neighbouring threads of a warp: 8, 16 or 32. Thread number l of a group is its lane l
 //   slice    the lanes * per_lane vectors of a row that a group takes at a time
-//   part     the slices of a token's row that one group takes; each of `parts` groups takes every parts-th
+//   part     the slices of a token's row that one group takes. `parts` groups share the row, and each of them
+//            takes every parts-th slice
 //
 // Example with parts = 2, so that two groups share the row of a token:
 //
@@ -12,8 +13,8 @@
 //   group     part 0    part 1    part 0    part 1
 //
 // Inside a slice, lane l has the vectors l, l + lanes, ..., so each access of a group covers 128 to 512
-// neighbouring bytes. The division depends on the row's bytes and never on the number of tokens, so that a
-// sum over a row is added in the same order in every batch.
+// neighbouring bytes. How a row is divided depends on its bytes and never on the number of tokens. So a sum
+// over a row is added in the same order in every batch.
 //
 // Letters: T tokens, K choices, V vectors of a row.
 #pragma once
@@ -70,15 +71,16 @@ struct Cut {
 
 constexpr int kFewestLanes = 8;
 
-// Returns the number of threads in a group: the smallest for which one slice is the whole row; at most 32.
+// Returns the number of threads in a group: the smallest of 8, 16 and 32 for which one slice has the whole
+// row. If none is large enough, it returns 32.
 PMOE_HD constexpr int32_t lanes_for(int32_t row_vectors, int32_t per_lane) {
   int32_t lanes = kFewestLanes;
   while (lanes < 32 && int64_t{lanes} * per_lane < row_vectors) lanes *= 2;
   return lanes;
 }
 
-// Least number of slices of a row that each group of threads takes, if the groups of a block sum over a row
-// together. With two or more slices, the loads of one group overlap the sums of another.
+// If the groups of a block sum over a row together, each group takes at least this number of slices of the
+// row. With two or more slices, the loads of one group overlap the sums of another.
 constexpr int kSlicesOfPart = 2;
 
 // Returns the division of rows among threads.

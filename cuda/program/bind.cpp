@@ -17,8 +17,8 @@ namespace {
 
 using Address = std::uintptr_t;
 
-// Everything may wait: for other ranks, for another thread's pass, or for room in the queue of launches. The
-// GIL is released meanwhile, so that other threads can run.
+// Most of these functions may wait: for other ranks, for another thread's pass, or for room in the queue of
+// launches. The GIL is released meanwhile, so that other threads can run.
 using no_gil = py::call_guard<py::gil_scoped_release>;
 
 std::unique_ptr<program::Communicator> make_communicator(const std::string& id, int ranks, int rank,
@@ -33,7 +33,7 @@ std::unique_ptr<program::HeapExchanger> make_heap_exchanger(std::vector<int64_t>
       std::move(heaps), rank, device, bytes, reinterpret_cast<pmoe::peers::Report*>(report), seconds});
 }
 
-// One exchange by itself, of rows that lie at `source` and arrive at `target`.
+// Launches one exchange outside of a pass: rows that lie at `source` arrive at `target` of other ranks.
 void exchange(program::HeapExchanger& self, Address stream, int64_t source, int64_t target, int64_t row_bytes,
               const std::vector<int64_t>& send, const std::vector<int64_t>& recv) {
   const auto ranks = static_cast<size_t>(self.ranks());

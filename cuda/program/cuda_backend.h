@@ -1,20 +1,21 @@
-// A backend of the interpreter that issues a pass on a CUDA device.
+// A backend of the interpreter that issues a pass on a CUDA device. The program's events are CUDA events.
 //
 //   call of the program                what the backend issues
-//   wait                               cudaStreamWaitEvent for the CUDA event with this number
-//   signal                             cudaEventRecord of it
+//   wait                               cudaStreamWaitEvent
+//   signal                             cudaEventRecord
 //   COPY                               cudaMemcpyAsync
 //   EXCHANGE                           a group of NCCL's sends and receives (nccl.h), or a launch that writes
 //                                      into the heaps of other ranks (heap_exchanger.h)
 //   HIDDEN, OUTPUT and other products  a grouped product (products.h)
 //   PLACE                              a permute; up to kMostCopies calls in a row share a launch
 //   SUM                                an unpermute
-//   TAKE, PUT of rows                  an unpermute, and a permute, with one choice for each token
+//   TAKE of rows                       an unpermute with one choice for each token
+//   PUT of rows                        a permute with one choice for each token
 //   TAKE, PUT of single numbers        a kernel of kernel.cuh
 //   BIAS_DOTS, SCALE, BIAS_GRADIENT    a kernel of kernel.cuh; only experts with biases have these calls
 //
-// HIDDEN_GRADIENT stores partial sums of the routing weights' gradients. A kernel of kernel.cuh adds them up,
-// those of two calls in one launch.
+// HIDDEN_GRADIENT stores partial sums of the routing weights' gradients. A kernel of kernel.cuh adds these
+// partial sums up. One launch of that kernel does so for up to two calls of HIDDEN_GRADIENT.
 //
 // The host never waits for the device. Nothing in this folder has run on a GPU.
 #pragma once
@@ -36,7 +37,7 @@
 namespace pmoe::program {
 
 // Issues the calls of one program. Its functions throw exceptions, which CudaProgram turns into errors that
-// name the record.
+// name the record of the call (Record in layout.h).
 class CudaBackend {
  public:
   // Throws std::invalid_argument if the program has a record that cannot run on a device. The device must be
@@ -71,8 +72,9 @@ class CudaBackend {
     }
   }
 
-  // Returns the bytes of device memory that a pass needs besides its bases: the products' tile counters, and
-  // partial sums of routing weights' gradients. Those of two products exist at the same time.
+  // Returns the bytes of device memory that a pass needs besides its bases: for the products' tile counters,
+  // and for partial sums of routing weights' gradients. The partial sums of at most two products exist at a
+  // time.
   int64_t workspace_bytes(const Cut& cut) const {
     int64_t largest = 0;
     int64_t second = 0;
@@ -115,7 +117,8 @@ class CudaBackend {
           "cudaMemcpyAsync");
   }
 
-  // Puts off an exchange if the exchanger takes several at once.
+  // Takes an exchange. It is put off if the exchanger can issue several together, because the next exchange
+  // may then share its launch.
   void exchange(const Call& call) {
     launch_placed();
     if (!exchanged_.empty() && exchanged_.front().stream != call.stream) launch_exchanges();
@@ -136,9 +139,9 @@ class CudaBackend {
       move_rows(call);
   }
 
-  // Launches the PLACE calls and the exchanges that were put off, but not the sums. Every wait, signal and
-  // call that is not itself put off does this first, so that the order of the records stays. One of these
-  // always comes: a product reads the rows, or another lane waits for them.
+  // Launches the PLACE calls and the exchanges that were put off, but not the sums. Every wait, every signal
+  // and every call that is not put off does this first, so that the order of the records stays. No call stays
+  // put off for ever: it is followed by a product that reads its rows, or by a signal for another lane.
   void launch_put_off() {
     launch_placed();
     launch_exchanges();
@@ -152,7 +155,7 @@ class CudaBackend {
         permute::permute(placed_[0].moving, placed_[0].x, placed_[0].rows);
       else
         permute::permute_several(placed_);
-    } catch (const std::exception& raised) {  // else CudaProgram would blame the present call's record
+    } catch (const std::exception& raised) {  // CudaProgram itself only knows the record of the current call
       throw std::runtime_error("the copies of record " + std::to_string(first_placed_) + ": " +
                                raised.what());
     }
@@ -167,22 +170,23 @@ class CudaBackend {
     if (exchanger_->most_calls() == 1) return exchanger_->exchange(calls);
     try {
       exchanger_->exchange(calls);
-    } catch (const std::exception& raised) {  // else CudaProgram would blame the present call's record
+    } catch (const std::exception& raised) {  // CudaProgram itself only knows the record of the current call
       throw std::runtime_error("the exchange of record " + std::to_string(calls.front().record) + ": " +
                                raised.what());
     }
   }
 
   // Launches the sums of routing weights' gradients that were put off, at most two. It is called before
-  // anything can read their results: in signal(), because another lane may wait for that event; before TAKE
-  // and PUT of numbers; and before BIAS_DOTS, which adds to them. It is also called as soon as two wait.
+  // anything can read the results of these sums: in signal(), because another lane may wait for that event;
+  // before TAKE and PUT of numbers; and before BIAS_DOTS, which adds to the results. It is also called as
+  // soon as two sums are put off.
   void launch_sums() {
     if (unsummed_.empty()) return;
     const PartialSums none = {nullptr, nullptr, 0};
     try {
       sum_parts(reinterpret_cast<void*>(stream_of_sums_), parts_, unsummed_[0],
                 unsummed_.size() > 1 ? unsummed_[1] : none);
-    } catch (const std::exception& raised) {  // else CudaProgram would blame the present call's record
+    } catch (const std::exception& raised) {  // CudaProgram itself only knows the record of the current call
       throw std::runtime_error("the sums of record " + std::to_string(first_unsummed_) + ": " +
                                raised.what());
     }
@@ -254,7 +258,10 @@ class CudaBackend {
     if (unsummed_.size() == kMostUnsummed) launch_sums();
   }
 
-  // Puts off the sums of a call's routing weights' gradients. Returns the memory of the partial sums.
+  // Puts off adding up the partial sums of a HIDDEN_GRADIENT call. Returns the address to which the product
+  // must write these partial sums.
+  //
+  // dots: where the added sums, the gradients of the routing weights, will be written.
   float* put_off_sum(const Call& call, float* dots) {
     float* parts = reinterpret_cast<float*>(workspace_ + counter_bytes());
     for (const PartialSums& each : unsummed_) parts += parts_ * each.count;
@@ -293,15 +300,15 @@ class CudaBackend {
     auto* const stream = reinterpret_cast<void*>(call.stream);
     const int64_t count = call.operand[1].rows;
     if (call.kernel == kPut) return put_numbers(stream, source, index, out, count);
-    // The first launch of a forward pass is a TAKE on the compute lane. It sets the products' counters, too,
-    // which saves a call.
+    // The first launch of a forward pass is a TAKE on the compute lane. It also sets the products' tile
+    // counters to 0, which saves a memset.
     const bool clears = !are_counters_set_ && call.lane == 0;
     take_numbers(stream, source, index, out, count, reinterpret_cast<uint32_t*>(workspace_),
                  clears ? num_products_ : 0);
     are_counters_set_ = are_counters_set_ || clears;
   }
 
-  // Puts off a PLACE call: those that follow one another on a stream are one launch.
+  // Puts off a PLACE call: up to kMostCopies PLACE calls that follow one another on a stream share a launch.
   void put_off(const Call& call) {
     launch_exchanges();
     const permute::Copying copying = {moving_of(call), tokens_of(call), sorted_of(call)};
@@ -321,7 +328,8 @@ class CudaBackend {
   }
 
   // PLACE, SUM, TAKE and PUT have three operands: source, position (or index), and out. SUM and TAKE read
-  // sorted rows from the source, and write a row for each token to `out`. PLACE and PUT do the reverse.
+  // sorted rows from the source, and write a row for each token to `out`. PLACE and PUT read a row for each
+  // token from the source, and write sorted rows to `out`.
   static bool is_sum(const Call& call) { return call.kernel == kSum || call.kernel == kTake; }
   static const Memory& sorted_memory(const Call& call) { return call.operand[is_sum(call) ? 0 : 2]; }
   static const Memory& tokens_memory(const Call& call) { return call.operand[is_sum(call) ? 2 : 0]; }
@@ -359,9 +367,9 @@ class CudaBackend {
   const Facts facts_;
   Exchanger* const exchanger_;
   const Events events_;            // those of the program, and one for join()
-  std::vector<Product> products_;  // by record
+  std::vector<Product> products_;  // one for each record; unused if the record is no product
   int num_products_ = 0;
-  int parts_ = 1;  // partial sums of a row of kHiddenGradient
+  int parts_ = 1;  // number of partial sums that kHiddenGradient stores for each row
   uint8_t* workspace_ = nullptr;
   bool are_counters_set_ = false;         // whether the products' tile counters are 0, or not used
   std::vector<Call> exchanged_;           // exchanges that were put off
@@ -369,10 +377,11 @@ class CudaBackend {
   int64_t first_placed_ = -1;             // the record of the first of them
   std::vector<PartialSums> unsummed_;     // sums of calls of HIDDEN_GRADIENT that were put off
   int64_t first_unsummed_ = -1;           // the record of the first of them
-  int64_t stream_of_sums_ = -1;           // and its stream
+  int64_t stream_of_sums_ = -1;           // the stream of all of them
 };
 
-// A program that was loaded for a device. Several threads may call run(), which lets one in at a time.
+// A program that was loaded for a device. Several threads may call run(): a thread waits there until no other
+// thread issues a pass of this program.
 class CudaProgram {
  public:
   CudaProgram(std::vector<int64_t> words, std::vector<std::string> labels, const Facts& facts,
@@ -392,7 +401,7 @@ class CudaProgram {
   const Words& words() const { return words_; }
   const CudaBackend& backend() const { return *backend_; }
 
-  // Returns the numbers of a call. Throws std::invalid_argument for counts that are out of range.
+  // Returns the numbers of a pass. Throws std::invalid_argument for counts that are out of range.
   Cut cut(const Counts& counts) const {
     if (exchanger_ && counts.rank != exchanger_->rank())
       throw std::invalid_argument("rank (" + std::to_string(counts.rank) + ") must be the communicator's (" +
@@ -406,7 +415,8 @@ class CudaProgram {
   // is issued, and std::runtime_error, which names the record, for an error of CUDA or NCCL.
   //
   // bases: an address for each base.
-  // streams: a stream for each lane. Lanes that the pass does not use may have the compute lane's.
+  // streams: a stream for each lane. A lane that the pass does not use may have the stream of the compute
+  //     lane.
   // workspace: CudaBackend::workspace_bytes() bytes of device memory.
   void run(const Cut& cut, const std::vector<int64_t>& bases, const std::vector<int64_t>& streams,
            void* workspace) {
@@ -423,10 +433,11 @@ class CudaProgram {
       return;
     }
     backend_->join(streams.data());
-    // An exchange before the error may wait for ranks that never come, so this pass is watched, too.
+    // Exchanges that were issued before the error may wait for ranks that never come. end() makes the
+    // exchanger watch for this, as in a pass without errors.
     try {
       if (exchanger_) exchanger_->end(stream);
-    } catch (const std::exception&) {  // the record's error is thrown, which came first
+    } catch (const std::exception&) {  // not thrown on: the error of the record came first
     }
     throw std::runtime_error("pass program: record " + std::to_string(ending.record) + " (" +
                              labels_[static_cast<size_t>(ending.record)] + "): " + error_);
@@ -443,7 +454,8 @@ class CudaProgram {
                                     ") must be a multiple of 16");
   }
 
-  // Calls the backend. Returns 1, and keeps the message, if it throws.
+  // Calls the backend. If the backend throws, this function keeps the message and returns 1; else it returns
+  // 0.
   template <class Issue>
   static int guarded(void* self, const Issue& issue) {
     auto* const program = static_cast<CudaProgram*>(self);

@@ -1,4 +1,5 @@
-// Computes from the row counts of a call where each chunk's rows begin and end: the numbers of layout.h.
+// Computes where each chunk's rows begin and how many there are, from the row counts of a pass. The results
+// are the numbers that layout.h lists (Whole, OfChunk).
 //
 // Example: 2 chunks, 2 ranks with one expert each, this rank is 0. Its counts by chunk, rank and expert:
 //
@@ -17,7 +18,8 @@
 
 namespace pmoe::program {
 
-// Row counts of a call, as `pmoe.comm.counts.RankCounts` has them for n chunks. Both are (n, W, E_local).
+// Row counts of a pass, as `pmoe.comm.counts.RankCounts` has them for n chunks. The shape of `send` and of
+// `recv` is (n, W, E_local).
 struct Counts {
   int64_t tokens;       // T, tokens of this rank
   int64_t rank;         // this rank
@@ -25,7 +27,7 @@ struct Counts {
   const int64_t* recv;  // rows that each rank has for each expert of this rank
 };
 
-// A program's words, read in place. They must outlive it.
+// Access to the words of a program (layout.h). The words are not copied, so they must outlive this object.
 class Words {
  public:
   // Throws std::invalid_argument if the words are no program, or if an index in them is out of range.
@@ -54,8 +56,9 @@ class Words {
 
   int64_t num_numbers() const { return first_slot() + header_->slots; }
   int64_t first_slot() const { return kNumWhole + header_->chunks * kNumOfChunk; }
-  // Returns the number of lines of Cut::rows_by_rank. Each chunk has two: its rows sent to each rank, and its
-  // rows received from each rank. Two more lines have the sums over all chunks.
+  // Returns the number of lines of Cut::rows_by_rank. Line 2 i has the numbers of rows of chunk i that are
+  // sent to each rank, line 2 i + 1 those received from each rank. The last two lines have the sums over all
+  // chunks.
   int64_t lines() const { return 2 * header_->chunks + 2; }
 
  private:
@@ -104,11 +107,11 @@ class Words {
   const int64_t* waits_;
 };
 
-// The numbers of one call. If an object is used for several calls, only the first allocates memory.
+// The numbers of one pass. If an object is used for several passes, only the first one allocates memory.
 struct Cut {
   std::vector<int64_t> numbers;
-  std::vector<int64_t> rows_by_rank;  // (Words::lines(), W)
-  int64_t arena_bytes = 0;            // all ring slots together
+  std::vector<int64_t> rows_by_rank;  // (Words::lines(), W) numbers of rows
+  int64_t arena_bytes = 0;            // bytes of all ring slots together
 
   // Throws std::invalid_argument for a rank or a count that is out of range.
   void compute(const Words& words, const Counts& counts) {
@@ -211,8 +214,9 @@ struct Cut {
 
   int64_t* of_chunk(int64_t i) { return &numbers[kNumWhole + i * kNumOfChunk]; }
 
-  // Computes where each ring slot begins. Slots follow one another, and each is as large as the largest
-  // buffer that takes its turn in it.
+  // Computes where each ring slot begins. Slots follow one another. A slot is as large as the largest of the
+  // buffers that use it in turn. The first loop keeps the slots' bytes in `numbers`; the second loop replaces
+  // them by the offsets where the slots begin.
   void lay_out_slots(const Words& words) {
     const int64_t first = words.first_slot();
     for (int64_t i = 0; i < words.header().turns; ++i) {

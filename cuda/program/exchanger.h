@@ -18,11 +18,12 @@ class Exchanger {
   virtual int ranks() const = 0;
   virtual int rank() const = 0;
 
-  // Most calls that one exchange() takes.
+  // The largest number of calls that one exchange() takes.
   virtual size_t most_calls() const = 0;
 
-  // Returns the address of memory for the ring slots of a pass, until give_back_arena(). Returns 0 if there
-  // is none of this size. Any other memory serves as well, but rows may take longer to get there.
+  // Lends memory for the ring slots of a pass, until give_back_arena(). Returns its address, or 0 if there
+  // are not as many bytes as the argument says. Ring slots in other memory work, too, but rows may travel
+  // more slowly to them.
   virtual int64_t take_arena(int64_t) { return 0; }
   virtual void give_back_arena() {}
 
@@ -35,7 +36,7 @@ class Exchanger {
   // compute: the stream of the compute lane.
   virtual void begin(cudaStream_t compute) = 0;
 
-  // Issues the all-to-alls of these calls, which are on one stream. There is at least one.
+  // Issues the all-to-alls of 1 to most_calls() calls, which all have the same stream.
   virtual void exchange(const std::vector<Call>& calls) = 0;
 
   // Ends a pass, all calls of which have been issued.

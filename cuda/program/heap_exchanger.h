@@ -1,9 +1,10 @@
-// Exchanges rows by writing them into the heaps of the other ranks. A launch of one kernel is an exchange, or
-// two that directly follow each other (push.h).
+// Exchanges rows by writing them into the heaps of the other ranks. One launch of a kernel performs one
+// exchange, or two exchanges that directly follow each other (push.h).
 //
-// A kernel that waits too long for another rank writes a report into memory of the host, and ends. Launches
-// after it exchange nothing. A later pass throws the report, as soon as the host can read it. Results of all
-// passes since are not valid, and the heap cannot be used any more.
+// A kernel that waits too long for another rank writes a report into memory of the host, and ends. Later
+// launches exchange nothing. When the host can read the report, the next pass to begin throws an error with
+// its content. The results of the pass that waited, and of all passes after it, are not valid. The heap
+// cannot be used any more.
 //
 // The last pass of a run has no later pass. And an optimizer may use gradients before the next pass begins.
 // In both cases only a caller that waits for the device and calls throw_failure() notices wrong results.
@@ -28,15 +29,15 @@ struct HeapPlace {
   std::vector<int64_t> heaps;  // by rank
   int rank;
   int device;
-  int64_t bytes;          // of this rank's heap, which is zeroed at first
-  peers::Report* report;  // memory of the host that the device can write
+  int64_t bytes;          // size of this rank's heap, whose memory is zero at first
+  peers::Report* report;  // in memory of the host that the device can write
   double seconds;         // longest wait for another rank
 };
 
 class HeapExchanger final : public Exchanger {
  public:
-  // Throws std::invalid_argument for numbers of ranks and for ranks that are out of range, and for a heap
-  // that is too small.
+  // Throws std::invalid_argument if the number of ranks or this rank is out of range, or if the heap is too
+  // small.
   explicit HeapExchanger(HeapPlace place)
       : place_(std::move(place)), regions_(HeapRegions::of(ranks())), ended_(1, place_.device) {
     if (ranks() < 1 || ranks() > kMostHeaps)
@@ -75,8 +76,8 @@ class HeapExchanger final : public Exchanger {
     is_closed_ = true;
   }
 
-  // Throws the errors of throw_failure(). Passes use the arena one after another, so a pass on another stream
-  // than the last one waits for the last one.
+  // Throws the errors of throw_failure(). Passes use the arena one after another. So if the last pass had
+  // another compute stream, this pass waits for its end.
   void begin(cudaStream_t compute) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     check_usable();
@@ -91,7 +92,8 @@ class HeapExchanger final : public Exchanger {
     check_usable();
   }
 
-  // Exchanges whose memory overlaps do not share a launch.
+  // Issues the exchanges, in one launch. If the memory of two exchanges overlaps, each has a launch of its
+  // own.
   //
   // Throws std::invalid_argument for rows that the kernel cannot copy.
   void exchange(const std::vector<Call>& calls) override {
@@ -111,8 +113,8 @@ class HeapExchanger final : public Exchanger {
     if (!messages.empty()) launch(stream, messages);
   }
 
-  // Nothing watches a pass, because its kernels end by themselves. The event is recorded now, and not when a
-  // later pass waits for it, because the stream may have been destroyed by then.
+  // Nothing watches the pass that ends here, because its kernels have time limits of their own. The event is
+  // recorded now, and not when a later pass waits for it, because the stream may have been destroyed by then.
   void end(cudaStream_t compute) override {
     const std::lock_guard<std::mutex> lock(mutex_);
     check(cudaEventRecord(ended_[0], compute), "cudaEventRecord of the end of a pass");
@@ -197,7 +199,7 @@ class HeapExchanger final : public Exchanger {
   std::mutex mutex_;             // for all members below
   cudaStream_t last_ = nullptr;  // the compute lane of the last pass
   bool has_run_ = false;
-  bool is_taken_ = false;  // the arena
+  bool is_taken_ = false;  // whether a pass has the arena
   bool is_closed_ = false;
 };
 

@@ -1,20 +1,20 @@
-// Runs a compiled pass: walks its records, and issues each as a call of a backend.
+// Runs a compiled pass: goes through its records, and issues each record as calls of a backend. Example:
 //
-//   record of C1                       calls of the backend, in this order
+//   record of task C1                  calls of the backend, in this order
 //   waits 3, 5                         wait(lane 0, event 3)   wait(lane 0, event 5)
 //   kernel hidden, 6 operands          launch({hidden, lane 0, 6 addresses})
 //   signal 6                           signal(lane 0, event 6)
 //
-// The interpreter knows no kernel and no device: a backend is a table of functions. The one of cuda_backend.h
-// launches kernels on the lane's stream, and records CUDA events. The one of recorder.cpp writes the calls
-// down.
+// The interpreter knows no device, and of kernels only those of layout.h. A backend is a table of functions.
+// The backend of cuda_backend.h launches kernels on the lane's stream, and records CUDA events. The backend
+// of recorder.cpp writes the calls down.
 #pragma once
 
 #include "program/cut.h"
 
 namespace pmoe::program {
 
-// An operand of a call: `rows` rows of `columns` numbers, `row_bytes` apart.
+// An operand of a call: `rows` rows of `columns` numbers. The next row begins `row_bytes` bytes after a row.
 struct Memory {
   int64_t address;
   int64_t rows;
@@ -49,13 +49,14 @@ struct Backend {
   int (*signal)(void* self, int64_t lane, int64_t stream, int64_t event);
 };
 
-// What a call passes: an address for each Base, and a stream for each lane.
+// What the caller of a pass provides: an address for each base, and a stream for each lane.
 struct Places {
   const int64_t* bases;
   const int64_t* streams;
 };
 
-// How a pass ended: error 0, or the backend's error and the record at which it came.
+// How a pass ended. `error` is 0, or the number that a function of the backend returned for the record with
+// the index `record`.
 struct Ending {
   int error;
   int64_t record;

@@ -1,6 +1,6 @@
 // Kernels of pass programs: those that move single numbers (routing weights, and their gradients), and those
-// of experts with biases. Rows are moved by the kernels of cuda/permute, whose rows are multiples of 16
-// bytes.
+// of experts with biases. The kernels of cuda/permute move rows, but cannot move single numbers: their rows
+// must be multiples of 16 bytes.
 #pragma once
 #include "common/device.cuh"
 #include "common/scalar.h"
@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// total[e] = the sum of the rows of expert e, or total[e] += this sum. Block b of an expert has the words 32
-// b to 32 b + 31. Each of its warps sums every 8th row, and the first warp adds up the warps' sums in their
-// order.
+// total[e] = the sum of the rows of expert e, or total[e] += this sum if `adds`. Block b of an expert sums
+// the words 32 b to 32 b + 31 of its rows. Each warp of a block sums every 8th row, and the first warp then
+// adds up the sums of the warps, in the order of the warps.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     bias_gradient_kernel(const RowsByExpert grad, float* total, int32_t adds) {
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- partial sums
 
-// For both members of `of`: out[i] = the sum over p of parts[p * count + i], added in the order of p.
+// For each of the two lists: out[i] = the sum over p of parts[p * count + i], added in the order of p.
 struct PairOfSums {
   PartialSums of[2];
 };

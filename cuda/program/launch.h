@@ -38,14 +38,16 @@ void scale_rows(void* stream, Element type, const float* weight, void* grad, int
 // total (experts, 2 * words): the sum of each expert's rows, which overwrites `total` or is added to it.
 void sum_rows(void* stream, Element type, const RowsByExpert& grad, float* total, bool adds);
 
-// Partial sums of `count` numbers, and memory for their sums; a count of 0 for none.
+// Partial sums of `count` numbers, and the memory for the numbers. `count` is 0 if there is nothing to add
+// up.
 struct PartialSums {
   const float* parts;  // (number of parts, count)
   float* out;          // (count,)
   int64_t count;
 };
 
-// Adds up one or two lists of partial sums, in one launch. The first one's count is at least 1.
+// Adds up one or two lists of partial sums, in one launch. `first` has a count of at least 1. If there is no
+// second list, the count of `second` is 0.
 void sum_parts(void* stream, int num_parts, const PartialSums& first, const PartialSums& second);
 
 void list_kernels(std::vector<KernelInfo>& found);

@@ -10,8 +10,8 @@
 //            operands            T_DI.1   w1   b1   T_M.1   active.1   ends
 //   Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[arena] + numbers[90]
 //
-// The words depend only on the schedule, the layer and the dtype. A call passes what changes from call to
-// call: addresses (bases), streams, and row counts, from which cut.h computes `numbers`.
+// The words depend only on the schedule, the layer and the dtype. What changes from pass to pass is not among
+// the words: addresses (bases), streams, and row counts, from which cut.h computes `numbers`.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,8 @@ namespace pmoe::program {
 constexpr int64_t kVersion = 3;
 constexpr int kMaxOperands = 8;
 
-// The lanes of a schedule, in the order of pmoe.schedule.tasks.Lane. A call has a stream for each.
+// The number of lanes of a schedule: those of pmoe.schedule.tasks.Lane, in that order. A pass has a stream
+// for each lane.
 constexpr int kNumLanes = 5;
 
 // Bytes at whose multiples ring slots begin: pmoe.schedule.buffer_sizes.ALIGNMENT.
@@ -34,47 +35,48 @@ enum Kernel : int64_t {
   kExchange = 2,  // all-to-all
 };
 
-// The bases that the interpreter itself knows. A base is a tensor, or other memory, whose address the call
-// passes. The others are in pmoe.program.records.Base.
+// The bases that the interpreter itself knows. A base is a tensor, or other memory, whose address the caller
+// of a pass provides. pmoe.program.records.Base has the other bases.
 enum Base : int64_t {
-  kNowhere = 0,  // address 0: a bias or places that the product does not have, or a result that nothing reads
+  kNowhere = 0,  // address 0: for an input that the record does not have, or a result that nothing reads
 };
 
-// Numbers of a call as a whole: the beginning of `numbers`. "Sorted rows" are all rows of this rank's tokens,
-// in the order of the pass.
+// Numbers of a pass as a whole, which are the first in `numbers`. "Sorted rows" are all rows of this rank's
+// tokens, sorted by chunk: in each chunk first the rows that are sent, then the rows that stay.
 enum Whole : int {
   kZero,               // 0
   kOne,                // 1
-  kRows,               // sorted rows
-  kSentRows,           // rows that all chunks send
-  kReceivedRows,       // rows that all chunks receive
+  kRows,               // number of sorted rows
+  kSentRows,           // number of rows that all chunks send
+  kReceivedRows,       // number of rows that all chunks receive
   kMessageIsSorted,    // 1 if routing weights come from several ranks and must be sorted, else 0
   kMessageIsStraight,  // 1 - kMessageIsSorted
   kNumWhole,
 };
 
-// Numbers of a chunk, which follow. Rows that arrive from several ranks must be sorted by expert.
+// Numbers of a chunk. Those of chunk 0 follow the numbers of Whole, then come those of chunk 1, and so on.
+// The rows that a chunk receives must be sorted by expert if they come from several ranks.
 enum OfChunk : int {
-  kTokensBegin,    // first token
-  kTokens,         // tokens
-  kRowBegin,       // first sorted row of the chunk: the rows that it sends, then those that stay
-  kSent,           // rows that it sends
-  kLocal,          // rows that stay on this rank
-  kHome,           // kSent + kLocal
-  kLocalRowBegin,  // first sorted row of those that stay
-  kLocalBegin,     // first row that stays, counted among the rows of all chunks that stay
-  kLocalWeight,    // index of that row's routing weight: the weights of all sent rows come first
-  kReceivedBegin,  // first received row of the chunk, counted among the received rows of all chunks
-  kReceived,       // rows that it receives
-  kSorted,         // kReceived if the rows must be sorted, else 0
+  kTokensBegin,    // index of the chunk's first token
+  kTokens,         // number of tokens
+  kRowBegin,       // index of the chunk's first sorted row
+  kSent,           // number of rows that it sends
+  kLocal,          // number of rows that stay on this rank
+  kHome,           // kSent + kLocal, the number of its sorted rows
+  kLocalRowBegin,  // index of the first sorted row that stays
+  kLocalBegin,     // index of the same row among the rows of all chunks that stay
+  kLocalWeight,    // index of its routing weight, in an order where the weights of all sent rows come first
+  kReceivedBegin,  // index of the chunk's first received row among the received rows of all chunks
+  kReceived,       // number of rows that it receives
+  kSorted,         // kReceived if the received rows must be sorted, else 0
   kStraight,       // kReceived - kSorted
-  kIsSorted,       // 1 if the rows must be sorted, else 0
+  kIsSorted,       // 1 if the received rows must be sorted, else 0
   kIsStraight,     // 1 - kIsSorted
   kNumOfChunk,
 };
 
 // The first words of a program: facts of the layer, the lengths of the arrays (turns, operands, records,
-// waits), and how many slots, events and bases the program has.
+// waits), and the numbers of ring slots, events and bases.
 struct Header {
   int64_t version;
   int64_t chunks;         // n
@@ -91,11 +93,12 @@ struct Header {
   int64_t bases;
 };
 
-// A buffer that takes its turn in a ring slot. The slot is as large as the largest of its buffers.
+// A buffer, and the ring slot that it uses in turn with other buffers. The slot is as large as the largest of
+// them.
 struct Turn {
   int64_t slot;
-  int64_t rows;       // index into numbers
-  int64_t most_rows;  // the buffer has at most so many rows; -1 for no limit
+  int64_t rows;       // index into numbers: the buffer's number of rows
+  int64_t most_rows;  // the largest number of rows for which the buffer needs room; -1 for no limit
   int64_t row_bytes;
 };
 
@@ -116,7 +119,7 @@ struct Operand {
 struct Record {
   int64_t kernel;
   int64_t lane;
-  int64_t task;       // index of the schedule's task; -1 for none
+  int64_t task;       // index of the task in the schedule to which the record belongs; -1 for none
   int64_t condition;  // index into numbers: if the number is 0, the record only waits and signals
   int64_t operand_begin;
   int64_t operands;
@@ -125,8 +128,8 @@ struct Record {
   int64_t signal;     // event that is recorded afterwards; -1 for none
   int64_t first;      // index into numbers: an argument of some kernels
   int64_t flag;       // an argument of some kernels
-  int64_t send_line;  // lines of Cut::rows_by_rank: rows sent to each rank, received from each; -1: none
-  int64_t recv_line;
+  int64_t send_line;  // index of the line of Cut::rows_by_rank with the rows sent to each rank; -1 for none
+  int64_t recv_line;  // index of the line with the rows received from each rank; -1 for none
 };
 
 }  // namespace pmoe::program

@@ -1,4 +1,4 @@
-// NCCL's point-to-point calls, on a communicator that belongs to pass programs alone.
+// Exchanges rows by NCCL's point-to-point calls, on a communicator that only pass programs use.
 //
 // pmoe is not linked against NCCL. The functions are looked up in the library that torch has loaded, so that
 // a process has one NCCL only. If torch was built with NCCL inside it, there is no library to look in, and
@@ -100,8 +100,8 @@ inline std::string make_id() {
   return std::string(id.bytes, sizeof id.bytes);
 }
 
-// A group of NCCL's calls. Every group that was started is ended, even if a call inside it fails: without the
-// end, all later calls of the thread would wait for it.
+// A group of NCCL's calls. Every group that was started is ended, even if a call inside it fails. Without its
+// end, all later calls of the thread would belong to the group and not begin.
 class NcclGroup {
  public:
   explicit NcclGroup(const Nccl& nccl) : nccl_(nccl) {
@@ -123,20 +123,20 @@ class NcclGroup {
   bool is_open_ = false;
 };
 
-// One rank's part of a communicator. NCCL keeps it until the process ends, or until it is aborted: to destroy
-// it, NCCL would have to wait for the other ranks.
+// One rank's part of a communicator. The communicator exists until it is aborted, or until the process ends.
+// This class never destroys it, because NCCL would then wait for the other ranks.
 //
 // A peer may never come. NCCL then waits, on the device or on the host, and torch's watchdog does not know
-// this communicator. So another thread calls abort_if_late() again and again. It aborts the communicator when
-// NCCL has not ended in time, and all later calls throw.
+// this communicator. So another thread calls abort_if_late() again and again. That function aborts the
+// communicator if NCCL has not ended in time, and all later calls throw.
 //
-// NCCL has communicators whose calls never wait on the host. They start a thread for each group of calls,
-// which takes longer than the rest of an exchange.
+// NCCL also has communicators whose calls never wait on the host. They are not used here: they start a thread
+// for each group of calls, which takes longer than the rest of an exchange.
 class Communicator final : public Exchanger {
  public:
-  // Waits until all ranks have come, at most for half of the time limit. A rank that failed does not come: it
-  // waits for the others in a collective of torch, which has the whole time limit. So the others give up here
-  // early enough to join that collective.
+  // Waits until all ranks construct their part, at most for half of the time limit. A rank that failed before
+  // does not come here: it waits for the others in a collective of torch, for at most the whole time limit.
+  // Because the others wait here for only half of it, they join that collective in time.
   //
   // id: the bytes of make_id() of one rank.
   // device: this rank's device.
@@ -221,8 +221,8 @@ class Communicator final : public Exchanger {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!communicator_) return reason_;
     const Clock::time_point now = Clock::now();
-    // A call of NCCL that waits on the host may hold a lock of CUDA. So no function of CUDA is called here
-    // while one waits.
+    // A call of NCCL that waits on the host may hold a lock of CUDA. So while such a call waits (is_inside_),
+    // this function calls no function of CUDA.
     if (const int error = async_error())
       abort(std::string("an exchange of a pass program failed: ") + nccl_.GetErrorString(error) + " (" +
             std::to_string(error) + ")");
@@ -307,14 +307,15 @@ class Communicator final : public Exchanger {
     if (state != cudaErrorNotReady) pmoe::check(state, "cudaEventQuery of a pass's end");
   }
 
-  // Ends NCCL's kernels on the device, and its calls that wait on the host. NCCL may wait for the device or
-  // for other ranks meanwhile, so this runs in a thread of its own.
+  // Aborts the communicator. That ends NCCL's kernels on the device, and its calls that wait on the host.
+  // NCCL may wait for the device or for other ranks while it aborts, so it does so in a thread of its own.
   void abort(const std::string& reason) {
     reason_ = told(reason) +
               ". The communicator of pass programs was aborted: results of this pass, and of " +
               "passes after it, are not valid";
     void* const aborted = std::exchange(communicator_, nullptr);
-    // To end a call that waits on the host, NCCL needs no device, and cudaSetDevice may wait for that call.
+    // If a call waits on the host, the thread does not set the device: NCCL can end that call without a
+    // current device, and cudaSetDevice might wait for that call.
     std::thread([nccl = nccl_, aborted, device = device_, on_device = !is_inside_] {
       if (on_device) cudaSetDevice(device);  // if this fails, NCCL's calls must end nevertheless
       nccl.CommAbort(aborted);
@@ -330,7 +331,7 @@ class Communicator final : public Exchanger {
     return communicator_;
   }
 
-  // Marks the end of these calls. Throws if the communicator was aborted meanwhile.
+  // Marks the end of the calls that began with enter(). Throws if the communicator was aborted meanwhile.
   void leave() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_inside_ = false;
@@ -358,7 +359,7 @@ class Communicator final : public Exchanger {
     try {
       issue_group(call, communicator, stream);
     } catch (const std::exception&) {
-      leave();  // an abort is the cause of other errors
+      leave();  // if the communicator was aborted, this throws why: the abort caused the present error
       throw;
     }
     leave();
@@ -394,8 +395,8 @@ class Communicator final : public Exchanger {
   std::deque<Pass> passes_;  // that have not ended
   std::vector<cudaEvent_t> unused_;
   Clock::time_point last_end_;
-  bool is_inside_ = false;  // whether a call of NCCL may wait on the host, and since when
-  Clock::time_point entered_;
+  bool is_inside_ = false;     // whether a call of NCCL may wait on the host now
+  Clock::time_point entered_;  // when that call began
 };
 
 }  // namespace pmoe::program

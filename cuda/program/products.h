@@ -1,5 +1,5 @@
-// Grouped products of pass programs. The arguments that do not change from call to call are computed when a
-// program is loaded; a call adds addresses and the number of rows.
+// Grouped products of pass programs. The arguments that are the same in every pass are computed when a
+// program is loaded. Each pass adds the addresses and the number of rows.
 #pragma once
 
 #include "grouped_gemm/launch.h"
@@ -41,15 +41,16 @@ inline bool is_product(int64_t kernel) {
          kernel == kWeightGradient;
 }
 
-// A record that is a grouped product.
+// The grouped product of a record.
 struct Product {
   GroupedGemm which;
   Problem problem;
   int blocks = 0;
-  int counter = -1;  // number of its tile counter; -1 for none
+  int counter = -1;  // index of its tile counter among the counters of the pass
 };
 
-// Returns a record's product, without its addresses and rows.
+// Returns the product of a record, without the addresses and the number of rows, which change from pass to
+// pass.
 inline Product make_product(const Words& words, const Record& record, const Facts& facts) {
   const auto operand = [&](int i) -> const Operand& { return words.operand(record.operand_begin + i); };
   const auto columns = [&](int i) { return static_cast<int>(operand(i).columns); };
@@ -96,8 +97,10 @@ inline Product make_product(const Words& words, const Record& record, const Fact
 // Launches a product.
 //
 // call: the record's call.
-// row_dots: memory for the partial sums of kHiddenGradient.
-// counters: the tile counters of all products of the pass, which must be 0; null if products take none.
+// row_dots: memory for the gradients of the routing weights, or for partial sums of them (kHiddenGradient
+//     only).
+// counters: the tile counters of all products of the pass, which must be 0; null if products need no
+//     counters.
 inline void launch_product(const Product& product, const Call& call, bool hopper, float* row_dots,
                            uint32_t* counters) {
   const auto at = [&](int i) { return reinterpret_cast<void*>(call.operand[i].address); };

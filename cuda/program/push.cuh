@@ -7,13 +7,15 @@
 
 namespace pmoe::program {
 
-// The bytes of a message that one channel copies.
+// The bytes that one channel sends to one rank, or receives from one rank: a range of the message's source or
+// target.
 struct Part {
   int64_t begin;
   int64_t bytes;
 };
 
-// Returns a channel's part of `rows` rows. Sender and receiver compute the same part.
+// Returns a channel's part of `rows` rows that go from one rank to another. `begin` counts from the first of
+// these rows. Sender and receiver compute the same part.
 __device__ __forceinline__ Part part_of(int64_t rows, int64_t row_bytes, int channel) {
   const int unit_shift = row_bytes % 16 ? 2 : 4;
   const int64_t units = rows * row_bytes >> unit_shift;
@@ -24,7 +26,9 @@ __device__ __forceinline__ Part part_of(int64_t rows, int64_t row_bytes, int cha
   return {begin << unit_shift, (end - begin) << unit_shift};
 }
 
-// Copies bytes by all lanes of a team. Addresses and bytes are multiples of 16, or all of 4.
+// Copies `bytes` bytes. All lanes of a team call this function.
+//
+// by_16: whether both addresses and `bytes` are multiples of 16. If not, they must be multiples of 4.
 __device__ __forceinline__ void copy_bytes(uint8_t* to, const uint8_t* from, int64_t bytes, bool by_16,
                                            const peers::WarpTeam& team) {
   if (by_16) return peers::copy_row(to, from, bytes, team);
@@ -32,7 +36,7 @@ __device__ __forceinline__ void copy_bytes(uint8_t* to, const uint8_t* from, int
     write(reinterpret_cast<uint32_t*>(to) + i, read(reinterpret_cast<const uint32_t*>(from) + i));
 }
 
-// One channel of one rank in one message.
+// The work of one channel of this rank for one message.
 class Channel {
  public:
   __device__ Channel(const Push& push, const Message& message, const peers::WarpTeam& team)
@@ -40,8 +44,9 @@ class Channel {
 
   // Exchanges the channel's part of the message with all ranks. Returns false if a wait was too long.
   //
-  // The rounds bring a piece from each rank, and to each rank. A rank grants a piece before it waits for
-  // anything in a round, so ranks cannot wait for each other in a circle.
+  // In a round, at most one piece goes to each other rank, and at most one piece comes from each. A rank
+  // makes all of its grants of a round before it waits for anything, so ranks cannot wait for each other in a
+  // circle.
   __device__ bool run() {
     copy_own();
     uint32_t done = 0;  // one bit for each rank that has granted the whole part
@@ -58,13 +63,17 @@ class Channel {
   }
 
  private:
-  // Returns another rank. Ranks begin with different ones, so that not all write to the same rank at once.
+  // Returns the rank that is `step` ranks after this one, counted in a circle. At the same step all ranks
+  // have different peers, so that they do not all write to the same rank at once.
   __device__ int peer_at(int step) const {
     const int rank = push_.watch.rank + step;
     return rank < push_.ranks ? rank : rank - push_.ranks;
   }
 
   __device__ uint8_t* own() const { return push_.heaps[push_.watch.rank]; }
+
+  // Returns whether rows for this rank arrive in landing places, because the target is not in this rank's
+  // heap.
   __device__ bool lands() const { return message_.target_offset < 0; }
   __device__ bool by_16() const { return message_.row_bytes % 16 == 0; }
 
@@ -80,7 +89,10 @@ class Channel {
   }
   __device__ int64_t landing_of(int peer) const { return regions_.landing + cell(peer) * kPieceBytes; }
 
-  // Returns where this channel's part for, or from, a rank begins in the source or target, and its bytes.
+  // Returns this channel's part of the rows to a rank (in the source), or of the rows from a rank (in the
+  // target).
+  //
+  // ends: Message::send_end or Message::recv_end.
   __device__ Part part(const int64_t* ends, int rank) const {
     const int64_t first = rank ? ends[rank - 1] : 0;
     const Part own = part_of(ends[rank] - first, message_.row_bytes, team_.number);
@@ -89,8 +101,9 @@ class Channel {
   __device__ Part sent_to(int rank) const { return part(message_.send_end, rank); }
   __device__ Part received_from(int rank) const { return part(message_.recv_end, rank); }
 
-  // Returns whether a part has bytes for a round: pieces of a landing place have a round each, and a whole
-  // part has the first one.
+  // Returns whether bytes of a part are left for a round.
+  //
+  // in_pieces: whether the part is sent in pieces, one in each round. If not, round 0 sends the whole part.
   __device__ static bool has(const Part& part, int64_t round, bool in_pieces) {
     return in_pieces ? part.bytes > round * kPieceBytes : round == 0 && part.bytes > 0;
   }
@@ -112,7 +125,8 @@ class Channel {
     raise(&there->number, read(&numbers_of(peer)->received) + 1);
   }
 
-  // Waits for a peer's grant, writes the next piece, and says so. Returns false if the wait was too long.
+  // Waits for a peer's grant, writes the next piece (or the whole part), and raises the flag that it has
+  // arrived. Returns false if the wait was too long.
   //
   // done: one bit for each rank that has granted the whole part.
   // goes_on: becomes true if there will be another piece.
@@ -140,7 +154,8 @@ class Channel {
     return true;
   }
 
-  // Waits for a peer's next piece, and copies it to where it belongs. Returns false if the wait was too long.
+  // Waits until a peer's next piece (or its whole part) has arrived. If rows arrive in landing places, this
+  // function copies the piece into the target. Returns false if the wait was too long.
   //
   // goes_on: becomes true if there will be another piece.
   __device__ bool receive(int peer, int64_t round, bool& goes_on) {
@@ -181,7 +196,7 @@ class Channel {
   const HeapRegions regions_;
 };
 
-// Runs one channel of all exchanges of a launch.
+// Runs one channel for all messages of a launch, one message after the other.
 __device__ __forceinline__ void push_channel(const Push& push, const peers::WarpTeam& team) {
   for (int i = 0; i < push.messages; ++i)
     if (!Channel(push, push.message[i], team).run()) return;

@@ -1,15 +1,16 @@
 // An exchange of rows over heaps: where flags and pieces lie in a heap, and the arguments of its kernel.
 //
-// A heap is memory of each rank that all ranks can write. The kernel of push.cuh runs on every rank at the
-// same time. It writes this rank's rows into the memory of their ranks, and ends when these are written and
-// all rows for this rank have arrived. So one launch does what a group of NCCL's sends and receives does.
+// A heap is memory of one rank that all ranks can write. The kernel of push.cuh runs on every rank at the
+// same time. It writes this rank's rows into the heaps of the ranks to which they go. It ends when all of
+// them are written, and all rows for this rank have arrived. So one launch does what a group of NCCL's sends
+// and receives does.
 //
-// Two exchanges may share a launch, if the target of each has no bytes in common with the source and target
-// of the other: channels do not wait for each other between the two. Other ranks may have a launch for each
-// of the two.
+// Two exchanges may share a launch, if the target of each exchange has no bytes in common with the source and
+// target of the other. The condition is needed because a channel begins the second exchange without waiting
+// for the other channels. On other ranks, the same two exchanges may have a launch each.
 //
 // The rows for a rank are divided among channels. A channel is a warp of the kernel, and warp c of a rank
-// talks to warp c of each other rank only:
+// exchanges data only with warp c of each other rank:
 //
 //   rank 0, channel c                                   rank 1, channel c
 //                                                       grants: number 7, is_whole 0, offset 98304: "write a
@@ -18,24 +19,28 @@
 //   writes the bytes, then the flag "piece 7 arrived"
 //                                                       waits for the flag, and may use the bytes
 //
-// A rank grants memory only when its stream has reached the exchange. The pass has waited before for all
-// readers of this memory, so no row is overwritten before it was read.
+// A rank grants memory only when its stream has reached the exchange. Before that, the stream has waited for
+// all readers of this memory, so no row is overwritten before it was read.
 //
-// If a rank's memory for the rows lies in its heap, it grants all of it at once, and rows are written where
-// they belong. Other memory cannot be written by peers. Then the rank grants its landing place in the heap, a
-// piece at a time, and copies each piece to where it belongs.
+// If the target of a rank lies in its heap, the rank grants the target at once, and the peer writes the rows
+// where they belong. Peers cannot write other memory. If the target is elsewhere, the rank grants its landing
+// place in the heap, for a piece at a time, and copies each piece from there into the target.
 //
-// Grants and pieces of a pair of ranks and a channel are numbered from 1, over all launches. Flags hold the
-// number of the last one, so nothing is reset, and a launch that is repeated goes on counting.
+// For each pair of ranks and each channel, the grants and pieces of all launches are numbered from 1. A flag
+// holds the number of the last grant or piece, so nothing is reset, and a launch that is repeated goes on
+// counting.
 //
 //   heap of rank r:  failed | grants | arrivals | numbers | landing places | arena
 //
-//   failed     a word that is not 0 after a wait of rank r was too long. Only r uses it
-//   grants     `Grant` of each rank to r, for each channel: number, is_whole and offset. That rank writes it.
-//              Sender and receiver compute the number of bytes from the row counts
-//   arrivals   number of the last piece of each rank that has arrived, for each channel. That rank writes it
-//   numbers    how many pieces r has sent to, and received from, each rank. Only r uses them
-//   arena      memory for the ring slots of a pass
+//   failed          a word that is not 0 after a wait of rank r was too long. Only r uses it
+//   grants          for each rank and channel, the last `Grant` of that rank to r. That rank writes it. It
+//                   has no number of bytes, because sender and receiver compute the bytes from the row counts
+//   arrivals        for each rank and channel, the number of the last piece that has arrived from that rank.
+//                   That rank writes it
+//   numbers         for each rank and channel, how many pieces r has sent to that rank, and how many it has
+//                   received from it. Only r uses them
+//   landing places  kPieceBytes for each rank and channel, into which that rank writes pieces
+//   arena           memory for the ring slots of a pass
 #pragma once
 #include <cstdint>
 
@@ -45,8 +50,8 @@
 
 namespace pmoe::program {
 
-constexpr int kMostHeaps = 16;    // most ranks
-constexpr int kMostMessages = 2;  // most exchanges of a launch
+constexpr int kMostHeaps = 16;    // the largest number of ranks
+constexpr int kMostMessages = 2;  // the largest number of exchanges in a launch
 #ifdef PMOE_SMALL_PIECES          // for tests, so that a few rows need several channels and pieces
 constexpr int kPushThreads = 64;
 constexpr int kMostChannels = 2;
@@ -55,20 +60,21 @@ constexpr int64_t kSmallestPart = 128;
 #else
 constexpr int kPushThreads = 256;
 constexpr int kMostChannels = 128;     // a power of two
-constexpr int64_t kPieceBytes = 4096;  // of a landing place
+constexpr int64_t kPieceBytes = 4096;  // size of a landing place
 constexpr int64_t kSmallestPart = 2048;
 #endif
 
-// Returns the logarithm, to base 2, of the number of channels that share `bytes` of a rank for another one. A
-// further channel is worth its flags from kSmallestPart bytes on. The numbers are powers of two, because a
-// device divides 64-bit numbers slowly.
+// Returns the logarithm, to base 2, of the number of channels that share the `bytes` from one rank to
+// another. The number is doubled as long as each channel has more than kSmallestPart bytes, up to
+// kMostChannels. If channels had fewer bytes, their flags would cost more time than further channels save.
+// The number is a power of two, because a device divides 64-bit numbers slowly.
 PMOE_HD int channel_shift(int64_t bytes) {
   int shift = 0;
   while (1 << shift < kMostChannels && bytes >> shift > kSmallestPart) ++shift;
   return shift;
 }
 
-// A grant, in the heap of the rank that may write. `number` is written last.
+// A grant, in the heap of the rank that gets permission to write. `number` is written last.
 struct Grant {
   uint32_t number;
   uint32_t is_whole;  // 1 if the grant is for all bytes of the channel, 0 if it is for a landing place
@@ -104,14 +110,15 @@ struct HeapRegions {
   }
 };
 
-// One exchange. Rows for other ranks lie one after another, by rank, and so do rows from other ranks.
+// One exchange. The rows to all ranks lie in `source`, sorted by rank, the rows from all ranks in `target`,
+// sorted by rank. Both include the rows of this rank to itself.
 struct Message {
   const uint8_t* source;
   uint8_t* target;
-  int64_t target_offset;         // of the target in this rank's heap; -1 if it lies elsewhere
-  int64_t row_bytes;             // a multiple of 4. If it is one of 16, so are source and target
-  int64_t send_end[kMostHeaps];  // where the rows to each rank end, in rows
-  int64_t recv_end[kMostHeaps];  // where the rows from each rank end
+  int64_t target_offset;         // of the target, in bytes, in this rank's heap; -1 if it is elsewhere
+  int64_t row_bytes;             // a multiple of 4. If it is a multiple of 16, both addresses are, too
+  int64_t send_end[kMostHeaps];  // for each rank, the index behind the last row in `source` for it
+  int64_t recv_end[kMostHeaps];  // for each rank, the index behind the last row in `target` from it
 };
 
 // The arguments of a launch.
@@ -123,8 +130,8 @@ struct Push {
   Message message[kMostMessages];
 };
 
-// Launches the exchanges of `push` on the current device, with as many blocks as their rows need. It returns
-// without waiting.
+// Launches a kernel for the exchanges of `push` on the current device, with as many blocks as their rows
+// need. This function returns without waiting.
 void push_rows(void* stream, const Push& push);
 
 }  // namespace pmoe::program

@@ -1,11 +1,13 @@
-// The interpreter over a backend that writes its calls down, as a C library for tests and benchmarks.
+// The interpreter with a backend that writes its calls down, as a C library for tests and benchmarks.
 //
-// Each call becomes words of an array: what it is, the lane, then its operands. bench/recorded_program.py
-// compiles this file and reads the words.
+// Each call becomes words of an array. The first word is 0, 1 or 2 and says which kind of call it is.
+// bench/recorded_program.py compiles this file and reads the words.
 //
 //   0 wait      lane  stream  event
 //   1 signal    lane  stream  event
-//   2 issue     lane  stream  record  kernel  first  flag  W  W sent  W received  operands  4 for each
+//   2 issue     lane  stream  record  kernel  first  flag  (Call in interpreter.h)
+//               W  the numbers of rows to W ranks  the numbers of rows from W ranks
+//               the number of operands  4 words for each operand (Memory in interpreter.h)
 #include <exception>
 #include <vector>
 
@@ -73,7 +75,7 @@ extern "C" {
 // Returns the text of the last error of this thread.
 const char* program_error() { return error.c_str(); }
 
-// Returns a program, or null with an error.
+// Returns a program. If there is an error, it returns null, and program_error() returns the text.
 void* program_make(const int64_t* words, int64_t size) {
   try {
     return new Recorded(words, size);
@@ -85,7 +87,8 @@ void* program_make(const int64_t* words, int64_t size) {
 
 void program_free(void* program) { delete static_cast<Recorded*>(program); }
 
-// Computes the numbers of a call. Returns the bytes of all ring slots, or -1 with an error.
+// Computes the numbers of a pass. Returns the bytes of all ring slots, or -1 if there is an error
+// (program_error()).
 int64_t program_cut(void* program, int64_t tokens, int64_t rank, const int64_t* send, const int64_t* recv) {
   auto* recorded = static_cast<Recorded*>(program);
   try {
@@ -104,9 +107,10 @@ const int64_t* program_numbers(void* program, int64_t* size) {
   return cut.numbers.data();
 }
 
-// Runs the program over the recorder. Returns the number of words that were recorded, or -1 with an error.
+// Runs the program with the recorder. Returns the number of words that were recorded, or -1 if there is an
+// error.
 //
-// fails_at: the record whose call fails; -1 for none.
+// fails_at: index of the record whose call the recorder lets fail; -1 for none.
 int64_t program_run(void* program, const int64_t* bases, const int64_t* streams, int64_t fails_at) {
   auto* recorded = static_cast<Recorded*>(program);
   recorded->recorder.words.clear();
@@ -122,8 +126,8 @@ int64_t program_run(void* program, const int64_t* bases, const int64_t* streams,
 // Returns the words that the last program_run() recorded.
 const int64_t* program_calls(void* program) { return static_cast<Recorded*>(program)->recorder.words.data(); }
 
-// Does what program_cut() and program_run() do, `times` times, over a backend that only counts calls. Returns
-// the number of calls of the last time, or -1 with an error.
+// Does what program_cut() and program_run() do, `times` times, with a backend that only counts calls. Returns
+// the number of calls of the last time, or -1 if there is an error.
 int64_t program_repeat(void* program, int64_t tokens, int64_t rank, const int64_t* send, const int64_t* recv,
                        const int64_t* bases, const int64_t* streams, int64_t times) {
   auto* recorded = static_cast<Recorded*>(program);

@@ -11,8 +11,8 @@
 //
 //   dx_e = p_e * (dp_e - sum_f p_f dp_f + a * z_scale * 2 * logsumexp(x))
 //
-// layout.h says which lane has which experts, and explains the letters. P is the number of partial sums in
-// which the gradients of weights may be given.
+// layout.h says which lane has which experts, and explains the letters. The gradient of a routing weight may
+// be given as P partial sums, which this kernel adds up.
 #pragma once
 #include "route/tokens.cuh"
 
@@ -31,15 +31,15 @@ struct Backward {
   float balance_scale;
   float z_scale;
   const float* grad_weight_TK;  // or null
-  const float* partial_PN;      // used if grad_weight_TK is null: to be summed over P; rows in sorted order
+  const float* partial_PN;      // partial sums for each sorted row; used if grad_weight_TK is null
   const int32_t* position_TK;   // needed with partial_PN
   int32_t num_partials;
   const float* grad_l_aux;  // a single number, or null
   float* grad_logits_TE;
 };
 
-// Returns the gradient of a slot's routing weight: the caller's, or the sum of P partial sums; 0 without
-// either.
+// Returns the gradient of a slot's routing weight: the number in grad_weight_TK, or the sum of P partial
+// sums. If the caller gave neither, it is 0.
 __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot) {
   if (a.grad_weight_TK != nullptr) return a.grad_weight_TK[slot];
   if (a.partial_PN == nullptr) return 0.0f;
@@ -50,8 +50,8 @@ __device__ __forceinline__ float weight_gradient(const Backward& a, int64_t slot
   return sum;
 }
 
-// The choices of a warp's tokens, in shared memory: for each the gradient of its weight, its weight, and its
-// expert.
+// The choices of a warp's tokens, in shared memory: for each choice, the gradient of its routing weight, the
+// weight, and the expert.
 struct Choices {
   float* gradient;
   float* weight;

@@ -30,7 +30,8 @@ route::Problem problem(int device, Address stream, int64_t num_tokens, int64_t n
           num_last};
 }
 
-// sent, ranks, header: the messages of row counts; sent is 0 if none are wanted.
+// sent: address to which the messages of row counts are written; 0 if they are not wanted.
+// ranks, header: the number of ranks that get a message, and the header of the messages.
 void forward(const route::Problem& problem, Address logits, Address weight, Address expert, Address position,
              Address slot, Address counts, Address ends, Address fault, Address sent, Address l_aux,
              Address workspace, int64_t workspace_bytes, int32_t not_finite, int32_t ranks,

@@ -16,7 +16,7 @@ struct Forward {
   const float* logits_TE;
   bool normalize;
   float balance_scale;  // E / (N * T)
-  float z_scale;        // weight of the z-loss over T; 0 leaves it out
+  float z_scale;        // weight of the z-loss divided by T; 0 leaves the z-loss out
   float* weight_TK;
   int32_t* expert_TK;
   int32_t* position_TK;
@@ -34,9 +34,9 @@ struct Forward {
 // offsets.
 template <class S>
 struct Shared {
-  int32_t* rows_WE;  // rows of each warp by expert; in place_rows() those of the warps before it
-  float* sum_W;
-  uint32_t* area;
+  int32_t* rows_WE;  // number of rows of each warp by expert; in place_rows(), of the warps before it
+  float* sum_W;      // a partial sum of each warp
+  uint32_t* area;    // scratch memory
 
   __device__ explicit Shared(int num_experts) {
     auto* const words = reinterpret_cast<uint32_t*>(shared_memory());

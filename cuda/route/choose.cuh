@@ -29,7 +29,8 @@ __device__ __forceinline__ Candidate best_of_token(Candidate best) {
   return best;
 }
 
-// Chooses experts as choose() does, by a maximum over all scores for each choice.
+// Chooses experts as choose() does. For each choice, it takes the maximum over the scores of all experts that
+// are not chosen yet.
 template <class S>
 __device__ __forceinline__ void choose_by_maxima(const float (&x)[S::kPer], const float (&numerator)[S::kPer],
                                                  float sum, int num_experts, int top_k, int of_token,
@@ -101,7 +102,8 @@ struct Sums {
     is_strange = false;
   }
 
-  // Notes logits that are infinite or NaN. Logits of experts that do not exist are -inf, and not looked at.
+  // Sets is_strange if a logit is infinite or NaN. Logits of experts that do not exist are -inf and do not
+  // count.
   __device__ void note(const float (&x)[S::kPer], int num_experts, int of_token) {
     constexpr uint32_t kInfinite = 0x7F800000u;
     PMOE_UNROLL
@@ -118,7 +120,7 @@ struct Sums {
   }
 };
 
-// Writes the choices of a warp's tokens from shared to global memory, and counts them by expert.
+// Writes the choices of a warp's tokens from shared to global memory, and counts the choices of each expert.
 //
 // first: the first of the tokens.
 // choices: number of choices of these tokens together.
@@ -165,7 +167,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
   load_row<S>(a.logits_TE, a.rows, first + at.token, first + at.token < end, at.of_token, x);
   PMOE_ROLLED
   for (; first < end; first += S::kTokens) {
-    // The logits of the next tokens are loaded while the present ones are processed.
+    // The logits of the next tokens are loaded while the present tokens are processed.
     float next[S::kPer];
     const int64_t later = first + S::kTokens + at.token;
     load_row<S>(a.logits_TE, a.rows, later, later < end, at.of_token, next);
@@ -174,7 +176,7 @@ __device__ __forceinline__ void choose_tokens(const Forward& a, const Place<S>& 
     if (first + at.token < end) sums.add(numerator, found);
     if constexpr (S::kChecksFinite) sums.note(x, num_experts, at.of_token);
     const int of_token = at.token * top_k;
-    sync_warp();  // all lanes have written the choices before these
+    sync_warp();  // all lanes have copied the earlier tokens' choices out of shared memory
     choose<S>(x, numerator, found.sum, num_experts, top_k, at, first + at.token < end, probability + of_token,
               expert + of_token);
     sync_warp();

@@ -1,13 +1,14 @@
-// The kernel that writes the operands of the gate's two products of backward in bfloat16.
+// In backward, two matrix products compute the gradients of the tokens and of the gate's weight from the
+// gradient of the logits. The kernel of this file writes operands of these products in bfloat16.
 //
-// The gradient of the logits is float32. A sum of two bfloat16 numbers differs from it by at most 2^-17 of
-// it:
+// The gradient of the logits is float32. It is replaced by the sum of two bfloat16 numbers, upper + lower,
+// which differs from it by at most 2^-17 of its value:
 //
 //   upper = bf16(grad)    lower = bf16(grad - upper)
 //
 // For T tokens, E experts and M columns it writes
 //
-//   halves (T, 2E)   upper of each token in columns 0 .. E - 1, lower in E .. 2E - 1
+//   halves (T, 2E)   the upper numbers of a token in columns 0 .. E - 1, the lower numbers in E .. 2E - 1
 //   twice (2E, M)    the gate's weight (E, M), twice: halves @ twice is the gradient of the tokens
 #pragma once
 #include "common/device.cuh"
@@ -15,11 +16,12 @@
 
 namespace pmoe::route {
 
-// The kernel's arguments. `weight` and `twice` begin on multiples of 16 bytes, and so does the weight's end.
+// The kernel's arguments. The addresses `weight` and `twice`, and the bytes of the weight, are multiples of
+// 16.
 struct Halves {
   int32_t num_experts;
   uint32_t gradients;       // T * E
-  uint32_t weight_vectors;  // 16-byte vectors of the weight
+  uint32_t weight_vectors;  // number of 16-byte vectors of the weight
   const float* grad_TE;
   bf16* halves;
   const uint8_t* weight;

@@ -5,19 +5,20 @@
 //     expert begin, and gives its slots their positions in token order. One more block, which has no tokens,
 //     adds up the counts and the loss, and writes the messages of row counts.
 //
-// No block waits for another one. So the kernels can run beside other work on the device, on however few
-// multiprocessors are free. Results are the same in every launch: atomics are only used to count. Floats are
+// No block waits for another block. So the kernels can run beside other work on the device, even if only one
+// multiprocessor is free. Results are the same in every launch: atomics are only used to count. Floats are
 // summed, and positions assigned, in a fixed order.
 //
-// layout.h explains how tokens are divided among blocks, and the letters. The grids have G and G + 1 blocks.
+// layout.h explains how tokens are divided among blocks, and the letters. The grid of choose_kernel has G
+// blocks, that of place_kernel G + 1.
 #pragma once
 #include "route/choose.cuh"
 #include "route/place.cuh"
 
 namespace pmoe::route {
 
-// The launch has at most one block for each multiprocessor, or one for each chunk: with more blocks, each
-// block of the second kernel would have to read more counts.
+// There are no more blocks than multiprocessors, or only one for each chunk (sizes_of in launch.cu). With
+// more blocks, each block of place_kernel would have to read more counts.
 template <class S>
 __global__ void __launch_bounds__(S::kThreads, 1) choose_kernel(const __grid_constant__ Forward a) {
   const Place<S> at;

@@ -43,7 +43,7 @@ struct Chosen {
   void (*kernel)(Call);
   int experts;  // largest number of experts that it takes
   int threads;
-  int tokens;  // tokens that a block has at a time
+  int tokens;  // number of tokens that a block works on at the same time
   int (*shared_words)(int num_experts, int top_k);
   const char* name;
 };
@@ -81,7 +81,8 @@ const Chosen<Forward> kFirst[] = {
 };
 
 // The first forward kernel for 65 to 128 experts, if there are too many choices for merging lists
-// (merge.cuh). A warp for each token (whole_warp.cuh) makes a choice take 22 instructions in place of 80.
+// (merge.cuh). It takes a whole warp for each token (whole_warp.cuh). A choice then takes 22 instructions,
+// instead of 80 with 16 lanes for each token.
 const Chosen<Forward> kFirstOfMany[] = {first_of<Kept<32, 4>>("route_choose.128.many")};
 
 const Chosen<Forward> kSecond[] = {
@@ -129,8 +130,8 @@ void check_sizes(const Problem& p) {
            std::to_string(p.num_experts));
 }
 
-// Returns the arguments for writing the messages of row counts. Their counts and fault are results of the
-// same launch.
+// Returns the arguments for writing the messages of row counts. The kernels read the counts and the fault for
+// the messages from memory to which the same launch has written them.
 counts::Pack pack_of(const Problem& p, const ForwardTensors& t) {
   counts::Pack pack = t.pack;
   const counts::Message& m = pack.message;
@@ -164,10 +165,10 @@ void list(const Chosen<Call> (&kernels)[kCount], std::vector<KernelInfo>& found)
                      4 * each.shared_words(each.experts, smaller(each.experts, kMostChoices))});
 }
 
-// Returns the sizes of a forward launch. It has at most as many blocks as the device has multiprocessors:
-// blocks with tokens, and one more, without tokens, that adds up the counts and the loss. If there are more
-// chunks than multiprocessors, it has a block for each chunk. No block waits for another one, so they may run
-// one after the other.
+// Returns the sizes of the forward launches. There are at most as many blocks as the device has
+// multiprocessors: blocks with tokens, and in the second kernel one more, without tokens, that adds up the
+// counts and the loss. But each chunk has at least one block, even if there are more chunks than
+// multiprocessors. No block waits for another block, so blocks may run one after the other.
 Sizes sizes_of(const Problem& p) {
   const int experts = static_cast<int>(p.num_experts), chunks = static_cast<int>(p.num_chunks);
   const int block_tokens = pick_first(experts, p.top_k).tokens;

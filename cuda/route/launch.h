@@ -1,8 +1,8 @@
 // Launches of the routing kernels. This header is plain C++: no CUDA header, no torch. Launches return
 // without waiting. All addresses are of device memory.
 //
-// Letters: T tokens, E experts, K choices, N = T*K slots ((token, choice) pairs), n chunks, P partial sums in
-// which the gradients of routing weights may be given.
+// Letters: T tokens, E experts, K choices, N = T*K slots ((token, choice) pairs), n chunks, P partial sums of
+// the gradient of each routing weight.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -25,9 +25,16 @@ struct Problem {
   int64_t sorted_chunks = 1, first_last = 0, num_last = 0;
 };
 
-// fault, not_finite: the fault receives not_finite if a logit is infinite or NaN, else 0.
-// pack: the messages of row counts, with chunks in the place of bins. Only message, header and sent are read.
-//     No messages are written if sent is null.
+// The tensors of the forward kernels. All but logits_TE are results.
+//
+// weight_TK, expert_TK: for each slot its routing weight and its expert; the choices of a token best first.
+// position_TK: for each slot the index of its row in the sorted order.
+// slot_N: for each sorted row its slot, an index among the N slots.
+// counts_nE: number of rows of each expert in each chunk.
+// ends_nE: the running sum of counts_nE over all chunks and experts.
+// fault: receives not_finite if a logit is infinite or NaN, else 0.
+// pack: the messages of row counts, with chunks in the place of bins. The launch reads only its fields
+//     message, header and sent. No messages are written if sent is null.
 struct ForwardTensors {
   const float* logits_TE;  // contiguous
   float* weight_TK;
@@ -37,7 +44,7 @@ struct ForwardTensors {
   int32_t* counts_nE;
   int32_t* ends_nE;
   float* l_aux;
-  void* workspace;  // of workspace_bytes() bytes
+  void* workspace;  // scratch memory
   int64_t workspace_bytes;
   int64_t* fault;
   int32_t not_finite;
@@ -85,7 +92,7 @@ struct HalvesTensors {
   void* twice;
 };
 
-// Launches the kernel that writes the operands of the gate's products of backward. Throws
+// Launches the kernel that writes operands of the gate's matrix products in backward (halves.cuh). Throws
 // std::invalid_argument, before launching, if a size is out of range or the weight does not consist of whole
 // vectors of 16 bytes.
 void halves(int device, void* stream, int64_t num_tokens, int64_t num_experts, int64_t columns,

@@ -1,5 +1,5 @@
-// The division of tokens among blocks and warps, and the layout of memory. The host computes sizes from this,
-// and the kernels compute addresses. No function here calls one that only a device has.
+// The division of tokens among blocks and warps, and the layout of memory. The host computes sizes with the
+// functions of this file, and the kernels compute addresses. None of them needs a device.
 //
 // Tokens are divided into chunks, the tokens of a chunk among blocks, those of a block among warps. If T
 // tokens are divided into `parts` parts, part i begins at token
@@ -8,7 +8,8 @@
 //
 // as in pmoe.ordering.sorted.chunk_bounds. The number of blocks, and of warps of all blocks, is a multiple of
 // the number of chunks n. So no block and no warp has tokens of two chunks. Slots ((token, choice) pairs) are
-// sorted by chunk, then by expert, so the slots of one block differ only in the expert.
+// sorted by chunk, then by expert. Inside a block, the chunk is the same, so only the experts decide the
+// order.
 //
 // Letters: T tokens, E experts, K choices, N = T*K slots, n chunks, B blocks of a chunk, G = n*B blocks that
 // have tokens, W warps of a block.
@@ -30,8 +31,9 @@ PMOE_HD constexpr int64_t bound(int64_t num_tokens, int64_t i, int64_t parts) {
   return i * num_tokens / parts;
 }
 
-// The division of the logits among the lanes of a warp. kLanes neighbouring lanes share a token. Each of them
-// has kPer of the token's experts, in runs of four. A block has kWarps warps. With kLanes = 2 and kPer = 8:
+// The division of the logits among the lanes of a warp. kLanes neighbouring lanes share a token. Each of
+// these lanes has the logits of kPer experts, in runs of four. A block has kWarps warps. With kLanes = 2 and
+// kPer = 8:
 //
 //   expert   0..3   4..7   8..11   12..15
 //   lane      0      1       0       1
@@ -41,11 +43,11 @@ struct Shape {
   static constexpr int kPer = kPer_;
   static constexpr int kWarps = kWarps_;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kTokens = 32 / kLanes;  // tokens that a warp has at a time
+  static constexpr int kTokens = 32 / kLanes;  // number of tokens that a warp works on at the same time
   static constexpr int kExperts = kLanes * kPer;
-  // Index of the first thread that routes, and the named barrier of the threads that route. A kernel in which
-  // only some threads of a block route derives from Shape and sets both. Barrier 0 is the one of the whole
-  // block.
+  // Index of the first thread that routes, and the named barrier of the threads that route. In a kernel where
+  // only some threads of a block route, a struct derived from Shape sets both. Barrier 0 is the barrier of
+  // the whole block.
   static constexpr int kFirstThread = 0, kBarrier = 0;
   // Whether a whole warp has one token, and each lane has few enough scores to sort them (whole_warp.cuh). To
   // sort 8 scores takes as long as to choose 2 experts by maxima, to sort 16 as long as to choose 4.
@@ -56,8 +58,8 @@ struct Shape {
   static constexpr bool kChecksFinite = true;  // whether kernels find logits that are not finite
   static_assert(kPer % 4 == 0 && 32 % kLanes == 0);
 
-  // expert() returns the j-th of a lane's experts, in rising order. owner() returns the lane, among the
-  // kLanes of a token, that has an expert, and number() returns that expert's j.
+  // expert() returns the j-th of a lane's experts, in rising order. owner() returns which of the kLanes lanes
+  // of a token has an expert, and number() returns the j of that expert in its lane.
   PMOE_HD static constexpr int expert(int lane, int j) { return j / 4 * (4 * kLanes) + 4 * lane + j % 4; }
   PMOE_HD static constexpr int owner(int expert) { return expert / 4 % kLanes; }
   PMOE_HD static constexpr int number(int expert) { return expert / (4 * kLanes) * 4 + expert % 4; }
@@ -92,6 +94,8 @@ inline float z_scale(double z_loss_weight, int64_t num_tokens) {
   return static_cast<float>(z_loss_weight / static_cast<double>(larger(num_tokens, int64_t{1})));
 }
 
+// The sizes of a forward launch, and the order of the sorted rows.
+//
 // Rows are counted by chunk. They may be sorted by groups of chunks: with sorted_chunks = 2, the rows of
 // chunks 0 and 1 are sorted by expert as if both were one chunk. Within such a group, the rows of the
 // num_last experts from first_last on come after those of all other experts.
@@ -126,8 +130,10 @@ struct Sizes {
   }
 };
 
-// Returns B, the number of blocks of a chunk: enough that each warp has its tokens in one iteration, but at
-// most most_blocks blocks for all chunks together. It is at least 1.
+// Returns B, the number of blocks of a chunk: so many that each warp needs only one iteration for its tokens,
+// but at most most_blocks blocks for all chunks together. It is at least 1.
+//
+// block_tokens: number of tokens that a block works on at the same time.
 inline int32_t chunk_blocks(int64_t num_tokens, int32_t num_chunks, int64_t block_tokens,
                             int64_t most_blocks) {
   const int64_t enough = ceil_div(ceil_div(num_tokens, block_tokens), num_chunks);
@@ -155,7 +161,7 @@ struct Workspace {
 
 // Sizes and offsets in the shared memory of a block of a forward kernel, in 4-byte words:
 //
-//   rows_WE (W * E)   rows by warp and expert
+//   rows_WE (W * E)   number of rows by warp and expert
 //   sum_W (W)         one partial sum of each warp
 //   area              scratch memory, which the steps of the kernels use one after the other
 template <class S>

@@ -1,10 +1,15 @@
 // The choice of a token's experts by merging sorted lists, for 33 to 256 experts and up to 16 choices (8 for
 // up to 64 experts).
 //
-// Each lane sorts its own scores. Then neighbouring lanes merge their lists, then pairs of lanes, and so on,
-// and never keep more than the best 4, 8 or 16 (kBest). When a list is that long, its lanes divide it, so
-// that each has half as many: a token's lanes have one rank each in the end. With kBest = 4, and two ranks in
-// each of eight lanes:
+// To compare two experts takes one instruction, because a score and its expert share one 32-bit number, which
+// is called a rank: the upper bits of the score's key, and the expert in place of the lower bits. The better
+// of two experts has the larger rank.
+//
+// Each lane sorts the ranks of its own experts. Then two neighbouring lanes merge their lists into one, which
+// the two lanes hold together. Then two pairs of lanes merge their lists, and so on. A list keeps at most the
+// best kBest ranks (4, 8 or 16). When a list has kBest ranks, the next merging doubles its lanes but not its
+// ranks, so each lane holds half as many ranks as before; in the end each lane holds one. With kBest = 4, and
+// two ranks in each of eight lanes:
 //
 //   lane          0    1    2    3    4    5    6    7
 //   sorted        9 4  8 7  8 3  6 5  2 1  2 2  1 1  3 0
@@ -12,15 +17,11 @@
 //   by 4 lanes    9    8    8    7    2    2    2    3
 //   by 8 lanes    9    8    8    7    9    8    8    7      two copies, since four lanes are enough
 //
-// (The lanes that a list is divided among are not always in the order of the list: `Merging::bit`.)
+// (The ranks of a list are not always in the order of its lanes: `Merging::bit`.)
 //
-// To compare two experts takes one instruction, because a score and its expert share one 32-bit number, which
-// is called a rank: the upper bits of the score's key, and the expert in place of the lower bits. The better
-// of two experts has the larger rank.
-//
-// The upper bits may not decide: two of the chosen scores may agree in them, or the last chosen score and one
-// that is not chosen. Then nothing is chosen here, and the warp chooses in another way. Scores that differ by
-// less than 2^-15 of their value may agree so.
+// In some cases the upper bits of scores do not decide: two of the chosen scores agree in these bits, or the
+// last chosen score and one that is not chosen. Then this file chooses nothing, and the warp chooses in
+// another way. Only scores that differ by less than 2^-15 of their value can agree in their upper bits.
 #pragma once
 #include "route/whole_warp.cuh"
 
@@ -28,16 +29,16 @@ namespace pmoe::route {
 
 constexpr int kMostMerged = 16;  // the most choices for which lists are merged
 
-// The places of a list of kBest ranks among a token's lanes, and what each level of merging does.
+// How a list of kBest ranks is divided among a token's lanes, and how many ranks each level of merging keeps.
 //
-// Level t merges the lists of lanes whose numbers differ in bit t. The lists of lanes that have a 0 there are
-// sorted with the best rank in the first lane, the others with the best rank in the last lane. In each lane
-// the best rank comes first.
+// Level t merges two lists, whose lanes differ in bit t of their index (of_token). The list of the lanes with
+// a 0 in this bit has its best rank in the first lane, the list of the lanes with a 1 in the last lane.
+// Inside a lane, the best rank comes first.
 template <class S, int kBest>
 struct Merging {
   static constexpr int kLevels = log2_of(S::kLanes);
   static constexpr int kFirst = smaller(S::kPer, kBest);  // ranks that a lane keeps before the first level
-  static constexpr int kWhole = log2_of(kBest / kFirst);  // the first levels, which keep all ranks
+  static constexpr int kWhole = log2_of(kBest / kFirst);  // number of the first levels, which keep all ranks
   static constexpr int kBits = log2_of(kBest);            // a list has 2^kBits lanes after the last level
   static_assert(kBest <= S::kLanes);
 
@@ -48,11 +49,12 @@ struct Merging {
     return halvings >= log2_of(kFirst) ? 1 : kFirst >> halvings;
   }
 
-  // A lane's place in a list consists of kBits bits of the lane's number. Returns which of these bits is the
-  // i-th bit of the place, from the highest on.
+  // The place in the list of a lane's rank is made of kBits bits of the lane's index. Returns which bit of
+  // the lane's index is the i-th bit of the place, counted from the highest bit.
   PMOE_HD static constexpr int bit(int i) { return i < kWhole ? kWhole - 1 - i : i; }
 
-  // Returns which place in the list the rank has that a lane keeps after the last level; 0 is the best.
+  // Returns the place in the list of the rank that a lane keeps after the last level. Place 0 has the best
+  // rank.
   PMOE_HD static constexpr int place(int of_token) {
     int place = 0;
     PMOE_UNROLL
@@ -60,7 +62,7 @@ struct Merging {
     return place;
   }
 
-  // Returns the first of the token's lanes that keep the rank at this place. It is the inverse of place().
+  // Returns the first of the token's lanes that keep the rank at this place: the inverse function of place().
   PMOE_HD static constexpr int lane(int place) {
     int lane = 0;
     PMOE_UNROLL
@@ -69,10 +71,11 @@ struct Merging {
   }
 };
 
-// Compares the first kCount ranks of two lanes, whose numbers differ in one bit, and keeps the larger or the
-// smaller of each two.
+// Compares the first kCount ranks of this lane with those of the lane whose index differs in the bit `mask`.
+// Of each two ranks, this lane keeps the larger or the smaller one.
 //
-// kReversed: whether the first rank of one lane is compared with the last one of the other.
+// kReversed: whether rank i of this lane is compared with rank kCount - 1 - i of the other lane. If not, it
+//     is compared with rank i of the other lane.
 template <int kCount, bool kReversed, int kPer>
 __device__ __forceinline__ void compare_lanes(uint32_t (&rank)[kPer], int mask, bool keeps_larger) {
   uint32_t other[kCount];
@@ -98,14 +101,13 @@ __device__ __forceinline__ void sort_rising_and_falling(uint32_t (&rank)[kPer]) 
   }
 }
 
-// Merges each two lists of lanes whose numbers differ in bit kLevel, and keeps at most the best kBest ranks.
+// Merges two lists, whose lanes differ in bit kLevel of their index, and keeps at most the best kBest ranks.
 template <class S, int kBest, int kLevel>
 __device__ __forceinline__ void merge_level(uint32_t (&rank)[S::kPer], int of_token) {
   using M = Merging<S, kBest>;
   constexpr int kBefore = M::ranks(kLevel), kAfter = M::ranks(kLevel + 1);
   constexpr bool kKeepsAll = kLevel < M::kWhole;
-  // Lanes whose numbers have a 1 in the next bit sort their list in reverse: the first lane has the worst
-  // rank.
+  // Lanes whose index has a 1 in the next bit sort their list in reverse: the first lane gets the worst rank.
   const int turned = of_token >> (kLevel + 1) & 1 ? ~of_token : of_token;
   const auto keeps_larger = [&](int bit) { return (turned & 1 << bit) == 0; };
   if constexpr (kKeepsAll) {
@@ -129,9 +131,9 @@ __device__ __forceinline__ void merge_level(uint32_t (&rank)[S::kPer], int of_to
   sort_rising_and_falling<kAfter>(rank);
 }
 
-// Chooses the token's top_k experts, best first, as choose() does, and returns true. Returns false, in all
-// lanes of the warp, if the upper bits of the scores do not decide for one of the warp's tokens. All lanes of
-// a warp must call it.
+// Chooses the token's top_k experts, best first, as choose() does, and returns true. If the upper bits of the
+// scores do not decide for one of the warp's tokens, it returns false in all lanes of the warp. All lanes of
+// a warp must call this function.
 //
 // exists: whether the token exists.
 template <class S, int kBest>

@@ -16,15 +16,15 @@ struct ChunkCounts {
 // Adds the row counts of the blocks of a chunk by expert: of all blocks into total_E, and of the first
 // `blocks_before` blocks into before_E.
 //
-// chunk: number of the chunk, or of a group of chunks.
-// blocks: number of its blocks.
+// chunk: index of the chunk. It may also be the index of a group of chunks, which then counts as one chunk.
+// blocks: number of blocks of the chunk or group.
 template <class S>
 __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Shared<S>& shared, int chunk,
                                                    int blocks_before, int blocks) {
   const int num_experts = a.sizes.num_experts;
   const int thread = own_thread<S>();
   const ChunkCounts found{shared.ints(0), shared.ints(num_experts)};
-  sync<S>();  // before, the area served something else
+  sync<S>();  // before this, the area held other data
   PMOE_ROLLED
   for (int i = thread; i < 2 * num_experts; i += S::kThreads) found.before_E[i] = 0;
   sync<S>();
@@ -46,8 +46,8 @@ __device__ __forceinline__ ChunkCounts count_chunk(const Forward& a, const Share
   return found;
 }
 
-// Computes the prefix sums of n values; one warp calls it. For each i it calls visit(i, sum of all values
-// before value(i), value(i)).
+// Computes the prefix sums of the n values value(0), value(1), ... All lanes of one warp call this function.
+// For each i it calls visit(i, sum of all values before value(i), value(i)).
 //
 // sum: a number that is added to all prefix sums.
 template <class Value, class Visit>
@@ -266,7 +266,7 @@ __device__ __forceinline__ void write_loss(const Forward& a, const Place<S>& at,
     *a.l_aux = a.balance_scale * balanced + (a.z_scale == 0.0f ? 0.0f : a.z_scale * z);
 }
 
-// Writes whether any logit is infinite or NaN, as the number of a fault.
+// Writes the fault: not_finite if any logit is infinite or NaN, else 0.
 template <class S>
 __device__ __forceinline__ void write_fault(const Forward& a, const Place<S>& at, const Shared<S>& shared) {
   float strange = 0.0f;

@@ -6,8 +6,8 @@
 #include "common/device.cuh"
 #include "route/layout.h"
 
-// Marks loops with few iterations that must not be unrolled. In a kernel of a few microseconds, loading the
-// longer code would take most of the time.
+// Marks loops with few iterations that must not be unrolled. An unrolled loop is longer code, and in a kernel
+// that runs for a few microseconds, loading that code would take most of the time.
 #if defined(__CUDACC__)
 #define PMOE_ROLLED _Pragma("unroll 1")
 #else
@@ -16,16 +16,16 @@
 
 namespace pmoe::route {
 
-// The sizes and alignment of the logits, one row for each token. The gradient of the logits has the same
-// ones.
+// The sizes and alignment of the logits, which have one row for each token. The gradient of the logits has
+// the same sizes and alignment.
 struct Rows {
   int64_t num_tokens;
   int32_t num_experts;
-  bool whole_words;  // rows begin on 16 bytes and are a multiple of 16 bytes long
+  bool whole_words;  // whether address and length of each row are multiples of 16 bytes
 };
 
 // own_thread() returns the index of this thread among the threads that do the routing. sync() is a barrier of
-// these threads. In FlashDMoE's kernels they are only some of a block's threads.
+// these threads. In FlashDMoE's kernels, only some threads of a block do the routing.
 template <class S>
 __device__ __forceinline__ int own_thread() {
   if constexpr (S::kBarrier == 0) return static_cast<int>(threadIdx.x);
@@ -44,10 +44,10 @@ __device__ __forceinline__ void sync() {
 // The position of a thread. A warp works on kTokens tokens at a time, with kLanes lanes for each.
 //
 //   block      index of the thread's block among the blocks that have tokens
-//   warp       index of its warp in the block
-//   lane       its lane in the warp
-//   token      index of its token among the warp's kTokens tokens
-//   of_token   its index among the kLanes lanes of this token
+//   warp       index of the thread's warp in the block
+//   lane       index of the thread in the warp
+//   token      index of the thread's token among the warp's kTokens tokens
+//   of_token   index of the thread among the kLanes lanes of this token
 template <class S>
 struct Place {
   int block = static_cast<int>(blockIdx.x);
@@ -124,8 +124,8 @@ struct Softmax {
   __device__ float log_sum() const { return largest + logf(sum); }
 };
 
-// Computes numerator[j] = e^(x[j] - largest), and the sum over all experts. A row that contains NaN or +inf,
-// or only -inf, gives NaN in all places, as in torch.
+// Computes numerator[j] = e^(x[j] - largest), and the sum over the numerators of all experts. If the logits
+// contain NaN or +inf, or are all -inf, all probabilities are NaN, as in torch.
 template <class S>
 __device__ __forceinline__ Softmax softmax(const float (&x)[S::kPer], float (&numerator)[S::kPer]) {
   float most = x[0];

@@ -1,8 +1,10 @@
-// The choice of a token's experts if a whole warp has one token, which is so for more than 64 experts.
+// The choice of a token's experts by a whole warp: for 129 to 512 experts, and for 65 to 128 experts with
+// more than 16 choices. (Up to 256 experts and 16 choices, merge.cuh is tried first.)
 //
-// Each lane sorts its own scores once. From then on, the best score that a lane still has is its first, so a
-// round takes no maximum over a lane's scores: two instructions that reduce over the warp find the best
-// expert, and its lane moves its scores up by one. With three lanes, and three scores each:
+// Each lane sorts its own scores once. Then each round finds one choice. The best score that is left in a
+// lane is always the lane's first, so a round takes no maximum over a lane's scores. Two instructions, which
+// reduce over the warp, find the best expert. Its lane then moves its scores up by one. With three lanes, and
+// three scores in each:
 //
 //   lane       0       1       2
 //   sorted     9 4 1   8 7 2   8 3 0     round 1: 9, of lane 0
@@ -13,17 +15,18 @@
 
 namespace pmoe::route {
 
-// Orders experts by score, then by index: the better of two experts has the larger rank. Rank 0 stands for no
-// expert.
+// Returns the rank of an expert: a number by which experts are sorted, and no rank of a process group. The
+// rank has the expert's key in the upper bits. The better of two experts has the larger rank; if their keys
+// are equal, this is the expert with the lower index. Rank 0 stands for no expert.
 PMOE_HD uint64_t rank_of(uint32_t key, int32_t expert) {
   return uint64_t{key} << 32 | (key == 0 ? 0 : ~static_cast<uint32_t>(expert));
 }
 
 PMOE_HD constexpr int log2_of(int power_of_2) { return power_of_2 == 1 ? 0 : 1 + log2_of(power_of_2 / 2); }
 
-// Sorts kCount ranks (a power of 2), the largest first, by Batcher's odd-even merging: it merges sorted runs
-// of 1, 2, 4, ... ranks. The places that a step compares are compile-time constants, so all ranks stay in
-// registers.
+// Sorts the ranks of kCount experts (rank_of), the largest first. kCount is a power of 2. The method is
+// Batcher's odd-even merging: it merges sorted runs of 1, 2, 4, ... ranks. The places that a step compares
+// are compile-time constants, so all ranks stay in registers.
 template <class Rank, int kCount>
 __device__ __forceinline__ void sort_ranks(Rank (&rank)[kCount]) {
   unrolled<log2_of(kCount)>([&](auto merge) {

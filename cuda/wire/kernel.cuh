@@ -1,10 +1,10 @@
 // Kernels that write rows into messages of a narrower number format, and read rows from messages. The bytes
-// and values are those of pmoe/comm/wire.py on a CPU, to the bit, except that any NaN may stand for another.
+// and values are those of pmoe/comm/wire.py on a CPU, to the bit. Only a NaN may have other bits.
 //
-// A warp takes a slice of a row (layout.h), and each of its lanes 4 neighbouring columns of each block. So
-// the 32 lanes of a warp have one block of 128 columns, whose scale is a maximum over the warp.
+// A warp takes a slice of a row (layout.h). In each block of 128 columns, each of its 32 lanes has 4
+// neighbouring columns. So a block belongs to one warp, which computes the block's scale:
 //
-//   scale = max(largest size in the block / 448, 2^-126)
+//   scale = max(largest absolute value in the block / 448, 2^-126)
 //   number = value / scale, rounded to e4m3
 //   unpacked value = number * scale, rounded to the row's type
 //
@@ -68,9 +68,9 @@ struct Pack {
   Cut cut;  // of the T tokens
   Rows tokens;
   Rows messages;
-  const int32_t* position;  // (T, K): the message of each choice; null: token t has message t alone
+  const int32_t* position;  // (T, K), the message of each choice; if it is null, token t has message t
   int32_t choices;
-  uint32_t num_messages;  // a choice whose position is not below it has no message
+  uint32_t num_messages;  // a choice has a message if its position is from 0 to num_messages - 1
 
   __device__ __forceinline__ int64_t message_of(int32_t token, int32_t choice) const {
     if (position == nullptr) return token;
@@ -79,20 +79,23 @@ struct Pack {
   }
 };
 
-// Returns the scale of a block, from the bits of its largest size. NaN is larger than Inf as bits, so the
-// scale of a block with a NaN is NaN.
+// Returns the scale of a block.
+//
+// largest: the bits of the largest absolute value in the block. As integers, the bits of NaN are larger than
+//     those of Inf, so the scale of a block with a NaN is NaN.
 PMOE_HD float scale_of(uint32_t largest) {
   const float scale = float_of(largest) / kLargestE4m3;
   return scale < 0x1p-126f ? 0x1p-126f : scale;
 }
 
-// Returns value / scale, rounded as a division rounds. It takes 5 products where a division takes 9
-// instructions, two of them slow ones, because a block shares the inverse of its scale.
+// Returns value / scale, rounded as a division rounds. A block has only one scale, so its inverse is computed
+// only once. Given the inverse, this function takes 5 multiplications or multiply-adds, where a division
+// takes 9 instructions, two of which are slow.
 //
 // Each of two steps adds the remainder (value - quotient * scale), divided by the scale. After the first step
 // the quotient is wrong by one unit in the last place at most, after the second it is right (Markstein's
 // theorem). If the value is below 2^-102, the remainder may be too small for a float. But then the quotient
-// is below 2^-12, which e4m3 rounds to 0 anyway.
+// is below 2^-12, because the scale is at least 2^-90, and e4m3 rounds such a quotient to 0 anyway.
 //
 // scale: from 2^-90 to the largest float.
 // inverse: 1 / scale, rounded as a division rounds.

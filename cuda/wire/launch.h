@@ -20,7 +20,7 @@ struct RowsAt {
 
 // Where a kernel runs, and what it converts.
 //
-// columns: M, the numbers of a row.
+// columns: M, how many numbers a row has.
 struct Wire {
   int device;
   void* stream;
@@ -33,18 +33,19 @@ struct Wire {
 // than the type, they throw std::invalid_argument before launching anything. If CUDA refuses the launch, they
 // throw std::runtime_error.
 
-// Launches the kernel that writes messages: that of each choice of a token is the token's row in the wire's
-// format.
+// Launches the kernel that writes messages. The message of a (token, choice) pair is the token's row in the
+// wire's format.
 //
-// position: (T, K), the message of each of K choices of T tokens. A choice whose position is not from 0 to
-//   num_messages - 1 has none. Null with K = 1: token t has message t.
+// position: (T, K), the index of the message of each of K choices of T tokens. A choice whose position is not
+//     from 0 to num_messages - 1 has no message. If position is null, K must be 1, and token t has message t.
 void pack(const Wire& wire, int64_t tokens, int64_t choices, int64_t num_messages, const int32_t* position,
           RowsAt x, RowsAt messages);
 
-// Launches the kernel that reads messages: row i becomes the row in message index[i], or zeros if index[i] is
-// not from 0 to num_messages - 1.
+// Launches the kernel that reads messages: row i of `out` becomes the row in message index[i], or zeros if
+// index[i] is not from 0 to num_messages - 1.
 //
-// index: the messages of the rows, int64 if `wide` is true, else int32. Null: row i is in message i.
+// index: the index of the message of each row, int64 if `wide` is true, else int32. If it is null, row i has
+//     message i.
 void unpack(const Wire& wire, int64_t rows, int64_t num_messages, const void* index, bool wide,
             RowsAt messages, RowsAt out);
 

@@ -4,8 +4,8 @@
 //   kBf16   M numbers of bf16
 //   kE4m3   M numbers of e4m3, then a float32 scale for each block of 128 columns
 //
-// Here M is a multiple of 4, so a message with scales begins on a multiple of 4 bytes, and one without scales
-// on a multiple of 8.
+// These kernels need an M that is a multiple of 4. So a message with scales begins on a multiple of 4 bytes,
+// and a message without scales on a multiple of 8.
 //
 //   quad    4 neighbouring columns, which one lane of a warp has
 //   block   128 columns, the 32 quads of a warp; the last block of a row may have fewer
@@ -37,12 +37,12 @@ PMOE_HD constexpr int64_t message_bytes(Format format, int64_t columns) {
 struct Cut {
   int32_t rows;
   int32_t columns;
-  int32_t slices;  // of a row
+  int32_t slices;  // number of slices of a row
   Divisor by_slices;
 
   PMOE_HD int32_t blocks() const { return ceil_div(rows * slices, kWarps); }
 
-  // Which slice of which row a warp has. The row may be past the last one.
+  // The row and the slice that a warp has. The row may be past the last row.
   struct Place {
     int32_t row, slice;
   };
@@ -52,7 +52,7 @@ struct Cut {
     return {row, at - row * slices};
   }
 
-  // Returns the first column of a lane in one of the blocks of a slice. It may be past the last one.
+  // Returns the first column of a lane in one of the blocks of a slice. It may be past the last column.
   PMOE_HD int32_t column(int32_t slice, int32_t block, int32_t lane) const {
     return (slice * kSliceBlocks + block) * kBlock + lane * kQuad;
   }

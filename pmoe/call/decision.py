@@ -254,7 +254,7 @@ class LastCall:
 
     @staticmethod
     def of(decision: Decision) -> LastCall:
-        """Returns the record that the layer keeps of a call which was run as ``decision`` says."""
+        """Returns the record that the layer keeps of a call, after the call was run as ``decision`` says."""
         plan = decision.plan
         needs_grad = decision.needs_grad
         routing = decision.routed.routing

@@ -53,8 +53,8 @@ class LayerCache:
     kept_copies    weights of copies of busy experts that this rank keeps for the next calls; None for none
     experts_state  a record of this rank's experts in the last call. The next call compares its own record
                    with it: if the two differ, the experts have changed. None (no record) counts as a change
-    calls_alike    (calls since the experts last changed, calls between their last two changes)
-    node_of_ranks  the number of each rank's node, for copies of busy experts; empty before it is needed
+    calls_alike    two numbers of calls: since the experts last changed, and between their last two changes
+    node_of_ranks  the index of each rank's node, for copies of busy experts; empty before it is needed
     is_of_copy     whether the layer is a copy (copy.deepcopy) of a layer that was called before
     row_bound      the bound on rows that `pmoe.BoundedSteps` has set; None if it has set none
     """
@@ -257,9 +257,7 @@ class LayerModules(PassModules):
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether chunks share a few buffers (ring slots) in turn, instead of each having memory of its
-        own.
-        """
+        """Whether chunks use a few shared buffers (ring slots) in turn; if not, each has its own memory."""
         return self.options.rotates
 
     @functools.cached_property

@@ -187,7 +187,7 @@ class LayerOptions:
         return self.pipeline == SOLVE
 
     def most_copies(self, num_ranks: int) -> int:
-        """Returns the most copies of other ranks' busy experts that a rank may get.
+        """Returns the largest number of copies of other ranks' busy experts that a rank may get.
 
         num_ranks: number of ranks of the layer. A rank gets no copies of its own experts.
         """
@@ -210,7 +210,7 @@ class LayerOptions:
 
     @functools.cached_property
     def rotates(self) -> bool:
-        """Whether chunks share a few buffers (ring slots) in turn, instead of each having memory of its own.
+        """Whether chunks use a few shared buffers (ring slots) in turn. If not, each has memory of its own.
 
         This is so with ``memory_reuse``, under a memory budget, and if backward has another number of chunks
         than forward.

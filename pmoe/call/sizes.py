@@ -28,7 +28,7 @@ from pmoe.schedule.wire import AS_THEY_ARE
 
 
 def splits_of(modules: LayerModules, num_tokens: int, top_k: int, degrees: Sequence[int]) -> PaddedRowCounts:
-    """Returns how many padded rows a rank with ``num_tokens`` tokens sends under pad_to_capacity=True.
+    """Returns the row counts of a rank with ``num_tokens`` tokens under pad_to_capacity=True.
 
     The rank sends every expert exactly ``capacity`` rows: those of its tokens, then rows of zeros.
 
@@ -90,14 +90,14 @@ def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bo
 def places_results(modules: LayerModules, device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether kernels store the results of sorted rows in the order in which the rows arrived.
 
-    Then no memory is needed for results in sorted order.
+    If they do, no memory is needed for results in sorted order.
 
     The result is False if kernels cannot read a weight as it is, such as a part of a flat buffer that does
-    not begin at a multiple of 16 bytes. It may be False for weights that a call casts or gathers into new
-    memory, which kernels can read.
+    not begin at a multiple of 16 bytes. The result may be False although kernels store results in this way:
+    a call may cast or gather such weights into new memory, which kernels can read.
 
     modules: the modules and options of the layer.
-    device, dtype: of the rows that reach the experts.
+    device, dtype: device and dtype of the rows that reach the experts.
     """
     is_plain = modules.wires is None and modules.products is None and not modules.options.send_once
     may_copy = copies_at_most(modules) != CopyNumbers()
@@ -203,20 +203,20 @@ def copies_at_most(modules: LayerModules, per_rank: int | None = None) -> CopyNu
     """Returns upper bounds of the copies of busy experts in a call; zeros without ``balance``.
 
     modules: the modules and options of the layer.
-    per_rank: the most copies that a rank hosts; None for those that the options allow.
+    per_rank: the largest number of copies that a rank hosts; None for the number that the options allow.
     """
     num_ranks = modules.grid.ep.size
     if not modules.options.balance:
         return CopyNumbers()
     if per_rank is None:
         per_rank = modules.options.most_copies(num_ranks)
-    # With a budget no copies are kept for later calls. Those of experts that are modules stay until backward.
+    # With a budget no copies stay for later calls. Copies of experts that are modules stay until backward.
     may_stay = modules.options.budget is None or modules.experts.are_modules
     return CopyNumbers.at_most(per_rank, modules.experts.num_local_experts, num_ranks, stay=may_stay)
 
 
 def _elements_of(parameters: Iterable[Tensor], is_sharded: bool = False) -> int:
-    """Returns how many elements of parameters this rank computes with.
+    """Returns the number of elements of the parameters with which this rank computes.
 
     parameters: the parameters, of any shape.
     is_sharded: whether FSDP2 shards the parameters over the ranks that hold copies of them. They are gathered
@@ -231,10 +231,10 @@ def _gathered_elements(parameter: Any) -> int:
     """Returns how many elements of a parameter belong to this rank's experts.
 
     FSDP2 may have split these elements over the ranks that hold copies of the experts. Before a call it
-    gathers all of them, so all of them count, whether they are gathered now or not.
+    gathers all these elements, so all of them count, whether they are gathered now or not.
 
-    parameter: a DTensor of any shape, on a mesh with named dimensions. It may also be a plain tensor: FSDP2
-        replaces a parameter of an expert that is a module by one while it is gathered.
+    parameter: a DTensor of any shape, on a mesh with named dimensions. It may also be a plain tensor: if an
+        expert is a module, FSDP2 replaces its parameters by plain tensors while they are gathered.
     """
     if not hasattr(parameter, "device_mesh"):
         return int(parameter.numel())

@@ -5,7 +5,7 @@ A chunk is a micro-batch, n the number of chunks. The restore pair says how back
 (sent or computed a second time).
 
     choose        the entry point `choose`: uses the numbers and the pair that the options fix, and calls
-                open_choice for what the options leave open
+                  open_choice for those that the options leave open
     open_choice   with a memory budget, chooses n and the pair together. Otherwise it chooses the pair by a
                   cost model, then n by search or solve
     search        chooses n by trials (MPipeMoE, Algorithm 1), and stores the results of trials in tables

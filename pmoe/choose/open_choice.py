@@ -8,7 +8,8 @@ within the budget for any routing. Without a budget, the cost model chooses a pa
 trials found n, trials then choose the pair again:
 
     option               value     how the pair or n is chosen
-    memory_reuse (pair)  True      the fastest pair by a cost model, MPipeMoE's Eq. 10 (`_cheapest_pair`)
+    memory_reuse (pair)  True      by a cost model, MPipeMoE's Eq. 10, and by trials if several pairs are
+                                   nearly the fastest (`_cheapest_pair`)
                          others    the value fixes the pair
     pipeline (n)         True      by trials: timed runs of both passes
                          "solve"   by FSMoE's solver
@@ -56,7 +57,7 @@ predicted may be wrong.
 HOST_SECONDS = 2e-3
 """Seconds that a step may take in addition to `WRONG` times its predicted seconds, without a warning.
 
-They allow for the work of the host, which is not predicted.
+The work of the host may take these seconds. It is not predicted.
 """
 
 PAIR_DEGREE = 4

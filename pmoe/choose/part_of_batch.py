@@ -6,13 +6,13 @@ memory, and a step with the largest n needs the least.
 
 A trial must not need more memory than the layer's later steps. How much memory these steps need depends on
 the n that is chosen in the end, which is not known yet. A trial on fewer tokens needs less memory. So trials
-run in stages. A stage has a limit of memory. Its trials run on the first tokens of the batch, as many as stay
-within the limit. A stage tries at most three n: the fastest so far, and the next smaller ones.
+run in stages. A stage has a limit of memory. The trials of a stage run on the first tokens of the batch, as
+many as stay within the limit. A stage usually tries three n: the fastest so far, and the next smaller n.
 
 If a stage finds that n = 2 is faster than larger n, the layer's later steps will have at most 2 chunks. So
 they will need at least the memory of a step with n = 2. The next stage may take this much memory, so more
 tokens fit. The stages end when the fastest n of a stage needs the least memory of all n in this stage, and a
-step with it needs no more memory than the stage was allowed:
+step with this n needs no more memory than the stage was allowed:
 
     stage   allowed memory      n that are tried     fastest
       1     a step with n = 16  8, 4, 2              2
@@ -61,7 +61,7 @@ MIN_TOKENS = 256
 """Smallest number of tokens of a trial. With fewer tokens, the seconds say nothing about the whole batch."""
 
 STAGE = 3
-"""Number of choices (number of chunks and restore pair) that a stage of trials tries.
+"""Number of choices (number of chunks and restore pair) that a stage of trials usually tries.
 
 A stage runs on as many tokens as fit for the choice that needs the most memory. With more choices, a stage
 would have to run on fewer tokens.
@@ -86,11 +86,11 @@ def measure_in_stages(
     how backward gets the rows and the hidden activation. The result is a dict {choice: seconds}. The caller
     takes one of the choices for the layer's steps.
 
-    A trial must not need more memory than the layer's later steps. How much memory these need depends on the
-    choice that is taken in the end. So trials start with little memory: the predicted peak of the layer's
-    smallest step, the step that needs the least memory. If all choices need about as much memory as the
-    smallest step, all are tried together (`measure_in_little_memory`). Otherwise trials run in stages, on the
-    first tokens of the batch:
+    A trial must not need more memory than the layer's later steps. How much memory these steps need depends
+    on the choice that is taken in the end. So trials start with little memory: the predicted peak of the
+    layer's smallest step, the step that needs the least memory. If all choices need about as much memory as
+    the smallest step, all are tried together (`measure_in_little_memory`). Otherwise trials run in stages, on
+    the first tokens of the batch:
 
     1. The first stage may take the memory of the layer's smallest step. It tries the choices that need the
        least memory, on as many tokens as fit into this memory. More chunks need less memory.
@@ -161,8 +161,8 @@ def measure_in_stages(
         is_clear = all(times[choice].is_slower_than(times[fastest]) for choice in others)
         if is_clear and fastest == by_memory[0] and not one_is_taken:
             return times
-        # If the choice that needs the least memory seems to be the fastest, it is compared with the next one
-        # on more tokens: on few tokens, errors of measured seconds are large.
+        # If the choice that needs the least memory seems to be the fastest, it is compared with the next
+        # choice on more tokens: on few tokens, errors of measured seconds are large.
         most_choices = 2 if needs_least else STAGE
         allowed = least_of_step
 
@@ -174,14 +174,14 @@ def _choices_of_stage(
     allowed: float,
     most_choices: int = STAGE,
 ) -> Sequence[Choice]:
-    """Returns the choices that the next stage of trials tries: usually the first ones of ``remaining``.
+    """Returns the choices that the next stage of trials tries: usually the first of ``remaining``.
 
     Collective. A trial is a timed run of both passes. ``remaining`` begins with the choices that need the
     least memory on the rank that needs the most.
 
     There are two exceptions:
 
-    - If all of ``remaining`` need at most 8 % more memory than the choices of the stage, on every rank, the
+    - If all choices in ``remaining`` need at most 8 % more memory than those of the stage, on every rank, the
       stage tries all of them.
     - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the last choice,
       the stage tries only the first two choices, which need less memory.
@@ -217,8 +217,8 @@ def measure_in_little_memory(
     is
 
     - without a memory budget: the lowest predicted peak over all numbers of chunks that the layer may still
-      choose, not only those in ``choices``, because it may take the one with this peak. If ``one_is_taken``,
-      it is the lowest peak over ``choices``;
+      choose, not only those in ``choices``, because the layer may take the number with this peak. If
+      ``one_is_taken``, the allowed memory is the lowest peak over ``choices``;
     - with a memory budget: the budget, because a step may need all of it.
 
     If the memory is enough for all tokens, trials run on the whole batch. The result is a dict {choice:
@@ -330,7 +330,8 @@ def _part_with_memory(
 def _first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     """Calls `first_tokens`. Raises MemoryError if this rank has too little memory for these tokens.
 
-    Callers take an OutOfMemoryError for one that all ranks raise, and go on. This error is of one rank.
+    The error has another type than OutOfMemoryError, because it may be raised on this rank only. Callers
+    assume that all ranks raise an OutOfMemoryError together, and go on after it.
     """
     try:
         return first_tokens(batch, share)
@@ -456,7 +457,8 @@ def _pass_seconds_of_chunk(parts: Sequence[TrialsOfPart], pair: Restore) -> tupl
         if choice.restore == pair
     ]
     # A choice that was far slower than another was timed only once. If other work has slowed this run, the
-    # chunks seem to cost all of its seconds. So the cost must also follow from the other trials.
+    # chunks seem to cost the additional seconds. So the fixed seconds are fitted twice: to all trials, and to
+    # the trials that were timed more than once. The smaller result counts.
     timed_again = [trial for trial in trials if trial[2].runs > 1]
     fits = [trials, timed_again] if len(timed_again) > 1 else [trials]
     forward = min(

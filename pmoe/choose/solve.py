@@ -440,7 +440,7 @@ def step_costs(
     most_bytes: how many bytes a measurement may allocate, the same on every rank. Earlier costs are measured
         again if they come from a measurement with a much lower limit, less than ``most_bytes`` / `WIDER`.
         None: there is no limit, and earlier costs are never measured again.
-    copies: what copies of busy experts add to the tasks of the call.
+    copies: the work that copies of busy experts add to the tasks of the call.
     """
     options = modules.options
     operations, lines = module_lines(modules, rows_TM, most_bytes)
@@ -518,7 +518,7 @@ def with_chunk_cost(costs: LayerCosts, options: ScheduleOptions, measured: float
         fixed_costs = _with_fixed(costs, seconds)
         return pass_seconds(fixed_costs, many, options) - pass_seconds(fixed_costs, few, options)
 
-    # The difference grows with the fixed cost, because many chunks pay that cost more often than few. `high`
+    # The difference grows with the fixed cost, because 8 chunks pay that cost more often than 1 chunk. `high`
     # is large enough: 8 chunks pay the cost at least 8 times, 1 chunk at most 3 times.
     low = 0.0
     high = abs(measured) + pass_seconds(costs, few, options)

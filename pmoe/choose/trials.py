@@ -235,8 +235,8 @@ class TrialBatch:
         (timed runs of both passes) may take only this much memory
         (`pmoe.choose.part_of_batch.smallest_peak`).
 
-        choices: each has the numbers of chunks of both passes, and a restore pair: how backward gets the rows
-            and the hidden activation.
+        choices: a choice has the numbers of chunks of both passes, and a restore pair: how backward gets the
+            rows and the hidden activation.
         """
         if self.rows_for is None:
             return self
@@ -379,10 +379,10 @@ def measure_trials(
 ) -> dict[Choice, PassTimes]:
     """Runs and times both passes with each choice. Returns the seconds of each choice. Collective.
 
-    First a step runs with each choice and is not timed. Then come timed rounds, each with one step of every
-    choice that may still be the fastest, until it is clear which one is (`pmoe.planner.timed_rounds`). After
-    each round the ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the
-    next round. The bytes that trials send do not count in the layer's statistics of traffic.
+    First a step runs with each choice, to warm up. Then come timed rounds, each with one step of every choice
+    that may still be the fastest, until it is clear which choice is (`pmoe.planner.timed_rounds`). After each
+    round the ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the next
+    round. The bytes that trials send do not count in the layer's statistics of traffic.
 
     If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
     warns once.

@@ -19,6 +19,37 @@
 `status` returns which kernels were built, which of them each device can run, and why it cannot run others.
 """
 
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from pmoe.kernels.extension import status
 
-__all__ = ["status"]
+__all__ = ["late_names", "status"]
+
+
+def late_names(package: str, file_of: Mapping[str, str]) -> Callable[[str], Any]:
+    """Returns a ``__getattr__`` that imports a package's files when their names are first used.
+
+    Python calls ``__getattr__`` for a name that the package lacks. The function imports the file of this name
+    and returns the value. It also makes the value an attribute of the package, so it is called once for each
+    name.
+
+    package: the package's full name, such as "pmoe.kernels.permute".
+    file_of: for each such name the file of the package that has it. {"permute": "operators"} says that
+        pmoe.kernels.permute.permute is in operators.py.
+
+    The returned function raises AttributeError for a name that is not in ``file_of``.
+    """
+
+    def value_of(name: str) -> Any:
+        if name not in file_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{package}.{file_of[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return value_of

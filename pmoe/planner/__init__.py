@@ -8,10 +8,10 @@ Nothing is measured or run in this folder. The planner's inputs are schedules (`
 rates that were measured before (`pmoe.planner.profile`). Files, in the order in which a choice is made:
 
     layer_sizes, rows_per_pass             sizes of a layer, numbers of rows in a pass
-    costs, profile, cluster                seconds of a message, a product, a copy
+    costs, profile, cluster                seconds of a message, of a matrix product, of a copy to the host
     simulator, layer_seconds, cost_model   seconds of a pass
     uneven_ranks                           seconds of a pass if ranks have different numbers of rows
-    memory                                 bytes of a pass
+    memory, rounded_products               bytes of a pass
     priced_choices, cluster_candidates     the choices that exist, and the best of them
     degree, degree_search                  the pipeline degree n, by FSMoE's solver
     granularity, degree_trials             n by trials: MPipeMoE's ranges, and which n to try
@@ -19,12 +19,17 @@ rates that were measured before (`pmoe.planner.profile`). Files, in the order in
     gradient_partition                     when gradients of other layers are all-reduced
     copies, copies_of_few_ranks            which ranks get copies of busy experts
     copy_groups, copy_rows                 which ranks pass a copy on, and which rows copies compute
+    copy_price, copy_work                  rows that a copy must save to pay; work that copies add to a pass
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
+
+A busy expert is an expert that many tokens choose. A copy of a busy expert is a copy of its weights on
+another rank, which then computes a part of the expert's rows. Rows that stay are rows whose expert is on
+their own rank, so they are not sent.
 
 Letters are those of `pmoe.engine` (T tokens, M = d_model, H columns of T_M, W ranks, ...), and three more:
 
     B        tokens of the rank that has most tokens
-    m        number of matrix products that compute the rows that stay on their rank
+    m        number of chunks of the backward pass, where n is that of the forward pass
     t_gar    seconds of the all-reduce of other layers' gradients
 """

@@ -26,10 +26,10 @@ KERNELS: tuple[FusedKernel, ...] = get_args(FusedKernel)
 DIRECTIONS: tuple[PassDirection, ...] = get_args(PassDirection)
 
 RULE_PART = 12
-"""Without measurements, one thread block of a kernel in 12 communicates and the others compute.
+"""Without measurements, one of 12 thread blocks of a kernel communicates, and the others compute.
 
-Example: 11 of 132 blocks. The number 12 is a guess. COMET found 18 to 46 of 132 blocks best with tensor
-parallelism (Figure 8).
+Example: 11 of 132 blocks communicate. The number 12 is a guess. COMET found 18 to 46 of 132 blocks best with
+tensor parallelism (Figure 8).
 """
 
 BLOCK_COUNTS = (1, 2, 4, 6, 8, 12, 16, 20, 26, 32, 40, 46)
@@ -124,10 +124,10 @@ class FusedKernelSizes(FusedLayerSizes):
 
 
 def sizes_of(sizes: FusedLayerSizes) -> FusedLayerSizes:
-    """Returns the sizes of a layer without a kernel's name, which are keys of a layer's measured seconds.
+    """Returns the sizes of a layer without a kernel's name: the key of a layer's measured seconds.
 
     sizes: sizes of the layer, or sizes of one of its four kernels (dispatch and combine, forward and
-        backward), which also have the kernel's name. The layer and its kernels all give the same result.
+        backward). These also have the kernel's name and direction, which the result does not have.
     """
     return FusedLayerSizes(**{field.name: getattr(sizes, field.name) for field in fields(FusedLayerSizes)})
 
@@ -199,8 +199,8 @@ def candidates(num_blocks: int, d_model: int | None = None) -> list[Division]:
     """Returns the divisions of a kernel's thread blocks that are measured to find the fastest.
 
     A division says how many blocks communicate (n_c); all other blocks compute. The values of n_c that are
-    tried are those in `BLOCK_COUNTS`, and every `BLOCK_STEP`-th number above the largest of them. 1 is always
-    tried; a larger n_c must be less than half of the blocks.
+    tried are the numbers in `BLOCK_COUNTS`, and every `BLOCK_STEP`-th number above the largest of them. Of
+    these, 1 is always tried, and a larger n_c only if it is less than half of the blocks.
 
     num_blocks: thread blocks of the kernel.
     d_model: columns of a token, for the combining kernel: every n_c is tried with each of `chunk_candidates`.
@@ -272,9 +272,9 @@ class DivisionTable:
 
         1. measured: the fastest division that was measured for exactly this kernel and these sizes.
         2. nearest: the fastest division that was measured for the same kernel, direction and dtype with the
-           nearest sizes (`distance`). If its kernel had another number of blocks, the number of communicating
-           blocks is scaled in proportion. A measurement with the same device, number of blocks and sort of
-           ranks (real or virtual) is always preferred to others.
+           nearest sizes (`distance`). A measurement with the same device, number of blocks and sort of ranks
+           (real or virtual) is always preferred to others. If the device of the measurement has another
+           number of blocks, the number of communicating blocks is scaled in proportion.
         3. rule: one of 12 blocks communicates (`rule`).
 
         The returned division leaves at least one block to compute, and sends at most a whole row at a time.

@@ -6,8 +6,8 @@ rank has two links, one to ranks of its machine ("inside") and one to other mach
 work at the same time. A collective ends when its busiest rank has finished.
 
 Letters: A machines with L ranks each, W = A L ranks; R bytes of the rows that a rank sends, split evenly over
-all W ranks (its own included). If several ranks of a machine share each expert (expert-sharding parallelism,
-ESP), each such group of ranks counts as one rank in L.
+all W ranks (the sending rank included). If several ranks of a machine share each expert (expert-sharding
+parallelism, ESP), the ranks that share an expert count as one rank in L.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Cluster:
     def profile(self, dispatch: ExchangeName, esp: int, dtype: str) -> Profile:
         """Returns the profile that `pmoe profile` would probably measure on these machines.
 
-        Each all-gather or reduce-scatter among the ``esp`` ranks that share an expert is modelled as one
-        message to each other rank of the group.
+        An all-gather or a reduce-scatter among the ``esp`` ranks that share an expert is modelled as one
+        message from each of these ranks to each other.
 
         Args:
             dispatch: the all-to-all that the profile's messages are for.
@@ -152,13 +152,14 @@ def legs(dispatch: ExchangeName, machines: int, local: int) -> list[dict[str, tu
 
         flat               each rank sends R / W to each of the L - 1 other ranks of its machine,
                            and to each of the W - L ranks of other machines
-        hierarchical_2d    1. each rank sends R / L to each other rank of its machine. Local rank i
+        hierarchical_2d    local rank i is the rank with index i in its machine, 0 to L - 1
+                           1. each rank sends R / L to each other rank of its machine. Local rank i
                               receives the rows for the local ranks i of all machines
                            2. local rank i sends L R / W to local rank i of each other machine
         hierarchical_1d    one rank of each machine is its leader
-                           1. each rank sends the leader of its machine all rows except those for itself
+                           1. each rank sends its leader all its rows except the rows for the rank itself
                            2. the leader sends L L R / W to each other leader
-                           3. the leader sends each rank of its machine that rank's rows
+                           3. the leader sends each rank of its machine the rows for that rank
 
     dispatch: name of the all-to-all.
     machines: A.
@@ -183,9 +184,9 @@ def message_line(
     """Returns the seconds of one all-to-all as a line over the bytes that a rank sends to other ranks.
 
     An all-to-all consists of one or more collectives, which run one after another (`legs`). In a collective,
-    the links inside and between machines work at the same time. So the collective gets the larger alpha
-    (fixed seconds) of its links, and the larger beta (seconds per byte). The result is exact if one link has
-    both the larger alpha and the larger beta. Otherwise the result is at most twice the real time.
+    the links inside and between machines work at the same time, and the slower link decides. So the
+    collective's line gets the larger alpha (fixed seconds) and the larger beta (seconds per byte) of its
+    links. The line is exact if the same link has both. Otherwise it gives at most twice the real time.
 
     dispatch: name of the all-to-all.
     machines: number of machines.
@@ -212,8 +213,8 @@ def links_of(profile: Profile) -> dict[str, LineCost]:
                                                 inside     an all-gather among the ranks of a machine
 
     With several machines of several ranks each, both costs come from ``profile.operations``, which is
-    measured for FSMoE's solver. If the profile has no operations, or has them for other groups of ranks, the
-    result is empty.
+    measured for FSMoE's solver. If the profile has no operations, or operations of groups that are not the
+    ranks of one machine, the result is empty.
 
     The measured alpha (fixed seconds) of a collective is for messages to all peers, so it is divided by the
     number of peers.

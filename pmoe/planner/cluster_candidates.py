@@ -1,4 +1,4 @@
-"""The options for a layer on some machines: all-to-all, ESP degree, n and restore pair, with their times.
+"""The options of a layer on given machines: all-to-all, ESP degree, n and restore pair, with their times.
 
 The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert; n is
 the number of chunks. The restore pair says how backward gets the experts' inputs and hidden activations. The
@@ -30,7 +30,8 @@ def candidate_combinations(
 
     The ESP degree (expert-sharding parallelism) is the number of ranks of a machine that share each expert.
     The degree must divide d_hidden and the number of ranks of a machine, and num_experts must be a multiple
-    of (number of ranks / ESP degree).
+    of (number of ranks / ESP degree). Hierarchical all-to-alls need several machines, and on each machine
+    more ranks than the ESP degree.
 
     rates: a measured profile, or a described cluster. A profile has only the cost of the flat all-to-all
         without ESP. So for a profile the result is [("flat", 1)].
@@ -140,8 +141,8 @@ def sensitivity(cluster: Cluster, plans: Sequence[Advice], **options: Any) -> It
         first_seconds   seconds, with the changed rate, of the choice that is best with the true rates
 
     A combination of all-to-all and ESP degree is not examined if it takes more than 1 / (1 - OFF) times the
-    seconds of the fastest combination. It stays slower than the fastest combination, because a change of one
-    rate by the fraction OFF changes the seconds of a step at most by this factor.
+    seconds of the fastest combination. A change of one rate by the fraction OFF changes the seconds of a step
+    at most by this factor, so the combination would stay slower than the fastest.
 
     cluster: the described machines.
     plans: the best choice for each all-to-all and ESP degree on the cluster, from `plan_combinations`.

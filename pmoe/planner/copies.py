@@ -11,20 +11,22 @@ number of rows that a rank could compute while the copy is sent. The predicted t
 
     time(rank) = rows that it computes + max(near * c, far * m)
 
-    c = copies that the rank hosts + its own experts that have copies
-    m = most experts that any rank sends to other nodes, or receives from other nodes
+    near = price of a copy, for its owner and for the rank that hosts it (`CopyLimits`)
+    far  = price of an expert that is sent to another node, for all ranks
+    c    = copies that the rank hosts + its own experts that have copies
+    m    = most experts that any rank sends to other nodes, or receives from other nodes
 
 m is an estimate (`pmoe.planner.copy_groups.messages_between_nodes`). Copies that ranks have from an earlier
-call count neither in c nor in m. An owner counts an expert only once, because the hosts pass the weights on
-to each other (`pmoe.planner.copy_groups`). Messages between nodes cost all ranks time: the link between nodes
-is the slowest, and ranks that send no weights over it wait, with their rows, for the ranks that do. Messages
-inside nodes have a link of their own.
+call count neither in c nor in m. In c, an owner counts an expert once, however many copies it has, because
+the hosts pass the weights on to each other (`pmoe.planner.copy_groups`). Messages between nodes cost all
+ranks time: the link between nodes is the slowest, and the rows of a rank that sends no weights over this link
+wait for the ranks that do. Messages inside nodes have a link of their own.
 
-So copies go to other nodes only if copies inside nodes leave a clear gain. Then each rank sends at most one
-expert to another node, and receives at most one, as far as this suffices.
+So copies go to other nodes only if this brings a clear gain over copies inside nodes. A rank then sends at
+most one expert to another node, and receives at most one, unless a plan without this limit is faster.
 
-At the end, hosts that have few rows of their own give some rows back to owners, which compute while they
-send.
+At the end, some hosts give rows back to owners (`_give_rows_back`). An owner computes while it sends a copy,
+but a host that has few rows of its own must wait for the copy.
 
 The plan makes the largest time of any rank small. Example: 4 ranks of one node with one expert each, whose
 loads (rows of all ranks) are (70, 10, 10, 10). ``near`` is 1, and a rank may host one copy. Times are (rows
@@ -52,21 +54,24 @@ from pmoe.planner.copies_of_few_ranks import MOST_RANKS, FewRanks
 from pmoe.planner.copy_groups import messages_between_nodes
 
 FAR_FROM_BOUND = 5
-"""A plan counts as bad if its time is more than this many percent above the lower bound.
+"""A plan counts as bad if its time is more than this many percent above the lower bound of any plan's time.
 
-The first plan uses the copies that ranks have from earlier calls. If it is bad, a plan without these copies
-is tried too.
+The first plan uses the copies that ranks have from earlier calls. If the first plan is bad, a plan without
+these copies is tried too.
 """
 
 CLOSE_TO_BOUND = 1
-"""A plan for few ranks is good enough if its time is at most this many percent above the lower bound."""
+"""A plan for few ranks is good enough if its time is at most this many percent above the lower bound.
+
+If it is not good enough, the exact search of `pmoe.planner.copies_of_few_ranks` looks for a better plan.
+"""
 
 FINE = 128
 COARSE = 48
 """Precision of a plan's time: the mean time of the ranks, divided by FINE or COARSE.
 
-The search ends when its best time is at most this much longer than the best time that it could still find.
-FINE is used for few ranks, COARSE for many ranks, to save time.
+The search ends when the difference between its best time and the longest time that it has excluded is at most
+this quotient. FINE is used for few ranks, COARSE for many ranks, to save time.
 """
 
 
@@ -77,11 +82,11 @@ class CopyLimits:
     The price is the number of rows that a rank could compute while the copy is sent.
 
     per_rank: the most copies that a rank hosts.
-    near: price of any new copy, for the owner and for the rank with the copy.
-    far: price of a copy on another node than its owner's, for all ranks.
+    near: price in rows of any new copy. The owner and the rank with the copy pay it.
+    far: price in rows of an expert that is sent to another node than its owner's. All ranks pay it.
 
-    Raises TypeError unless all three are ints. Raises ValueError if one is negative, or if ``far`` is below
-    ``near``.
+    Raises TypeError unless all three are ints. Raises ValueError if a number is negative, or if ``far`` is
+    below ``near``.
     """
 
     per_rank: int
@@ -98,9 +103,9 @@ class CopyLimits:
 class CopyPlan:
     """A plan of copies: the ranks that compute the rows of busy experts.
 
-    hosts: for each expert that has copies, pairs (rank, rows): first the owner, then each rank with a copy.
-        The rows of one expert add up to its load. Experts without copies are not in the dict: only their
-        owners compute their rows.
+    hosts: for each expert that has copies, pairs (rank, number of rows that the rank computes): first the
+        owner, then each rank with a copy. The rows of an expert add up to its load. Experts without copies
+        are not in the dict: only their owners compute their rows.
     before, after: the largest predicted time of a rank without and with the copies, in rows.
     """
 
@@ -151,12 +156,13 @@ def plan_copies(
     """Returns a plan of copies that makes the largest predicted time of a rank small.
 
     The time of a rank is the number of rows that it computes, plus the prices of copies (`CopyLimits`). A
-    search tries target times. A rank that needs longer than the target gives rows away to ranks that have
-    time left, the rows of its busiest experts first. A rank takes as many rows as it has time for. The last
-    rows of an expert go to the rank that has just enough time left.
+    search tries target times: a target is a time that no rank may exceed. A rank that needs longer than the
+    target gives rows away to ranks that have time left, the rows of its busiest experts first. If one copy is
+    enough for all rows that the rank must still give away, they go to the rank that has just enough time
+    left. Otherwise the rank with most time left takes as many rows as it has time for.
 
     With several nodes, plans of three kinds are compared (`Reach`): copies stay on the nodes of their owners,
-    or each rank also sends one expert to another node, or copies go anywhere.
+    or each rank may also send one expert to another node, or copies go anywhere.
 
     The plan depends only on the arguments. Memory and time of the search grow with E, with W and with the
     number of copies, but not with E times W.
@@ -170,7 +176,7 @@ def plan_copies(
             Their price is 0. If the plan does not use one of these copies, its rank gives the copy up.
 
     Example: loads (70, 10, 10, 10), owners (0, 1, 2, 3), nodes (0, 0, 0, 0), one copy a rank, prices 1 ->
-    hosts {0: ((0, 25), (1, 15), (2, 15), (3, 15))}, before 70, after 26.
+    hosts {0: ((0, 25), (3, 15), (2, 15), (1, 15))}, before 70, after 26.
     """
     times = [0] * len(nodes)
     for load, owner in zip(loads, owners, strict=True):
@@ -219,11 +225,17 @@ def _give_rows_back(
     """Moves a few rows from hosts back to owners, because an owner computes while it sends a copy.
 
     The search counts the price of a copy for the host and for the owner. But only the host may have to wait:
-    for the weights before its first rows for the copy, and for its gradients after its last ones. While it
-    waits, it computes rows of its own experts, about half of those that stay on their rank. The rest of the
-    price is its wait. So that an owner and the hosts of its G copies end together, the owner gets
-    wait / (G + 1) rows from each host. But it gets at most G / (G + 1) of the difference to its slowest host
-    in all, so no rank's time becomes longer than the search said.
+    for the weights before it computes rows with the copy, and for the gradients after these rows. While it
+    waits, it computes rows of its own experts. The share 1 / W of these rows is not sent, and about half of
+    this share is computed during the wait. So
+
+        wait     = price - rows of the host's own experts / (2 W)
+        surplus  = min(wait, time of the host with its wait - time of the owner)
+        back     = surplus / (G + 1)    rows that the host gives back to the owner
+
+    G is the number of copies of all experts of the owner. If all G hosts have the same surplus, the owner and
+    the hosts then end at the same time. Because of the minimum, no rank's time becomes longer than the search
+    said. A host with several copies divides its surplus evenly among them.
 
     rows: for each expert with copies, the rows that each host computes, the owner first. The numbers are
         changed.
@@ -234,7 +246,7 @@ def _give_rows_back(
     near: price of each of these copies, in rows.
 
     Example: 2 ranks, loads (1000, 0), price 60 -> the search divides the rows (500, 500). The host has no own
-    rows, so it waits as long as 60 rows take, and gives 30 rows back: (530, 470).
+    rows, so it waits as long as 60 rows take. With G = 1 it gives 60 / 2 = 30 rows back: (530, 470).
     """
     num_ranks = len(times)
     own_rows = list(times)
@@ -289,9 +301,9 @@ class _Way:
 
     own_node_first: whether copies with the reach `Reach.ANYWHERE` are first made inside nodes. If False, the
         nodes of the ranks do not matter.
-    passes_on: whether a busy rank may give its last rows to the next busy rank, which then gives away more of
-        its own rows. If False, a rank that may host only one more copy may have to spend this copy on a few
-        rows.
+    passes_on: whether a busy rank may give the last few rows that it must give away to the next busy rank,
+        which then gives away more of its own rows. If False, these few rows may use up the only copy that a
+        rank with much time left may still host.
     least_first: the order in which busy ranks give rows away. True: ranks that exceed the target time least
         come first. False: ranks that exceed it most come first.
     """
@@ -309,16 +321,17 @@ WAYS = tuple(
 )
 """All combinations of a search's options, in the order in which they are tried.
 
-The second half is tried only for copies that may go anywhere.
+The second half has ``own_node_first`` False. It is tried only for copies that may go anywhere.
 """
 
 _Options = tuple[Reach, int, _Way, Sequence[tuple[int, int]]]
 """The arguments ``reach``, ``price``, ``way`` and ``present`` of an attempt (`_Attempt`)."""
 
 BESIDE = 4
-"""If ``far`` is at least this many times ``near``, copies inside nodes travel beside those between nodes.
+"""If ``far`` is at least BESIDE times ``near``, copies inside nodes are free if others go between nodes.
 
-A rank seldom sends and hosts more copies than this. So the copies inside its node cost no time.
+Both links work at the same time. A rank seldom sends and hosts more than BESIDE copies inside its node, so
+these copies have arrived before a copy between nodes has.
 """
 
 EFFORT = 64
@@ -341,7 +354,9 @@ class _Places:
 
 @functools.lru_cache(maxsize=16)
 def _places(owners: tuple[int, ...], nodes: tuple[int, ...]) -> _Places:
-    """Returns the ranks of each node, and the experts of each rank and node. Cached: no load changes them.
+    """Returns the ranks of each node, and the experts of each rank and of each node.
+
+    The result is cached, because it does not depend on the loads of a call.
 
     owners: (E,) rank of each expert's parameters.
     nodes: (W,) node of each rank.
@@ -430,8 +445,9 @@ class _Search:
             gain = best[1] - least
             if gain <= 0 or (best[0] and gain <= clear):
                 continue
-            # Where copies may go less far and the bound is longer, a gain is unlikely. To save time, only the
-            # longest target that would be a gain is tried first.
+            # A reach whose bound is longer than that of `Reach.ANYWHERE` seldom brings a gain. To save time,
+            # one attempt is made first, with the longest target that would be a gain. If the attempt fails,
+            # this reach is not searched.
             if self.is_coarse and best[0] and least > between:
                 longest = best[1] - 1 - far * (reach is Reach.ONE_EXPERT)
                 if self._attempt(longest, self._options(reach, price)).misplaced:
@@ -469,13 +485,14 @@ class _Search:
 
         A target is a time, in rows, that no rank may exceed. The search tries targets between a lower bound
         and the time without copies. A target fails if, even with copies, some ranks have more rows than the
-        target allows. The next target is then longer, by about the number of these surplus rows divided by
-        the number of ranks. The search ends when the shortest target that succeeded is close to the longest
-        that failed.
+        target allows. The next target is then longer by about the number of these surplus rows divided by the
+        number of ranks, but at most half-way to the best time so far. After a success, the next target is
+        half-way between the bound and this time. The search ends when the shortest target that succeeded is
+        close to the longest target that failed.
 
         reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
-        low: a lower bound of the time.
+        low: a lower bound of the time, in rows: the first target, or nearly so.
         largest: the largest time of a rank without copies, in rows.
         """
         num_ranks = len(self.times)
@@ -500,18 +517,19 @@ class _Search:
         return best
 
     def _options(self, reach: Reach, price: int) -> Sequence[_Options]:
-        """Returns the arguments of the attempts to reach one target time, in the order of the attempts.
+        """Returns the combinations of options with which each target time is tried, in this order.
 
-        Each attempt has one tuple (reach, price, way, present copies). There are fewer attempts if there are
-        many ranks (`EFFORT`).
+        A combination is a tuple (reach, price, way, present copies). Reach and price are the same in all of
+        them. The way says how busy ranks give rows away (`_Way`). The present copies, those of an earlier
+        call, are used or left out. There are fewer combinations if there are many ranks (`EFFORT`).
 
-        reach: how far copies may go.
+        reach: the ranks on which copies may be made.
         price: price of each copy, for its owner and for the rank that hosts it.
         """
         ways = WAYS if reach is Reach.ANYWHERE and len(self.ranks_of) > 1 else WAYS[: len(WAYS) // 2]
         # Each way is also tried without the present copies, which may take the places of better copies.
         uses = (self.present, []) if self.present else ([],)
-        # To even out nodes, a second combination of options is tried at once if the first fails.
+        # With `Reach.ONE_EXPERT`, at least two combinations of options are tried, also for many ranks.
         number = max(1 + (reach is Reach.ONE_EXPERT), EFFORT // len(self.times))
         return [(reach, price, way, use) for way in ways[:number] for use in uses][:number]
 
@@ -534,8 +552,8 @@ class _Search:
         sums = list(itertools.accumulate(ascending, initial=0))
         num_ranks = len(ascending)
         low = self.mean
-        # At mean + near, idle ranks can take all that they need less than the mean. The others need as much
-        # more than the mean together.
+        # The target mean + near is never excluded. With this target, an idle rank can take (mean - time)
+        # rows, and a busy rank must give away (time - mean) rows. Both sums over all ranks are equal.
         high = min(ascending[-1], low + near)
         while low < high:
             target = (low + high) // 2
@@ -551,8 +569,9 @@ class _Search:
     def _bound_of_one_expert(self) -> int:
         """Returns a lower bound of the time with `Reach.ONE_EXPERT`; 0 with copies of earlier calls.
 
-        A rank sends one expert to one other node, and no expert to more. So the rows of the busiest rank are
-        computed by its own node and by one other node. Earlier calls may have sent copies anywhere.
+        A rank sends at most one expert to another node, and this expert to only one node. So the rows of the
+        busiest rank are computed by its own node and by at most one other node. There is no such bound with
+        copies of earlier calls, because these may be on any node.
         """
         if self.present:
             return 0
@@ -563,7 +582,7 @@ class _Search:
     def _attempt(self, target: int, options: Iterable[_Options]) -> _Attempt:
         """Returns the first attempt that reaches a target time; if none does, the attempt that comes nearest.
 
-        The nearest is the attempt with fewest rows left on ranks that exceed the target.
+        The nearest attempt is the attempt that leaves fewest rows on ranks that exceed the target.
 
         target: the longest time, in rows, that a rank may need.
         options: the other arguments of each attempt (`_Attempt`).
@@ -596,11 +615,13 @@ class _Attempt:
         misplaced: rows that are still on ranks that need longer; 0 if the attempt succeeded.
         slots: for each rank, how many more copies it may host.
         unmoved: for each expert, the rows that its owner still has and may give away.
-        sent: maps an expert with copies to the price that its owner pays for sending its weights.
+        sent: maps an expert with copies to the price, in rows, that its owner pays for sending its weights.
         senders: the ranks that send an expert to another node, with the reach `Reach.ONE_EXPERT`.
         hosts: the ranks that host a copy from another node, with this reach.
-        spare: for each node that may host copies of others, the time that its ranks have left, in rows.
-        pools: for each of these nodes, the ranks that may host, as ascending pairs (time left, rank).
+        spare: for each node, the time that its ranks together have left, in rows; negative if they need
+            longer than the target.
+        pools: for each node that may host copies of other nodes' experts, the ranks that may host a copy, as
+            ascending pairs (time left, rank).
     """
 
     def __init__(
@@ -718,7 +739,8 @@ class _Attempt:
     def _send_far(self, expert: int, wanted: int) -> int:
         """Moves rows of an expert to the node with most time left; returns how much its owner's time falls.
 
-        The ranks of this node with most time left take the rows, one rank after the other.
+        On this node, the rank with most time left takes rows first, then the rank with second most, and so
+        on. The result is a number of rows: the rows that were moved, less the price that the owner pays.
 
         expert: the expert.
         wanted: by how much the owner's time should fall, in rows.
@@ -782,10 +804,11 @@ class _Attempt:
 
         owner: the busy rank.
         pool: ranks that have time left, as ascending pairs (time, rank). The list is updated.
-        following: the next busy rank; -1 if there is none, or if rows must not be passed on. If the chosen
-            host may host only one more copy, and has more time left than the last rows of ``owner`` need,
-            ``following`` hosts the copy with these rows instead. The chosen host stays free for a larger
-            copy, and ``following`` later gives away that many more rows of its own.
+        following: the next busy rank, which may host the last few rows of ``owner``; -1 if there is none, or
+            if this is not allowed (`_Way.passes_on`). A rank with time left should not spend its last copy on
+            few rows. So if the rank that would get the last rows of ``owner`` may host only one more copy,
+            and would still have time left after it, then ``following`` hosts this copy instead. Later
+            ``following`` gives away more of its own rows.
         """
         price = self.price
         room = self.room

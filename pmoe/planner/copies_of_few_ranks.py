@@ -8,11 +8,13 @@ time to send it.
 percent above the best possible time, because each copy takes a large part of a rank's time. But with few
 ranks, all sets of ranks can be examined. Suppose that the hosts of every expert are chosen, and that R is a
 set of ranks. If all hosts of an expert are in R, the ranks of R must compute all rows of the expert. So no
-division of the rows takes less than
+division of the rows among the hosts takes less time than
 
     time(R) = (rows of experts whose hosts are all in R + prices that the ranks of R pay) / |R|
 
-The best division takes exactly the largest time(R) of all sets R, rounded up (Hall's theorem).
+The best division takes exactly the largest time(R) of all sets R, rounded up (Hall's theorem). Example: two
+ranks; rank 0 owns an expert with 90 rows, of which rank 1 has a copy; the price is 4 rows for each rank. Then
+time({0}) = time({1}) = 4, and time({0, 1}) = (90 + 8) / 2 = 49, so the best division takes 49.
 
 A set of ranks is an int with a bit for each rank: {0, 2} is 0b101. W is the number of ranks.
 """
@@ -38,7 +40,7 @@ MOST_STEPS = 100
 """The most choices of hosts that one run of a local search examines (`FewRanks._climb`)."""
 
 EXPERTS_OF_RANK = 3
-"""The number of experts of each rank that may get copies. They are the experts with most rows."""
+"""The most experts of one rank that may get copies. They are the experts of the rank with most rows."""
 
 Pairs = frozenset[tuple[int, int]]
 """Copies, as pairs (expert, rank)."""
@@ -53,8 +55,8 @@ class FewRanks:
     owners: rank of each expert's parameters.
     nodes: node of each rank.
     per_rank: the most copies that a rank hosts.
-    near, far: price of a copy on the node of its owner, and on another node, in rows
-        (`pmoe.planner.copies`).
+    near, far: prices in rows (`pmoe.planner.copies.CopyLimits`): of any new copy, and of an expert that is
+        sent to another node.
     present: copies that ranks have from an earlier call, as pairs (expert, rank). Their price is 0.
 
     Attributes:
@@ -104,9 +106,12 @@ class FewRanks:
         ]
 
     def best(self, start: Pairs, enough: int) -> Pairs:
-        """Returns the best copies that were tried: the largest time of a rank is smallest with them.
+        """Returns the best copies that were tried: with these, the largest time of a rank is smallest.
 
-        start: copies that another search found. The result is never worse than these copies.
+        If there are few possible choices of copies, all are tried (`MOST_CHOICES`). Otherwise local searches
+        start from three choices: ``start``, no copies, and copies of earlier calls.
+
+        start: copies that another search found, as pairs (expert, rank). The result is never worse.
         enough: a local search ends when the largest time of a rank is at most this number of rows.
         """
         sizes = range(self.per_rank + 1)
@@ -186,8 +191,9 @@ class FewRanks:
         """Returns (work of each set of ranks, hosts of each copied expert).
 
         A set of ranks is an int: its bit r is set if rank r is in the set. This int is the set's index in the
-        list of work. The work of a set is counted in rows. It is the work that no other rank can take over:
-        the rows of experts whose hosts are all in the set, and the prices of copies that the set's ranks pay.
+        list of work. The work of a set is counted in rows. It is the work that no rank outside the set can
+        take over: the rows of experts whose hosts are all in the set, and the prices of copies that the set's
+        ranks pay. The hosts of an expert are a set of ranks, too.
 
         pairs: the copies, as pairs (expert, rank).
         """
@@ -220,9 +226,10 @@ class FewRanks:
         """Divides rows among copies, and returns the copies' rows and the largest time of a rank.
 
         Copies get rows one after another. Each copy gets as many rows as possible without making the largest
-        time longer. Rows of a copy are additional work for each set of ranks that contains the copy's rank,
-        but not all hosts of the expert. So the copy gets at most as many rows as each of these sets still has
-        time for. Copies without rows are left out.
+        time of a rank longer. Rows of a copy are additional work for each set of ranks that contains the
+        copy's rank but not all hosts of the expert. (A set with all hosts must compute these rows anyway.) So
+        the copy gets at most as many rows as each of these sets still has time for. Copies without rows are
+        left out.
 
         pairs: the copies, as pairs (expert, rank).
 

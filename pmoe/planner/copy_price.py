@@ -1,23 +1,24 @@
 """The price of a copy of a busy expert: how many rows a rank could compute while the copy is sent.
 
-A copy pays if it saves the busiest rank more rows than its price (`pmoe.planner.copies`). These are the
-messages of a copy and of a row in a step, by the schedules of both passes (`pmoe.schedule.tasks.Kind`):
+A copy pays if it saves the busiest rank more rows than its price (`pmoe.planner.copies`). A training step
+sends these messages for a copy and for a row. V, VG, S, R and SI are kinds of tasks
+(`pmoe.schedule.tasks.Kind`):
 
-    pass       copy                                       row
+    pass       messages of a copy                         messages of a row
     forward    V: the weights of the expert               S, R: to the rank of the expert, and back
-    backward   V, with the fate "communicate": again      S, R: the gradient of the result, and back
+    backward   V, unless the weights were kept            S, R: the gradient of the result, and back
                VG: the gradients of the trained weights   SI, if the restore pair sends T_DI again
 
-`pmoe.schedule.restore.fate_of_copies` says which fate the weights have. Copies that later calls use again are
-kept, so they are sent once with every restore pair. Later calls have them for nothing
-(`pmoe.planner.copies.plan_copies`).
+`pmoe.schedule.restore.fate_of_copies` says whether the weights are kept between the passes. Copies that later
+calls use again are kept with every restore pair, so V sends them once. Later calls do not send them, so their
+price is then 0 (``present`` of `pmoe.planner.copies.plan_copies`).
 
-A copy on the node of its owner takes the link inside the node, any other copy the link between nodes. With
-several hosts VR and VGR carry a part of the copy's bytes in place of V and VG, so a host still receives and
-sends each byte once.
+A copy on the node of its owner is sent over the link inside the node, any other copy over the link between
+nodes. If an expert has several hosts, they pass parts of the weights (VR) and of the gradients (VGR) on to
+each other. V and VG then carry only the other parts, so a host still receives and sends each byte once.
 
     price = seconds of the copy's messages / seconds of a row
-    seconds of a row = those of its products or those of its messages, whichever are longer
+    seconds of a row = max(seconds of its products, seconds of its messages)
 
 It is assumed that no computation hides the messages of a copy.
 """
@@ -50,9 +51,10 @@ def copy_prices(
 
     The second price is at least the first. Both are 0 if the profile says that rows take no time.
 
-    profile: the rates: seconds of products, and seconds of an all-to-all of rows.
-    links: the cost of a message to one rank of the same node ("inside") and of another node ("outside"). If
-        one of them is missing, the other is used for both; if both are, the profile's all-to-all.
+    profile: measured rates: seconds of matrix products, and seconds of an all-to-all of rows.
+    links: the cost of a message to one rank, by its bytes: to a rank of the same node ("inside") and to a
+        rank of another node ("outside"). If one of the two is missing, the other is used for both. If both
+        are missing, the cost of the profile's all-to-all is used.
     multiply_adds: multiply-adds of a row in the forward pass.
     row_bytes: bytes of a row that is sent.
     expert_bytes: bytes of the weights of one expert.
@@ -60,10 +62,12 @@ def copy_prices(
     trains: whether a backward pass follows.
     learned: the fraction of an expert's weights that are trained; 0 if experts are frozen.
     restore: the restore pair, which says whether backward sends the experts' inputs (T_DI) again.
-    stay: whether the copies stay until backward with every restore pair, as for later calls.
+    stay: whether the copies are kept for later calls, so that backward does not send them again with any
+        restore pair.
 
-    Example: a link of 1 s for a byte, products that take no time, 2 ranks -> half of the rows are sent. A row
-    of 1 byte takes 4 / 2 s in training, and a copy of 30 bytes 60 s: both prices are 30 rows.
+    Example: 2 ranks, KEEP, all messages take 1 s per byte, products take no time. Half of the rows are sent.
+    So in training, a row of 1 byte takes 4 / 2 = 2 s for its 4 messages. A copy of 30 bytes takes 30 s for
+    the weights and 30 s for the gradients. Both prices are 60 / 2 = 30 rows.
     """
     num_products = 2 + learned if trains else 1  # of forward; of the gradients of rows and of weights
     num_messages = 4 + (restore.dispatched == "communicate") if trains else 2

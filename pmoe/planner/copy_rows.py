@@ -1,11 +1,11 @@
 """Divides the rows of an expert with copies among its hosts: the owner and the ranks with a copy.
 
-The plan (`pmoe.planner.copies`) says how many rows each host computes. A source is a rank that has rows for
-the expert. It knows how many rows it has itself and how many all ranks have together, but not how many each
-other rank has. There are two ways to divide its rows:
+The plan (`pmoe.planner.copies`) gives each host a share: the number of rows that the host computes. A source
+is a rank that has rows for the expert. A source knows how many rows it has itself and how many all ranks have
+together, but not how many each other rank has. There are two ways to divide the rows of a source:
 
     by shares    every source divides its rows in the proportion of the hosts' shares
-    near first   rows stay on their node if hosts there need them, and on their rank if it is such a host
+    near first   rows stay on their node if hosts there need them, and on their rank if the rank is a host
 
 "Near first" sends fewer rows, above all between nodes. For each node it compares two numbers: the rows that
 the node's hosts shall compute, and the rows that the node's ranks have. The smaller of the two is the number
@@ -18,8 +18,8 @@ stay on it. Example: 2 ranks of one node have 20 rows each for an expert, and th
     by shares    8              12
     near first   0              4
 
-All hosts of a node get the same fraction of their rows from other nodes, so the link between nodes is as even
-as the rows.
+All hosts of a node get the same fraction of their rows from other nodes. So the rows that the hosts receive
+over the link between nodes are as evenly distributed as the rows that the hosts compute.
 
 If sources have unequal numbers of rows, "by shares" still gives every host its share, but "near first" does
 not. So the rows are divided in both ways: a fraction of them near first, and the rest by shares. The fraction
@@ -45,11 +45,15 @@ WHOLE = 1024
 TOLERATED = 2
 """The most rows that a rank may compute beyond its planned rows, in percent of the mean rows of a rank.
 
-The reason is that ranks have unequal numbers of rows for an expert (`near_first_parts`).
+A rank computes more rows than planned if sources have unequal numbers of rows for an expert and divide them
+near first (`near_first_parts`).
 """
 
 UNIT = 2**40
-"""The unit of shares of an expert whose rows travel between nodes."""
+"""The unit of fractions that must be rounded to ints, if rows of an expert travel between nodes.
+
+2**40 stands for all rows of a source.
+"""
 
 
 def row_cuts(shares: Sequence[int]) -> list[int]:
@@ -139,9 +143,9 @@ class _NearFirst:
 
         node: the node.
 
-        Returns: (the host's own rows that it computes, rows that it gets from other ranks of the node), for
-            each host of the node. In these numbers, each rank of the node has ``load * goals[node]`` rows
-            that stay.
+        Returns: two dicts with an entry for each host of the node: (the host's own rows that it computes, the
+            rows that it gets from other ranks of the node). The numbers have a unit that makes them ints: in
+            this unit, each rank of the node has ``load * goals[node]`` rows that stay on the node.
         """
         supply = self.supplies[node]
         of_source = self.load * self.goals[node]
@@ -153,7 +157,11 @@ class _NearFirst:
         return own, lacking
 
     def between(self, node: int) -> tuple[int, int]:
-        """Returns a fraction f: a host that computes r rows gets r * f of all rows between nodes.
+        """Returns the factor f from which the share of each host of a node follows.
+
+        A host of the node that computes r rows gets the part r * f of this expert's rows that travel between
+        nodes. r is counted W times, as in the attributes. f is (rows that the node lacks) / (rows that the
+        node's hosts compute) / (rows that all nodes lack).
 
         node: the node of the host.
 
@@ -229,12 +237,12 @@ def near_first_parts(
     with any g. This function takes for g the fraction f of a source on a node without hosts. If no row
     travels between nodes, it takes the fraction f of a source that is not a host.
 
-    The part is chosen so that all experts together add at most `TOLERATED` percent of a rank's mean rows to a
-    host.
+    The part is chosen so that the excess of any host, for all experts together, is at most `TOLERATED`
+    percent of a rank's mean rows.
 
     plan: the copies.
-    deviations: (E,) for each of E experts, the largest difference between the expert's load and the rows of
-        one source times the number of sources (`RankCounts.deviations`).
+    deviations: (E,) for each of E experts, the largest |load - W * rows of one source| of any of the W
+        sources (`RankCounts.deviations`); 0 if all sources have equally many rows.
     nodes: the nodes of the ranks over which experts are distributed.
     total: the rows of all experts.
     """
@@ -250,9 +258,9 @@ def near_first_parts(
 
 
 def _spread(rows: _NearFirst, node: int) -> int:
-    """Returns the sum over sources of |f - g| for the host of a node for which it is largest, times `UNIT`.
+    """Returns `UNIT` times the sum over sources of |f - g|, for the host with the largest sum on a node.
 
-    `near_first_parts` has the meaning of f and g.
+    `near_first_parts` says what f and g are.
 
     rows: the rows of an expert.
     node: the node.

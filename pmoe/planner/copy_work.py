@@ -4,12 +4,12 @@ If a group of an expert's hosts has C ranks (`pmoe.planner.copy_groups`), the we
 parts (`pmoe.engine.plan.copies`):
 
     V      weights: the owner sends all C parts, one part to each host (rank with a copy)
-    VR     weights: the hosts send each other their parts, so each host sends and receives C - 1 parts
-    VGR    gradients, in the opposite direction: each host sends and receives C - 1 parts
-    VG     gradients, in the opposite direction: each host sends one part, the owner receives all C parts
+    VR     weights: the hosts send each other their parts, so each host sends C - 1 parts and receives C - 1
+    VGR    gradients, the reverse of VR: each host sends C - 1 parts and receives C - 1
+    VG     gradients, the reverse of V: each host sends one part, the owner receives all C parts
 
-A message takes as long as its busiest rank needs. So the work is that of the rank that sends or receives
-most.
+A collective takes as long as its busiest rank needs. So for each of the four, the work is counted for the
+rank that sends or receives most.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class CopyWork:
     numbers.
 
     scattered: how many experts' weights the busiest rank sends or receives when owners send weights to hosts
-        (task V), and how many experts' gradients when hosts send gradients to owners (VG); 0 without copies.
-    relayed: how many experts' weights (task VR) and gradients (VGR) the busiest rank sends or receives when
-        the hosts of a group send parts to each other; 0 if no group has several hosts.
+        (task V). As many experts' gradients are sent when hosts send gradients to owners (VG). The number may
+        be a fraction, because a rank may send or receive a part of an expert. 0 without copies.
+    relayed: how many experts' weights the busiest rank sends or receives when the hosts of a group send parts
+        to each other (task VR). As many experts' gradients are sent in VGR. The number may be a fraction. 0
+        if no group has several hosts.
     computed: the largest fraction of a rank's rows that its copies compute.
     is_sent: whether the weights are sent. False if the ranks have them from an earlier call.
     stays: whether the copies stay for later calls. Backward then sends no weights again.
@@ -55,8 +57,8 @@ class CopyWork:
 
         The numbers of experts are rounded up to powers of two, the fraction of rows to halves.
 
-        plan: the copies. Every rank is assumed to compute as many rows as ``plan.after``, the plan's largest
-            time.
+        plan: the copies. Every rank is assumed to compute ``plan.after`` rows: this is the plan's largest
+            time of a rank, counted in rows.
         nodes: (W,) the node of each of W ranks.
         is_sent, stays, learned: as in the class.
         """
@@ -90,8 +92,8 @@ class CopyWork:
 
         stages: the stages of the layer without copies.
         restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
-            weights are sent again too. None if the layer has no ring slots: rows for copies then stay on
-            their rank.
+            weights are sent again too, unless the copies stay for later calls. None if the layer has no ring
+            slots: rows of a rank for its own copies are then not sent, and have tasks of their own.
         """
         if not self.scattered:
             return stages
@@ -110,7 +112,7 @@ class CopyWork:
 
         direction: the pass, "forward" or "backward".
         restore: the restore pair. If it sends the dispatched rows (T_DI) again in backward, the copies'
-            weights are sent again, too.
+            weights are sent again too, unless the copies stay for later calls.
         """
         stages = self.in_stages(Stages(local=True, remote=True), restore)
         messages = float(stages.sends_copies(direction)) + (direction == "backward") * self.learned
@@ -135,8 +137,8 @@ class CopyWork:
     def shared_wgrad(self, seconds: float) -> dict[Kind, float]:
         """Divides the seconds of a chunk's weight gradients between own experts (W) and copies (KW).
 
-        Ranks differ in the part of their rows that copies compute. The result is for the rank with the
-        largest part, because gradients can be sent to the owners (VG) only after this rank's last task KW.
+        The fraction of rows that copies compute differs between ranks. The result is for the rank with the
+        largest fraction, because VG can send gradients to the owners only after this rank's last task KW.
 
         seconds: seconds of the weight gradients of all rows that a chunk has received.
         """

@@ -179,8 +179,9 @@ def lane_seconds(
         copy           q3 b M element_size                * beta of the slower copy direction (per byte)
 
     Each number is the time that this work takes if nothing else runs. `slowest_lane` then computes how the
-    three slow each other. q1, q2 and q3 are units of work (`workload`). The betas are the slopes of the
-    profile's lines. The alphas, the fixed times of a task, are left out: tasks are assumed to be large.
+    three sorts of work slow each other. q1, q2 and q3 are units of work (`workload`). The betas are the
+    slopes of the profile's lines. The alphas, the fixed times of a task, are left out: tasks are assumed to
+    be large.
 
     The paper's short form of the equation leaves out the sizes of the units, although a unit of compute is H
     times as large as a unit of all-to-alls or copies. This function includes the sizes.
@@ -224,9 +225,9 @@ def slowest_lane(alone: LaneSeconds, interference: Interference) -> float:
     """Returns the seconds of a pass by MPipeMoE's Eq. 10: until the slowest of three lanes has finished.
 
     The lanes (computation, communication, copies) start together. Lanes slow each other only while they are
-    busy, so a short copy does not slow work that runs after it. The paper differs: it divides the seconds of
-    a lane by its speed beside busy lanes (sigma, mu or eta) for the whole pass. The third term of the printed
-    equation has mu where eta is meant.
+    busy, so a short copy does not slow work that runs after it. The paper's Eq. 10 differs: in it, a lane has
+    its slowed speed (sigma, mu or eta) for the whole pass. The third term of the printed equation has mu,
+    which is probably a misprint for eta.
 
     alone: seconds of each lane if nothing else runs, from `lane_seconds`.
     interference: speeds of lanes while several are busy.
@@ -259,10 +260,10 @@ def cheapest_pair(
     """Returns the restore pair that takes least time by MPipeMoE's Eq. 10, and the seconds of every pair.
 
     A restore pair says what is kept, offloaded or made again between the passes. Many pairs take equally
-    long, because Eq. 10 counts only the slowest of computation, communication and copies. Of equal pairs, the
-    function takes the pair with the least work of all three together, because the work of the two faster
-    lanes still costs time while the pipeline fills and empties. If pairs are still equal, the first in
-    ``pairs`` is taken, so that all ranks take the same pair.
+    long, because Eq. 10 counts only the slowest of computation, communication and copies. Of pairs that take
+    equally long, the function takes the pair with the least work in all three lanes together
+    (`work_seconds`), because the work of the two faster lanes still costs time while the pipeline fills and
+    empties. If pairs are still equal, the first in ``pairs`` is taken, so that all ranks take the same pair.
 
     sizes: sizes of the layer.
     profile: measured rates.
@@ -275,10 +276,11 @@ def cheapest_pair(
 
 
 def work_seconds(sizes: LayerSizes, profile: Profile, num_tokens: int, restore: Restore) -> float:
-    """Returns the seconds of all work of a step, one after the other: computation, communication and copies.
+    """Returns the seconds of a step if its computation, communication and copies ran one after the other.
 
-    Two pairs may take equally long by Eq. 10 and by the simulator, because other work hides what one of them
-    does more. On a real machine, hidden work is not quite free, so this pair is a little slower.
+    Of two restore pairs, one may do more work than the other and still take equally long by Eq. 10 and by the
+    simulator, because longer work of another lane hides the additional work. On a real machine, hidden work
+    is not quite free, so the pair with more work is a little slower.
 
     sizes: sizes of the layer.
     profile: measured rates.

@@ -1,7 +1,7 @@
 """Costs of tasks as straight lines, seconds = alpha + beta * size, which are fitted to measurements.
 
 The size of a product (a matrix multiplication) is its number of rows or of multiply-adds. The size of a
-message or a copy is its number of bytes. alpha is the time of a task of size 0.
+message, or of a copy between device and host, is its number of bytes. alpha is the time of a task of size 0.
 
 The second half of the file has the costs of layers with sharded experts, by FSMoE's equations. Letters
 (FSMoE's): r chunks; a2a one of the layer's two all-to-alls, ag all-gather, rs reduce-scatter, exp experts;
@@ -66,8 +66,9 @@ def fit(samples: Iterable[tuple[float, float]], *, relative: bool = False) -> Fi
     """Returns the line with alpha >= 0 and beta >= 0 that fits measurements best, by least squares.
 
     If a size was measured several times, only the median of its seconds is used, so that one slow run does
-    not move the line. If the best line has a negative alpha, the result is a line through the origin. If the
-    best line has a negative beta, the result is a horizontal line at the mean of the seconds.
+    not move the line. Suppose that the best line without the two conditions has a negative alpha: the result
+    is then the best line through the origin. If the best line has a negative beta, the result is the best
+    horizontal line.
 
         r_squared = max(0, 1 - sum (seconds - line(size))^2 / sum (seconds - mean)^2)
 
@@ -143,7 +144,7 @@ class LayerCosts:
     seconds of a stage for one chunk, as a line. The line's argument is the fraction of the rank's rows that
     the chunk has: 1 / r if the pass has r equal chunks.
 
-    a2a: one of the two all-to-alls, dispatch or combine.
+    a2a: one of the two all-to-alls, dispatch or combine. Both cost the same, unless ``combine`` is given.
     ag: the all-gather of rows among the ranks of a node, before the experts.
     rs: the reduce-scatter of results among the ranks of a node, after the experts.
     exp: the experts' products.
@@ -156,8 +157,8 @@ class LayerCosts:
     restore: summing the rows of each token, after combine.
     rearrange: copying kept tensors from the chunks of forward to the chunks of backward, if backward has
         another number of chunks.
-    again: the all-to-all and the all-gather of T_DI (the experts' inputs) if backward sends it again; None if
-        they cost as much as ``a2a`` and ``ag``.
+    again: costs of (the all-to-all, the all-gather) with which backward sends T_DI (the experts' inputs)
+        again, if it does; None if they cost as much as ``a2a`` and ``ag``.
     copies: a message with weights or gradients of copies of busy experts. The line's argument is the number
         of experts in the message.
     """
@@ -201,8 +202,11 @@ class DegreeSeconds(NamedTuple):
 
     degree: number of chunks.
     alone: seconds of the pass without an all-reduce.
-    beside: seconds of the tasks that cannot run at the same time as the all-reduce: the length of the longest
-        path through the schedule that includes the all-reduce, without the all-reduce's own seconds.
+    beside: seconds of the pass in which the all-reduce cannot run. Some tasks must end before the all-reduce
+        starts, and others start only after it. They form chains of tasks that run one after another, with the
+        all-reduce as one link. ``beside`` is the length of the longest chain without the all-reduce.
+
+    Example: alone 10 s, beside 6 s -> an all-reduce of 3 s is hidden (10 s); with 5 s the pass takes 11 s.
     """
 
     degree: int
@@ -221,8 +225,8 @@ class DegreeSeconds(NamedTuple):
 class GeneralizedLayer:
     """Backward pass of one MoE layer and of the dense layers between it and the next MoE layer.
 
-    FSMoE calls the two together a generalized layer (Section 5.1). All-reduces of gradients are spread over
-    the backward passes of a model's generalized layers.
+    FSMoE calls the MoE layer and these dense layers together a generalized layer (Section 5.1). All-reduces
+    of gradients are spread over the backward passes of a model's generalized layers.
 
     degrees: seconds of the MoE part for each number of chunks, from `simulated_degrees`.
     dense_seconds: seconds of the dense part. An all-reduce may run at the same time.
@@ -248,8 +252,9 @@ class GeneralizedLayer:
     def hidden_seconds(self) -> float:
         """Seconds of the longest all-reduce that can run beside the MoE part without making it slower.
 
-        The MoE part has the number of chunks that is fastest without an all-reduce. If several numbers are
-        equally fast, the one that hides the longest all-reduce is used. FSMoE calls the result t_olp,moe.
+        The MoE part has the number of chunks that is fastest without an all-reduce. If several numbers of
+        chunks are equally fast, the number that hides the longest all-reduce is used. FSMoE calls the result
+        t_olp,moe.
         """
         shortest = self.best(0.0).alone
         return max(option.alone - option.beside for option in self.degrees if option.alone <= shortest)
@@ -259,7 +264,8 @@ class GeneralizedLayer:
 class Share:
     """The gradient bytes that are all-reduced during one layer's backward pass, and the number of chunks.
 
-    The gradients belong to layers whose backward pass has ended. A layer has an MoE part and a dense part.
+    The gradients belong to other layers, whose backward pass has ended. The layer is a `GeneralizedLayer`: it
+    has an MoE part and a dense part.
 
     moe_bytes: bytes of gradients that are all-reduced beside the MoE part.
     dense_bytes: bytes of gradients that are all-reduced beside the dense part.

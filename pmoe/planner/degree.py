@@ -29,7 +29,7 @@ TRIED = (1, 8)
 """Two numbers of chunks that pipeline="solve" measures by trials.
 
 The difference of the two measured times gives the fixed cost of a chunk. The first call of a layer counts its
-rows so that both numbers are possible.
+rows in so many equal parts of the batch that both 1 and 8 chunks can be made of whole parts.
 """
 
 SolveName = Literal["solve"]
@@ -54,8 +54,8 @@ def check_pipeline(pipeline: bool | int | str) -> None:
 def check_backward(pipeline: bool | int | str, pipeline_backward: int | None) -> None:
     """Checks a layer's argument ``pipeline_backward``, the number of chunks of the backward pass.
 
-    pipeline: the argument of the same layer that gives the number of chunks of the forward pass.
-    pipeline_backward: the number of chunks; None if the backward pass has as many as the forward pass.
+    pipeline: the layer's argument for the forward pass: its number of chunks, or how the layer chooses it.
+    pipeline_backward: the number of chunks of the backward pass; None if it has as many as the forward pass.
 
     Rows are counted in equal ranges of tokens (bins), and the chunks of both passes consist of whole bins. So
     if neither number of chunks divides the other, the number of bins is their least common multiple. There
@@ -115,7 +115,7 @@ def solver_pairs(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the pairs (n, m) that pipeline="solve" chooses from: n chunks in forward, m in backward.
 
-    Pairs with fewer chunks in both passes together come first.
+    Pairs are sorted by n + m, the number of chunks of both passes together.
 
     Rows are counted in bins, equal parts of the batch, and the chunks of both passes consist of whole bins.
     So the least common multiple of n and m may be at most ``most_bins``. Pairs with n = m are always allowed.

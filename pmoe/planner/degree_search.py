@@ -5,9 +5,9 @@ each expert's hidden columns.
 
 1. Algorithm 1 estimates the time of a pass by formulas. The algorithm's schedule has three lanes, queues that
    run side by side: the link between nodes (all dispatches, then other layers' gradients, then all combines),
-   the link inside a node (all all-gathers, then all reduce-scatters), and the experts. Four formulas, one for
-   each possible bottleneck, are lower bounds of the time. The largest bound is the estimate. The degree with
-   the smallest estimate is the result.
+   the link inside a node (all all-gathers, then all reduce-scatters), and the experts. Each of four formulas
+   assumes another bottleneck and gives a lower bound of the time. The largest bound is the estimate. The
+   degree with the smallest estimate is the result.
 2. `best_degree` and `StepCosts.best` simulate the schedule that the engine really runs, for every degree. A
    layer uses the degree that they return.
 
@@ -43,12 +43,14 @@ from pmoe.schedule.tasks import Kind, PassDirection, Schedule, Stages, Task, loc
 def case_seconds(costs: LayerCosts, r: float, t_gar: float = 0.0) -> tuple[float, float, float, float]:
     """Returns f1 to f4 of FSMoE's Section 4.2: lower bounds of the seconds of a pass in r chunks.
 
-    Each formula is the bound for one resource, which must do all its work:
+    Each formula adds up tasks that cannot overlap:
 
-        f1    the link between nodes, which also carries gradients
-        f2    the experts
-        f3    the all-to-alls, without gradients
-        f4    the link inside a node
+        f1    on the link between nodes: all all-to-alls, and the all-reduce of gradients
+        f2    the experts of all chunks; before them the first dispatch and all-gather, and after them the
+              last reduce-scatter and combine
+        f3    all all-to-alls, and between dispatches and combines one all-gather and one reduce-scatter
+        f4    on the link inside a node: all all-gathers and reduce-scatters; before them the first dispatch,
+              and after them the last combine
 
     costs: seconds of the layer's stages.
     r: number of chunks.
@@ -106,7 +108,7 @@ class ScheduleOptions:
 
     direction: "forward" or "backward".
     one_lane: whether collectives inside the node and between nodes share one lane (a queue of tasks), so that
-        they wait for each other (FSMoE-No-IIO, Tutel).
+        they wait for each other, as in the systems FSMoE-No-IIO and Tutel of the paper.
     wgrad_share: fraction of the experts' backward seconds that weight gradients take. The layer computes them
         in tasks of their own. 0 gives the paper's schedule, in which the experts' backward is one task.
     restore: whether the experts' inputs (T_DI) and hidden activations (T_M) are kept, offloaded or made again
@@ -116,7 +118,7 @@ class ScheduleOptions:
         rows are sent.
     rearranged: whether backward has another number of chunks than forward, so that tensors that forward kept
         are copied to backward's chunks. Needs ring slots.
-    copies: what copies of busy experts add to the tasks.
+    copies: the work that copies of busy experts add to the pass.
     """
 
     direction: PassDirection
@@ -155,27 +157,28 @@ def stage_seconds(
     options: direction and form of the schedule.
     t_gar: seconds of the all-reduce of other layers' gradients in this pass.
 
-    Two tasks count as free: sending routing weights, and sorting arrived rows by expert.
+    Two kinds of tasks count as free: sending routing weights, and sorting arrived rows by expert.
     """
     a2a, ag, rs, _ = costs.chunk(n)
     is_backward = options.direction == "backward"
     apart = options.wgrad_share if is_backward else 0.0
     pieces = n if options.restore is not None else local_pieces(n, local=True, remote=True)
     travelling = (1 - options.stays) / n
-    # Rows that stay are cut into pieces. The first piece has the rows of several chunks, every later piece
-    # those of one chunk.
+    # Rows that stay are cut into pieces, one for each task. The first piece has the rows of several chunks,
+    # every later piece has the rows of one chunk.
     first = options.stays * (1 - (pieces - 1) / n)
     other = options.stays / n
     gathers_again = options.restore is not None and options.restore.dispatched in GATHERED_AGAIN
-    # How many copies a task makes for rows that stay. Forward copies their tokens, and backward the gradients
-    # of their outputs. Backward copies the tokens again, too, if the restore pair says so for T_DI.
+    # How often a task copies rows that stay (not to the host, and not copies of experts). Forward copies the
+    # rows' tokens, and backward the gradients of the rows' outputs. Backward copies the tokens again, too, if
+    # the restore pair says so for T_DI.
     copies = 2 if is_backward and gathers_again else 1
 
     remote = costs.exp(travelling)
     rearranging = costs.rearrange(travelling)
 
-    # Fraction of the rows that stay which are for copies of experts, if these rows have separate tasks. The
-    # tasks of a rank's own experts have the rest.
+    # The rank's copies of experts compute this fraction of the rows that stay, if they have tasks of their
+    # own. The tasks of the rank's own experts compute the other rows that stay.
     of_copies = options.copies.computed * options.copies_stay
 
     def local(share: float, task: Task) -> float:
@@ -222,19 +225,20 @@ def pass_seconds(costs: LayerCosts, n: int, options: ScheduleOptions, t_gar: flo
 def simulated_degrees(
     costs: LayerCosts, options: ScheduleOptions, degrees: Sequence[int]
 ) -> tuple[DegreeSeconds, ...]:
-    """Returns the seconds of a pass for each number of chunks, with and without an all-reduce beside it.
+    """Returns the seconds of a pass for each number of chunks, with and without an all-reduce during it.
 
-    The all-reduce is that of other layers' gradients. It runs during the pass as one task of t_gar seconds.
-    The longest path through the schedule either includes this task or does not, so
+    The all-reduce is that of other layers' gradients. It runs during the pass as one task of t_gar seconds. A
+    path is a chain of tasks in which each task starts when the one before it has ended. The longest path of
+    the pass either includes the all-reduce or does not, so
 
         seconds of the pass = max(alone, beside + t_gar)
 
         alone   seconds of the pass without the all-reduce
-        beside  seconds of the other tasks on the longest path through the all-reduce
+        beside  seconds of the other tasks on the longest path that includes the all-reduce
 
     Two simulations for each number of chunks are enough. The first has t_gar = 0 and gives ``alone``. The
-    second has t_gar = 2 * alone, long enough for the all-reduce to be on the longest path. Its seconds minus
-    2 * alone are ``beside``.
+    second has t_gar = 2 * alone, long enough for the all-reduce to be on the longest path. The seconds of the
+    second simulation minus 2 * alone are ``beside``.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.
@@ -276,9 +280,9 @@ def best_degree(
 ) -> int:
     """Returns the number of chunks that is fastest by simulation of the engine's schedule.
 
-    Every allowed number is simulated, because the seconds may rise and fall several times as the number of
-    chunks grows (if chunks share reused buffers). Of equally fast numbers, the lowest is returned. All ranks
-    with the same costs find the same number.
+    Every allowed number is simulated: if chunks share ring slots (reused buffers), the seconds may rise and
+    fall several times as the number of chunks grows. Of equally fast numbers, the lowest is returned. All
+    ranks with the same costs find the same number.
 
     costs: seconds of the layer's stages.
     options: direction and form of the schedule.
@@ -298,10 +302,11 @@ class StepCosts:
 
     forward, backward: costs of each pass.
     forward_options, backward_options: the schedule of each pass.
-    copy_of_block: the part of the copying time that does not depend on the number of rows, for one block of
-        each expert of a rank, summed over these experts and all kept tensors. A block has the rows of one
-        expert that are in the same chunk of forward and in the same chunk of backward.
-    copy_of_rows: seconds to copy all rows of all kept tensors. 0 if forward keeps nothing.
+    copy_of_block: fixed seconds of copying a block, which do not depend on its number of rows. A block is the
+        part of the batch that is in one chunk of forward and in one chunk of backward. It is copied
+        separately for each expert of a rank and for each kept tensor; the number is the sum over all of them.
+    copy_of_rows: seconds to copy all rows of all kept tensors, without the fixed seconds. 0 if forward keeps
+        nothing.
     sort: seconds to sort the rows once more.
     gate: seconds of the gate in forward and in backward, which do not depend on n and m.
     """
@@ -321,6 +326,8 @@ class StepCosts:
         If n and m differ, kept tensors are copied to the chunks of backward. An expert's rows are then cut
         wherever a chunk of either pass ends. At gcd(n, m) positions, chunks of both passes end together. So
         there are n + m - gcd(n, m) blocks, and copying each block costs `copy_of_block` seconds.
+
+        Example: n = 2 and m = 3 cut the rows after 1/3, 1/2 and 2/3, so there are 4 blocks.
         """
         if n == m:
             return self.backward, self.backward_options

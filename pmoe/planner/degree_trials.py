@@ -1,23 +1,25 @@
 """Chooses the numbers of chunks to try on a batch: MPipeMoE's searchBestGran(B), with fewer trials.
 
-Each trial takes the time of a training step. So an n is tried only if, by the earlier results, it may be the
-fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B that is in no
-range, these n are tried:
+Each trial takes the time of a training step. So an n is tried only if, by the results of earlier searches, it
+may be the fastest. A `GranularityTable` holds these results: ranges of B, each with its fastest n. For a B
+that is in no range, these n are tried:
 
     B between two ranges     the n of both ranges, and all n between them (n never falls as B grows)
-    B beyond all ranges      the n of the nearest range, the next smaller n and the next larger n
+    B below or above all     the n of the nearest range, the next smaller n and the next larger n
     no range, no profile     every n but the largest
     no range, but a profile  every n
 
 If the rates of the machine were measured (a profile), the seconds of each n are predicted. An n is left out
 if it is predicted to take more than NEAR times the seconds of the n that is predicted to be the fastest.
-After the trials, further n are tried in these cases:
+After the trials, further trials follow in these cases:
 
-    the trials show                                        further n
+    the trials show                                        tried next
     the smallest or largest n tried is clearly faster      the next smaller or the next larger n
     than its neighbour among the n that were tried
     forward is fastest with another n than backward        this pair of n, one for each pass
     measured and predicted seconds are far apart           all n that were left out by the prediction
+    an n is clearly slower than both of its neighbours     this n once more
+    among the n that were tried
 
 Letters: B tokens of a batch, n the number of chunks.
 """
@@ -40,7 +42,7 @@ earlier results, and a new result is averaged with neighbouring results (`BatchR
 """
 
 WRONG = 2.0
-"""If measured seconds differ from predicted seconds by more than this factor, predictions are not used."""
+"""If measured and predicted seconds of any n differ by more than this factor, predictions are not used."""
 
 Measure = Callable[[Sequence[PassDegrees], int], Mapping[PassDegrees, PassTimes]]
 """A function that measures steps with several degrees (numbers of chunks of both passes).
@@ -131,7 +133,8 @@ def further_degrees(
     n, the pair of both n is tried.
 
     times: measured times of a step by degrees.
-    numbers: the numbers of chunks that may be chosen, in rising order; empty if no new n may be tried.
+    numbers: the numbers of chunks that may be chosen, in rising order. If it is empty, no n beyond those that
+        were tried is returned, only a pair of n that were tried.
     predicted: predicted seconds of a step by n; None if nothing is predicted.
     apart: whether forward and backward may have different n.
     """
@@ -157,6 +160,25 @@ def further_degrees(
     return [degrees for degrees in further if degrees not in times]
 
 
+def hills(times: Mapping[PassDegrees, PassTimes]) -> list[PassDegrees]:
+    """Returns the degrees that took clearly longer than the next smaller and the next larger degrees.
+
+    Degrees are the numbers of chunks of both passes. As their number grows, the seconds of a step first fall,
+    because more is overlapped, and then rise, because each chunk has a cost of its own. So the seconds have
+    no hill, and other work on the machine has probably slowed every run of these degrees.
+
+    times: measured times of a step by degrees. Only degrees with equal numbers in both passes are compared.
+
+    Example: 114, 135, 107 and 117 ms with 1, 2, 4 and 8 chunks -> [2 chunks].
+    """
+    order = sorted(degrees for degrees in times if degrees.are_equal)
+    return [
+        middle
+        for fewer, middle, more in zip(order, order[1:], order[2:], strict=False)
+        if times[middle].is_slower_than(times[fewer]) and times[middle].is_slower_than(times[more])
+    ]
+
+
 def times_by_trials(
     table: GranularityTable,
     B: int,
@@ -171,20 +193,23 @@ def times_by_trials(
     The first degrees to try follow from the table and from predictions, further degrees from the
     measurements. The speed of a machine drifts. So when further degrees are measured, the fastest degrees so
     far are measured again in the same rounds. The seconds of the further degrees are then multiplied by
-    (earlier seconds) / (new seconds) of the fastest degrees. The result is empty if no degrees can run.
+    (earlier seconds) / (new seconds) of the fastest degrees, to make them comparable with the earlier
+    seconds. Degrees of `hills` are measured once more, and the smaller of both results counts. The result is
+    empty if no degrees can run.
 
     table: results of earlier measurements.
     B: number of tokens of the batch.
     numbers: the numbers of chunks that may be chosen, in rising order.
-    measure: measures steps with given degrees.
+    measure: measures steps with given degrees (`Measure`).
     predicted: predicted seconds of a step by number of chunks; None if nothing is predicted. The predictions
         are ignored as soon as measurements contradict them (`is_contradicted`).
-    apart: whether forward and backward may have different numbers.
+    apart: whether forward and backward may have different numbers of chunks.
     """
     most_rounds = LATER_ROUNDS if table.ranges else MOST_ROUNDS
     lies_between = None not in table.neighbours(rounded(B))
     asked = degrees_to_try(table, B, numbers, predicted)
     times = dict(measure(asked, most_rounds))
+    repeated: set[PassDegrees] = set()
     while True:
         if predicted is not None and is_contradicted(predicted, times):
             predicted = None
@@ -198,6 +223,9 @@ def times_by_trials(
         further = [
             degrees for degrees in dict.fromkeys(further) if degrees not in asked and degrees not in times
         ]
+        doubtful = [degrees for degrees in hills(times) if degrees not in repeated]
+        repeated.update(doubtful)
+        further += doubtful
         if not further:
             break
         asked += further
@@ -208,7 +236,7 @@ def times_by_trials(
         beside = measure([fastest, *further], most_rounds)
         if fastest in beside:
             factor = times[fastest].step / beside[fastest].step
-            times |= {
-                degrees: timed.scaled(factor) for degrees, timed in beside.items() if degrees not in times
-            }
+            for degrees in beside.keys() - {fastest}:
+                timed = beside[degrees].scaled(factor)
+                times[degrees] = min(timed, times.get(degrees, timed), key=lambda each: each.step)
     return times

@@ -79,7 +79,7 @@ def template(name: str = "planner/page.html") -> Template:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One marker of `scatter_figure`: a choice of n and restore pair, with its memory and time.
+    """One marker of `scatter_figure`: a choice of n and the restore pair, with its memory and time.
 
     group: text in the legend, usually the restore pair. Points of one group have one colour and are joined by
         a line.
@@ -143,8 +143,11 @@ VARIABLES = {colour: f"var(--{name})" for name, (colour, _) in THEME.items()} | 
 """Maps each colour of a figure to the CSS variable that replaces the colour on a page."""
 
 ATTRIBUTE = re.compile(r' (id|style|d)="([^"]*)"')
+"""Finds the attributes of an SVG element that `_on_a_page` changes."""
 REFERRED_TO = re.compile(r"[hmp][0-9a-f]{10}")
+"""Ids that other elements of the figure refer to, such as those of markers and fill patterns."""
 NUMBERED = re.compile(r"[\w.]+_\d+")
+"""Ids that matplotlib has made from a name and a running number, such as "axes_1"."""
 
 
 def inline_svg(figure: Figure, label: str) -> str:
@@ -174,8 +177,9 @@ def inline_svg(figure: Figure, label: str) -> str:
 def _on_a_page(attribute: re.Match[str]) -> str:
     """Returns an SVG attribute, changed from matplotlib's form to the form that a page needs.
 
-    An id that matplotlib numbered is removed; any other id becomes a class. Numbers in paths are cut to two
-    decimals. In styles, names of fonts are removed, and colours become CSS variables.
+    An id to which other elements refer stays. An id that matplotlib numbered is removed. Any other id becomes
+    a class. Numbers in paths are cut to two decimals. In styles, names of fonts are removed, and colours
+    become CSS variables.
 
     attribute: a match of `ATTRIBUTE`, which finds ids, styles and paths.
     """

@@ -13,11 +13,11 @@ runs backward. It also costs no time while experts compute and no all-to-all use
     may reduce   | gradients that  | also gradients  |     | all that
                  | were ready      | of layer 0      |     | is left
 
-The paper's equations are changed in two places. First, the paper's Eq. 4 does not count the gradient that a
-layer makes itself among the bytes to be placed. In this file it counts: it may be placed in any layer that
-runs backward later, or at the end. Every byte is placed exactly once. Second, by the paper (t - alpha) / beta
+The paper's equations are changed in two places. First, the paper's Eq. 4 does not count a layer's own
+gradient among the bytes to be placed. This file counts the gradient: it may be placed in any layer that runs
+backward later, or at the end. Every byte is placed exactly once. Second, by the paper (t - alpha) / beta
 bytes can be reduced in t seconds, where alpha is the fixed time of an all-reduce. This number is negative if
-t < alpha; in this file it is then 0.
+t < alpha. In this file it is then 0.
 
 The search minimizes the exposed seconds: the time of all-reduces that no computation hides.
 
@@ -43,8 +43,8 @@ from pmoe.planner.costs import GeneralizedLayer, LineCost, Share, all_reduce_sec
 class Partition:
     """The result of `partition`: when gradients are all-reduced, and how much longer backward takes.
 
-    shares: bytes of gradients that are all-reduced during each layer's backward pass, in the order of
-        backward.
+    shares: for each layer, in the order of backward, the bytes of gradients that are all-reduced during its
+        backward pass, and its number of chunks.
     end_bytes: bytes that are all-reduced after the backward pass.
     plain_seconds: for comparison, seconds that all-reduces add to backward if all gradients are reduced at
         the end.
@@ -74,8 +74,8 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
         ready_bytes: bytes of gradients that are ready before the backward pass of the first layer in
             ``layers``, such as those of the model's head.
 
-    Example: one layer, 1000 bytes ready, 1 s per byte, 300 s in the dense part, no idle time of the link
-    beside its experts -> 300 bytes beside the dense part, 700 at the end.
+    Example: one layer, 1000 bytes ready, an all-reduce takes 1 s per byte, the dense part takes 300 s, and
+    the MoE part uses the link all the time -> 300 bytes beside the dense part, 700 bytes at the end.
     """
     sources = (ready_bytes, *(layer.gradient_bytes for layer in layers))
     # Bytes that are ready when each layer's backward starts.
@@ -91,8 +91,9 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
         moe.append(min(ready - placed, bytes_within(all_reduce, layer.hidden_seconds)))
         placed += moe[-1]
         spare.append(ready - placed)
-    # Bytes that a layer takes are missing in all later layers. So a layer may take only as many bytes as each
-    # later layer can spare.
+    # ``spare``: for each layer, the ready bytes that it and the layers before it have not placed. Bytes that
+    # a layer takes in step 2 are missing in all later layers. So a layer may take only as many bytes as every
+    # later layer has to spare.
     rooms = [min(spare[at:]) for at in range(len(spare))]
     nothing = [0] * len(layers)
     filled = ExposedSeconds(layers, all_reduce, dense, moe, sum(sources))
@@ -113,10 +114,10 @@ def partition(layers: Sequence[GeneralizedLayer], all_reduce: LineCost, ready_by
 
 
 SEED = 0
-"""Seed of the differential evolution. All ranks use the same, so they find the same partition."""
+"""Seed of the differential evolution. All ranks use the same seed, so they find the same partition."""
 
 GENERATIONS = 100
-"""Maximum number of generations of the differential evolution. It ends earlier if all candidates are equal.
+"""The most generations of the differential evolution. The evolution ends earlier if all candidates are equal.
 """
 
 
@@ -124,9 +125,9 @@ GENERATIONS = 100
 class ExposedSeconds:
     """Computes how many seconds all-reduces add to backward: FSMoE's Eq. 5.
 
-    Some gradient bytes are already placed where their all-reduce costs no time. Further bytes that are
-    all-reduced while a layer's MoE part runs are called extra. The methods of this class get the extra bytes
-    of each layer, and compute what they cost.
+    Step 1 has placed some gradient bytes where their all-reduce costs no time (``dense``, ``moe``). Further
+    bytes that are all-reduced while a layer's MoE part runs are called extra bytes. The methods of this class
+    get the extra bytes of each layer as an argument, and compute how many seconds they add.
 
     layers: MoE layers, each with the dense layers up to the next MoE layer, in the order of backward.
     all_reduce: seconds of an all-reduce by bytes.
@@ -155,7 +156,7 @@ class ExposedSeconds:
         last = self.layers[-1]
         joined = all_reduce_seconds(self.all_reduce, self.dense[-1] + end_bytes) - last.dense_seconds
         # The bytes that are left join the all-reduce beside the last dense part if that is faster. This is
-        # impossible if the last layer makes gradients itself, which are ready only after its backward pass.
+        # impossible if the last layer has gradients of its own, which are ready only after its backward pass.
         if not last.gradient_bytes and max(0.0, joined) < all_reduce_seconds(self.all_reduce, end_bytes):
             return [*shares[:-1], replace(shares[-1], dense_bytes=self.dense[-1] + end_bytes)], 0
         return shares, end_bytes
@@ -217,15 +218,15 @@ class ExposedSeconds:
 def evolve(problem: ExposedSeconds, rooms: Sequence[int]) -> list[int]:
     """Finds how many extra gradient bytes to all-reduce during each MoE part, by differential evolution.
 
-    Some bytes can be all-reduced while the part runs without making the pass longer. Extra bytes are bytes
+    Some bytes can be all-reduced while an MoE part runs without making the pass longer. Extra bytes are bytes
     beyond these. The evolution (scipy's; FSMoE uses the same method) minimizes the seconds that all extra
     bytes add to the backward pass. A candidate has one number from 0 to 1 for each layer. Layers take bytes
     one after another, and a layer takes this fraction of the bytes that the layers before it have left for
-    it. So every candidate is valid.
+    it. So every candidate is valid. Example: rooms (100, 100), candidate (0.4, 0.5) -> 40 and 30 bytes.
 
     The added seconds are not smooth: as a layer takes more bytes, the seconds stay equal up to some number of
-    bytes, and rise from that number on. The evolution comes near that number, but does not find it exactly.
-    So a last step tries exactly these numbers of bytes, layer by layer (`_polished`).
+    bytes, and rise from that number on. The evolution comes near this number, but does not find it exactly.
+    So a last step computes the number for each layer and tries it (`_polished`).
 
     problem: computes the seconds that candidates add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
@@ -261,10 +262,10 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
     """Improves extra gradient bytes: each layer in turn takes the number of bytes that adds fewest seconds.
 
     Extra bytes are all-reduced beside the MoE part of a layer, on top of the bytes that cost no time beside
-    it. If a layer takes more and more bytes, the added seconds stay equal up to some number of bytes, and
-    rise from that number on, because the all-reduce then takes longer than the MoE part hides. This number is
-    different for each number of chunks. For each layer the function tries all these numbers, 0, and the
-    largest number that the layer may take. The function goes over the layers again until no change helps.
+    it. If a layer takes more and more bytes, the added seconds stay equal up to some limit, and rise beyond
+    the limit, because the all-reduce then takes longer than the MoE part hides. Each number of chunks has
+    another limit. For each layer the function tries all these limits, 0 bytes, and the most bytes that the
+    layer may take. The function goes over the layers again until no change helps.
 
     problem: computes the seconds that all-reduces add to the backward pass.
     rooms: for each layer, the most extra bytes that it may take.
@@ -275,8 +276,8 @@ def _polished(problem: ExposedSeconds, rooms: Sequence[int], extra: list[int]) -
     for _ in range(len(rooms) + 1):
         best_before = best
         for at, layer in enumerate(problem.layers):
-            # The end of the plateau of each number of chunks: the most bytes whose all-reduce does not yet
-            # make that pass longer.
+            # The limit for each number of chunks: the most bytes whose all-reduce does not yet make the pass
+            # with this number of chunks longer.
             ends = (
                 bytes_within(problem.all_reduce, option.alone - option.beside) for option in layer.degrees
             )

@@ -3,24 +3,24 @@
 The search is MPipeMoE's Algorithm 1, changed for machines on which equal runs take different times. A trial
 costs whole training steps, and B changes from step to step, so only a few values of B can be measured. The
 paper assumes that the best n never falls as B grows. So if two values of B have the same best n, every B
-between them has the same best n, too. A layer looks B up in a `GranularityTable`, and runs trials only if the
-table has no answer (the paper's searchBestGran, here `pmoe.choose.search.search`).
+between them has the same best n, too. A layer looks B up in a `GranularityTable`. Only if the table has no
+answer, the layer runs trials (the paper's searchBestGran, here `pmoe.choose.search.search`).
 
 Five things differ from the paper's algorithm, because measured seconds are noisy:
 
     rounding    B is rounded to a few percent (`rounded`), so that similar batches share an entry
-    ranges      a range of values of B stores every n that was close to the fastest n in all measurements of
-                the range, and how much slower than the fastest each n was. The range uses the n for which
-                the sum of these losses over all measurements is smallest. After only one measurement, it
-                uses the smallest n within a standard error of the fastest.
-    merging     two neighbouring ranges become one if some n is close to the fastest in both
-    hypothesis  if n falls as B grows, against the paper's assumption, the two ranges are merged too, unless
-                their measurements contradict each other by more than CONTRADICTED standard errors
-    margin      a new range is wider than the B that was measured, as far as no other n can be faster
+    ranges      a range of values of B stores every n that all measurements of the range tried and found at
+                most CONTRADICTED standard errors slower than the fastest n, and how much slower each n was.
+                The range uses the n for which the sum of these losses over all measurements is smallest.
+                After only one measurement, it uses the smallest n within a standard error of the fastest.
+    merging     two neighbouring ranges become one if some n is close to the fastest (CLOSE) in both
+    hypothesis  two neighbouring ranges also become one if n would fall as B grows, against the paper's
+                assumption, unless every n is over CONTRADICTED standard errors slower in one of the ranges
+    margin      a measurement at one B holds for a range around B in which no other n can be faster
 
-Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file has a pair of
-numbers, one for each pass. The hypothesis is used for each pass by itself: a pair grows with B if neither
-number falls.
+Letters: B tokens of a batch. The paper searches for one n, the number of chunks. This file searches for a
+pair of numbers, one for each pass (`PassDegrees`). The paper's assumption is used for each pass by itself: a
+pair does not fall if neither of its numbers falls.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ class BatchRange:
     def degrees(self) -> PassDegrees:
         """The degrees (numbers of chunks of both passes) for batches in this range.
 
-        After one measurement they are the degrees with the fewest chunks of those that were at most
-        `EQUALLY_FAST` standard errors slower than the fastest degrees. Several measurements say more than one
-        does. After these, they are the degrees that lost least in all of them together: `Excess.total` is
-        smallest. If totals are equal, the degrees with fewer chunks are taken.
+        After one measurement: of all degrees that were at most `EQUALLY_FAST` standard errors slower than the
+        fastest degrees, those with the fewest chunks. After several measurements: the degrees with the
+        smallest `Excess.total`. They lost least in all measurements together. If totals are equal, the
+        degrees with fewer chunks are taken.
         """
 
         def loss(degrees: PassDegrees) -> tuple[float, int, PassDegrees]:
-            """Returns what is smallest for the degrees to use: their loss, then their number of chunks."""
+            """Returns a sort key, which is smallest for the degrees to use: their loss, then their chunks."""
             excess = self.excess[degrees]
             is_equally_fast = self.measured == 1 and excess.worst <= EQUALLY_FAST
             return 0.0 if is_equally_fast else excess.total, degrees.forward + degrees.backward, degrees
@@ -266,6 +266,8 @@ class GranularityTable:
     def insert(self, new: BatchRange) -> BatchRange:
         """Adds a range, and merges it with its neighbours if possible. Returns the added or merged range.
 
+        If it can be merged with both neighbours, the merger that makes steps less slow comes first.
+
         new: a range that overlaps no range of the table.
         """
         self.answers.clear()
@@ -385,11 +387,11 @@ def _measured(B: int, times: Mapping[PassDegrees, PassTimes]) -> BatchRange:
     """Returns the range of batch sizes around B for which a measurement at B holds.
 
     Every task takes alpha + beta * B seconds. So if B grows by some factor, the seconds of a step do not
-    fall, and grow by at most this factor. If degrees take m times the seconds of the fastest degrees at B,
-    they can become the fastest only after B has changed by at least a factor of m. The best n (number of
+    fall, and grow by at most this factor. If degrees take x times the seconds of the fastest degrees at B,
+    they can become the fastest only after B has changed by at least a factor of x. The best n (number of
     chunks) is assumed not to fall as B grows. So only degrees with more chunks limit the range upwards, and
-    only degrees with fewer chunks limit it downwards. Each factor is divided by 1 + the resolution of the
-    measurements, and is at most REACH (1.25).
+    only degrees with fewer chunks limit it downwards. Each factor x is divided by 1 + the resolution of the
+    measurements (`PassTimes.resolution`), and is at most REACH (1.25).
 
         B = 1000    n=2: 10 ms    n=4: 11 ms    n=1: 14 ms    -> 2 is the fastest from 800 to 1100 tokens
 

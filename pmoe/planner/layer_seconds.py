@@ -23,9 +23,10 @@ def even_task_costs(
 ) -> dict[Kind, float]:
     """Returns the seconds of each kind of task when it runs alone, in a pass of n chunks.
 
-    A task with products takes time for its multiply-adds and for reading its weights. Every chunk reads the
-    weights again. Messages and copies take time for their bytes. Tasks that count as free are not in the
-    result: moving rows within the device, and packing rows or T_M into a narrower number format.
+    A task with matrix products takes time for its multiply-adds and for reading its weights. Every chunk
+    reads the weights again. Messages, and copies between device and host, take time for their bytes. Tasks
+    that count as free are not in the result: moving rows within the device, and packing rows or T_M into a
+    narrower number format.
 
     sizes: sizes of the layer.
     profile: measured rates.
@@ -71,7 +72,7 @@ def even_task_costs(
 
 
 def _costs_of_rows(sizes: LayerSizes, profile: Profile, rows: float) -> dict[Kind, float]:
-    """Returns the seconds of tasks that compute experts' rows, or copy rows from or to the host, by kind.
+    """Returns the seconds, by kind, of tasks that compute experts' rows or copy rows from or to the host.
 
     sizes: sizes of the layer.
     profile: measured rates.
@@ -95,8 +96,9 @@ def simulated_step(
 ) -> dict[str, list[Simulated[Task]]]:
     """Returns the simulated tasks of both passes, by direction ("forward", "backward").
 
-    Each task has its start and end. Lanes (queues of tasks, for computation, communication and copies) slow
-    each other while they are busy, by the factors that the profile measured (MPipeMoE, Fig. 3).
+    Each task has its start and end, in seconds from the start of its pass. Lanes (queues of tasks, for
+    computation, communication and copies) slow each other while they are busy, by the factors in
+    ``profile.interference`` (MPipeMoE, Fig. 3).
 
     sizes: sizes of the layer.
     profile: measured rates.

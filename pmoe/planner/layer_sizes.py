@@ -1,4 +1,4 @@
-"""Sizes of a layer: the numbers that decide its predicted bytes and seconds, equal on all its ranks."""
+"""Sizes of a layer, equal on all its ranks, and row counts of a call: they decide bytes and seconds."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ class CopyNumbers:
         one for at most one of them (`pmoe.planner.copy_groups`).
     relays: whether an expert may have several copies. The ranks that host these copies then pass the expert's
         weights on to each other.
-    limits_rows: whether the layer may have copies. If it has ring slots, its chunks are then cut by a limit
-        of their own (`pmoe.comm.counts.Slots.total_slack`), also in calls in which no expert has copies.
-    stay: whether the weights of copies may stay until backward also with a restore pair that sends rows again
+    limits_rows: whether the layer may have copies. In such a layer with ring slots, the rows of a chunk that
+        arrive and those that stay are limited together (`pmoe.comm.counts.Slots.total_slack`). A chunk with
+        more rows is cut into smaller chunks, also in calls in which no expert has copies.
+    stay: whether the weights of copies may stay until backward even if the restore pair sends rows again
         (`pmoe.schedule.restore.fate_of_copies`).
     """
 
@@ -89,7 +90,7 @@ class LayerSizes:
     top_k: K, experts of a token.
     num_ranks: W, ranks of the layer's process group.
     columns: numbers of columns of the tensors that experts compute between their two products. These tensors
-        have one row for each input row.
+        have one row for each row that the experts receive.
     element_size: bytes of an element of the rows.
     weight_size: bytes of a routing weight.
     expert_parameters: elements of this rank's experts.
@@ -97,12 +98,13 @@ class LayerSizes:
     shared_over: number of ranks over which FSDP2 shards the elements of this rank's experts. Each call then
         gathers them before use. 0 if FSDP2 does not shard them.
     keeps_gathered: whether gathered elements stay from forward to backward (reshard_after_forward=False).
-    scaled_parameters: number of elements of the adapters' second matrices (B), which a call copies and
-        multiplies by the adapter's scale.
+    scaled_parameters: number of elements of the second matrices (B) of low-rank adapters. A call makes a copy
+        of these matrices, multiplied by the adapter's scale.
     gate_parameters: elements of the gate that need a gradient.
     has_shared_gate: whether the shared expert's output is scaled by a gate; only read with d_latent.
     outer: columns of a token, if the layer has d_latent, so that rows are narrower than tokens; else 0.
-    bypass_local: whether rows for this rank's own experts stay on the rank and are not sent.
+    bypass_local: whether rows of this rank's tokens for this rank's experts stay on the rank, without being
+        sent.
     has_drops: whether some choices of a token may have no row, because the chosen expert is full.
     gate_scores: number of tensors that the gate saves for backward, each with one score per token and expert.
     cast_from: under autocast, bytes of an element of the tokens and parameters before the cast. 0 without
@@ -124,8 +126,8 @@ class LayerSizes:
         "mxfp8"; None if they are not rounded.
     copies: numbers of copies of busy experts.
     copy_work: the work that copies add to the tasks of a call; `NO_COPIES` if only bytes are predicted.
-    shared_columns: the same as ``columns``, for the shared expert, which computes every token; 0 without a
-        shared expert.
+    shared_columns: the same as ``columns``, for the shared expert, which computes every token; all numbers
+        are 0 without a shared expert.
     shared_parameters: elements of the shared expert; 0 without a shared expert.
     """
 
@@ -296,7 +298,7 @@ def sizes_from_options(
             d_latent: the layer's arguments of these names.
         num_ranks: number of ranks that the layer's experts are on.
         esp_size: number of ranks that each expert is split over. It divides num_ranks.
-        device_type: "cpu" or "cuda". Experts hold more columns for each row on "cuda".
+        device_type: "cpu" or "cuda". On "cuda", experts need more temporary columns for each row.
 
     Raises ValueError if top_k is above num_experts, if num_experts is no multiple of num_ranks / esp_size, or
     if rows of this dtype cannot be sent in the number formats of the three wires.

@@ -10,8 +10,14 @@ At any time, the memory of a pass consists of three parts:
 
 Nothing is measured or fitted. tests/unit/test_memory_model.py derives MPipeMoE's Eq. 1-6 from the slots.
 
-Words: T_DI dispatched input, the rows that a rank's experts received; T_M hidden activation of the experts;
-    T_DO the experts' output; dX the gradient of X. A chunk is a micro-batch.
+Words:
+
+    T_DI     dispatched input: the rows that a rank's experts received
+    T_M      hidden activation of the experts, before the nonlinearity
+    T_DO     the experts' output
+    dX       the gradient of X
+    slot     without "ring": one of the K choices of one of the T tokens, a (token, choice) pair
+    pack     to convert rows to the narrower number format in which their messages carry them (a wire)
 """
 
 from __future__ import annotations
@@ -38,12 +44,14 @@ INDEX = 8
 """Bytes of an index (int64)."""
 
 SMALL = 4096
-"""Bytes added for all tensors too small to list, such as scalars and counts, and for sizes rounded up."""
+"""Bytes that stand for all tensors too small to list, such as scalars and counts, and for rounding up."""
 
 # The gradient of a routing weight is an inner product over the hidden columns, which kernels sum in parts.
 DOT_COLUMNS = 128
-"""Hidden columns for which the kernels for sm_80 make two partial sums of a row, in float32, and those for
-sm_90a at most one (cuda/grouped_gemm/parts.h).
+"""Number of hidden columns in a group of columns that kernels sum separately, for each row, in float32.
+
+For each group, the kernels for sm_80 make two partial sums of a row, and the kernels for sm_90a at most one
+(cuda/grouped_gemm/parts.h).
 """
 
 WIDE = 4
@@ -125,8 +133,8 @@ def predict(
     parameters = sizes.expert_parameters + sizes.shared_parameters
     cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
     wide_dx = call.tokens * (sizes.outer or sizes.d_model) * sizes.cast_from
-    # SoftMoE saves the experts' results; if backward copies rows from T_I again, also the mixed rows.
     copies = copy_bytes(sizes, backward, restore)
+    # SoftMoE saves the experts' results; if backward copies rows from T_I again, also the mixed rows.
     mixtures = inner_bytes * (1 + (restore.dispatched in GATHERED_AGAIN)) * (call.spread == "mixed")
     scaled = sizes.scaled_parameters * sizes.element_size
     saved = (
@@ -144,7 +152,7 @@ def predict(
     backward_work = _backward_work(sizes, call, backward, backward_held, restore, held_weights)
     backward_work += copies.backward
     backward_work += inner_bytes * (1 + (padded and restore.dispatched in GATHERED_AGAIN))
-    # FSDP2 gathers sharded experts into one message, and copies them from it into the parameters.
+    # FSDP2 gathers sharded experts into one message, and copies them from the message into the parameters.
     weights = sizes.gathered_bytes
     message = weights * (sizes.shared_over > 1)
     saved += weights * sizes.keeps_gathered
@@ -164,8 +172,8 @@ def predict(
     at_the_end = beside_work + backward_held.summing * (not sizes.programs) + rounding
     at_the_end += held_weights + rounded_backward.held
     backward_peak = max(in_backward, at_the_end) + expert_gradients + around.gradients
-    # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors of scores,
-    # and 12 with an index for each (token, choice) slot.
+    # The peak while the gate routes and rows are sorted, before any row is sent: at most 5 tensors with a
+    # score for each token and expert, and 12 tensors with an index for each (token, choice) slot.
     routing_peak = _scores(sizes, call) * 5 + call.slots * INDEX * 12 + _widened(sizes, call)
     # The gate's backward holds 3 tensors as large as the input; SoftMoE's 4, because it normalizes tokens.
     gate_backward = (
@@ -175,7 +183,7 @@ def predict(
         + small
         + _gate_gradients(sizes, call)
     )
-    # If experts are sharded, a rank keeps only its part of their gradient. FSDP2 sends the whole gradient in
+    # If FSDP2 shards experts, a rank keeps only its part of their gradient. FSDP2 sends the whole gradient in
     # one message, and frees the message later.
     experts = sizes.trained_parameters // max(sizes.shared_over, 1)
     trained = experts + sizes.shared_parameters + around.parameters
@@ -280,8 +288,8 @@ def _around_latent(sizes: LayerSizes, call: CallRows, restore: Restore) -> Aroun
     factors = 4 * call.tokens * sizes.weight_size
     scaled = 2 * tokens + (projected - again) + factors
     logits = sizes.has_shared_gate * (tokens + _widened(sizes, call) + factors)
-    # The bytes when its second product is differentiated. Then the activation is freed, and the nonlinearity
-    # is differentiated.
+    # The bytes when the shared expert's second product is differentiated. Then the activation is freed, and
+    # the nonlinearity is differentiated.
     product = tokens + call.tokens * columns.scratch * size
     nonlinearity = call.tokens * columns.scratch * (wide * (2 + is_gated) - size)
     of_weight = sizes.shared_parameters * size * columns.scratch // max(columns.hidden + columns.scratch, 1)
@@ -305,8 +313,8 @@ class CopyBytes(NamedTuple):
 
     A busy expert is one that many tokens choose. With the option ``balance``, other ranks get copies of it.
 
-    saved: weights that stay between the passes.
-    forward, backward: weights, gradients and messages in each pass, in addition to ``saved``.
+    saved: weights of the copies that this rank hosts, if the weights stay between the passes.
+    forward, backward: weights, gradients and messages of copies in each pass, in addition to ``saved``.
     """
 
     saved: int
@@ -317,10 +325,10 @@ class CopyBytes(NamedTuple):
 def copy_bytes(sizes: LayerSizes, backward: PassRows, restore: Restore) -> CopyBytes:
     """Returns an upper bound of the bytes that copies of busy experts take on a rank.
 
-    If an expert has copies, its rank sends the expert's weights once, and those of one expert perhaps twice
-    (`pmoe.planner.copy_groups`). If there are several copies, the ranks that host them pass parts of the
-    weights on to each other. All messages of a rank for one copy that it hosts have together at most the size
-    of two experts.
+    If an expert has copies, its rank sends the expert's weights once. The rank sends the weights of at most
+    one of its experts twice (`pmoe.planner.copy_groups`). If an expert has several copies, the ranks that
+    host them pass parts of the weights on to each other. For one copy that it hosts, a rank sends and
+    receives in this way at most the bytes of two experts.
 
     sizes: sizes of the layer, with the numbers of copies.
     backward: numbers of rows of the backward pass.
@@ -348,7 +356,8 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 
     The first result is a dict with the keys "T_DI" (the experts' inputs) and "T_M" (their hidden
     activations). A tensor that is offloaded or made again has 0 bytes on the device. A tensor that is kept in
-    messages or in e4m3 has the bytes of that format. The second result is the sum over both tensors.
+    messages or in e4m3 has the bytes of that format. The second result is the bytes of the offloaded tensors
+    together.
 
     sizes: sizes of the layer.
     forward: numbers of rows of the forward pass.
@@ -371,10 +380,9 @@ def _kept_and_offloaded(sizes: LayerSizes, forward: PassRows, restore: Restore) 
 def _held(
     sizes: LayerSizes, *, rows: PassRows, direction: str, restore: Restore, rearranged: bool
 ) -> PassBytes:
-    """Returns the bytes that the buffers of a pass take at four moments (`PassBytes`).
+    """Returns the bytes that the buffers of a pass take at the moments that `PassBytes` lists.
 
-    The moments are the start of the pass, the experts' computation, the time before combine, and the end. If
-    the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
+    If the layer has ring slots (reused buffers of fixed size), all slots count at each of these moments.
     Otherwise a buffer counts only while it is needed.
 
     sizes: sizes of the layer.
@@ -395,9 +403,10 @@ def _held(
         return without_rings(sizes, rows, buffers)
     schedule = rotating(direction, rows.num_chunks, sizes.stages, restore=restore, rearranged=rearranged)
     num_bytes = arena_elements(slot_elements(schedule, buffers), size)[1] * size
-    # The messages with a chunk's results exist from the end of its experts until the rows of its tokens are
-    # summed. That is after the experts of the next chunk, so messages of two chunks can exist together. In
-    # the last chunk, the rows that stay on their rank are computed last.
+    # The messages with a chunk's results exist from the moment when the chunk's experts are done until the
+    # rows of its tokens are summed. These rows are summed after the experts of the next chunk are done, so
+    # messages of two chunks can exist together. In the last chunk, the rows that stay on their rank are
+    # computed last.
     messages = sorted(_result_messages(sizes, buffers, i) for i in range(rows.num_chunks))
     one, two = (sum(messages[-count:]) for count in (1, 2))
     before = one * (rows.num_chunks > 1)
@@ -551,8 +560,9 @@ def _backward_work(
 def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows, rearranged: bool) -> int:
     """Returns the bytes of routing weights and of their gradients in backward, without the saved weights.
 
-    For received rows these are the gradients sorted by expert, and, if rows come from several ranks, the
-    gradients in the order of arrival. If backward has other chunks than forward, the weights are copied.
+    For each received row these are the weight's gradient in the order by expert and, if rows come from
+    several ranks, the gradient in the order of arrival. If backward has other chunks than forward, the
+    weights are copied, too. For each slot of this rank's tokens, four numbers are counted.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -566,11 +576,11 @@ def _held_weights(sizes: LayerSizes, call: CallRows, backward: PassRows, rearran
 
 
 def _has_more_messages(sizes: LayerSizes) -> bool:
-    """Returns whether a pass holds more copies of routing weights than if one message brought all of them.
+    """Returns whether a pass holds more tensors of routing weights than the one with the received weights.
 
-    There are three cases. Experts that are split over ranks gather the weights inside the node. With
-    ``send_once`` a second message has the numbers of rows. Compiled pass programs hold all weights until they
-    end.
+    There are three cases. If experts are split over ranks, the weights are also gathered inside the node.
+    With ``send_once`` a second message says, for each weight, which row carries the weight's token. Compiled
+    pass programs hold all weights until they end.
 
     sizes: sizes of the layer.
     """
@@ -578,7 +588,7 @@ def _has_more_messages(sizes: LayerSizes) -> bool:
 
 
 def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[WireName]:
-    """Returns the number formats of the messages into which a pass packs tokens or their gradients.
+    """Returns the number formats into which a pass packs tokens or their gradients for messages.
 
     direction: "forward" or "backward".
     sizes: sizes of the layer.
@@ -593,10 +603,13 @@ def _packed_in(direction: str, sizes: LayerSizes, restore: Restore) -> list[Wire
 
 
 def _token_messages(sizes: LayerSizes, call: CallRows, rows: PassRows, wires: Sequence[WireName]) -> int:
-    """Returns the bytes of the messages of all tokens that a pass holds while its experts compute.
+    """Returns the bytes of packed tokens that a pass still holds while its experts compute.
 
-    With ring slots the last chunks are sent after the experts have computed the first chunks. Without ring
-    slots all chunks are sent before the experts compute, and the result is 0.
+    A message is a token, or its gradient, packed for sending. In a small pass on the CPU, the first chunk
+    packs the tokens of all chunks into messages (`are_packed_at_once`), and the last chunk frees them. With
+    ring slots, the third and later chunks copy their rows from these messages only after the experts have
+    begun, so the messages still exist then. The result is 0 in all other cases: without ring slots, with at
+    most two chunks, or if each chunk packs its own tokens.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -614,8 +627,9 @@ def _packing(
 ) -> int:
     """Returns the most bytes that a pass holds while it packs rows into messages; 0 if it packs none.
 
-    Without ring slots, all chunks are packed before the experts compute the first one. With ring slots this
-    is so only if the first chunk packs the tokens of all chunks.
+    Without ring slots, all chunks are packed before the experts compute the first chunk. So only the buffers
+    of the start of the pass exist at the same time (``buffers.first``). With ring slots this is so only if
+    the tokens of all chunks are packed at once, for the first chunk.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -650,8 +664,8 @@ def _unpacking(sizes: LayerSizes, rows: PassRows) -> int:
 def _packing_tokens(sizes: LayerSizes, call: CallRows, rows: PassRows, wire: WireName) -> int:
     """Returns the bytes of the tensors that packing one chunk's rows takes, apart from the send buffer.
 
-    These tensors are the messages of tokens, or copies of the rows, and the temporary tensors of `pack_rows`
-    (`pmoe.engine.variants.wire`).
+    These tensors are the messages of tokens, or copies of the rows that are packed, and in both cases the
+    temporary tensors of `pack_rows` (`pmoe.engine.variants.wire`).
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -729,9 +743,9 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
     """Returns the bytes that the shared expert's backward needs; 0 without a shared expert.
 
     These are the incoming gradient, the gradient of the hidden activation, the hidden activation after the
-    nonlinearity, and the products of one block of rows. If rows are bfloat16 or float16, they are copied to
-    float32 to be multiplied by float32 routing weights. This happens to each block of the hidden activation's
-    gradient, and at the end to the incoming gradient.
+    nonlinearity, and the products of one block of rows. Rows in bfloat16 or float16 are copied to float32 to
+    be multiplied by float32 routing weights: each block of the hidden activation's gradient, and at the end
+    the incoming gradient.
 
     sizes: sizes of the layer.
     call: numbers of rows of the call.
@@ -750,8 +764,8 @@ def _shared_gradients(sizes: LayerSizes, call: CallRows) -> int:
 def _product_size(sizes: LayerSizes) -> int:
     """Returns the bytes of temporary tensors for each element of a block of the hidden activation.
 
-    An element is multiplied by the float32 routing weight of its row. If the element is bfloat16 or float16,
-    it is first copied to float32, and the product is float32, too.
+    An element is multiplied by the float32 routing weight of its row, and the product counts. If the element
+    is bfloat16 or float16, it is first copied to float32. Then the copy and the float32 product both count.
     """
     return sizes.element_size if sizes.element_size >= WIDE else 2 * WIDE
 
@@ -854,11 +868,11 @@ def _sums_are_widened(sizes: LayerSizes, backward: PassRows) -> bool:
 
 
 def _rounded_gradient(sizes: LayerSizes, sums: int) -> int:
-    """Returns the bytes of one weight's rounded gradient, which exists beside its float32 sum.
+    """Returns the bytes of one weight's rounded gradient, which exists at the same time as its float32 sum.
 
     After the last task of backward, the sums are rounded to the dtype of their weights, one after another. So
-    one rounded gradient, the largest in the worst case, exists beside its sum. The result is 0 if sums have
-    the dtype of the parameters already.
+    at most one rounded gradient exists together with its sum, and the largest gradient counts. The result is
+    0 if sums have the dtype of the parameters already.
 
     sizes: sizes of the layer.
     sums: bytes of all sums (`_expert_gradients`).
@@ -942,7 +956,7 @@ def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     # If experts choose tokens, two more indices are stored for each (token, expert) pair: token and position.
     picked = call.choices > sizes.top_k
     order = call.slots * INDEX * (2 + (sizes.top_k > 1) + 2 * picked)
-    order += call.slots * (INDEX + INDEX // 2) * rows.merged  # the sent row that carries each slot
+    order += call.slots * (INDEX + INDEX // 2) * rows.merged  # index of the sent row that carries each slot
     # One index sorts the rows of each chunk, and another the weights of all chunks. On the CPU, both are the
     # same tensor if there is one chunk, unless several weights share a row.
     is_shared = rows.num_chunks == 1 and not sizes.merges and sizes.device_type == "cpu"
@@ -1048,9 +1062,9 @@ class PassBytes(NamedTuple):
     computing: the most bytes while experts compute.
     leaving: the most bytes when experts are done and results are prepared for combine.
     summing: bytes at the end, while the rows of each token are summed.
-    staying: only with ring slots: bytes while the last chunk's rows that stay on their rank are computed.
-        Messages with the results of the chunk's other rows exist at the same time. Without ring slots it is
-        0, and ``computing`` includes this moment.
+    staying: only with ring slots: bytes while the experts compute the rows of the last chunk that stay on
+        their rank. Messages with the results of the chunk's other rows exist at the same time. Without ring
+        slots this number is 0, and ``computing`` includes the moment.
     """
 
     first: int
@@ -1061,17 +1075,18 @@ class PassBytes(NamedTuple):
 
 
 def in_pieces(sizes: LayerSizes, rows: PassRows) -> PassRows:
-    """Returns a pass's row counts after the rows that stay on their rank are joined into fewer tasks.
+    """Returns a pass's numbers of rows, with the rows that stay on their rank counted by task.
 
     A row stays if its expert is on its own rank. Small products are slow, so a pass without ring slots
     (reused buffers) computes rows that stay in fewer tasks than it has chunks: the first task has the rows of
-    several chunks.
+    several chunks (`pmoe.schedule.tasks.local_pieces`). Rows that stay for copies have tasks of their own,
+    after the tasks for the rank's own experts.
 
     sizes: sizes of the layer.
     rows: numbers of rows of a pass, with the rows that stay counted chunk by chunk (``extent.local``).
 
-    Example: 3 chunks have (4, 4, 4) rows that stay. If 2 tasks compute them, the result has (8, 4). If (2, 2,
-    2) more rows stay for copies of busy experts, the result has (8, 4, 4, 2).
+    Example: (4, 4, 4) rows of 3 chunks stay. If 2 tasks compute them, ``extent.local`` of the result is
+    (8, 4). If (2, 2, 2) more rows stay for copies of busy experts, it is (8, 4, 4, 2).
     """
     n = rows.num_chunks
     m = local_pieces(n, local=sizes.bypass_local, remote=sizes.sends_rows)

@@ -38,7 +38,8 @@ class PricedChoice(Choice):
     The restore pair says what is kept, offloaded or made again between the passes.
 
     seconds: seconds of a forward and a backward pass, if tokens are evenly routed; 0 if no profile was given.
-    work: seconds of all work of both passes, one after the other (`work_seconds`); 0 if no profile was given.
+    work: seconds that both passes would take if nothing ran at the same time (`work_seconds`); 0 if no
+        profile was given.
     memory: predicted bytes for the routing that needs most memory.
     """
 
@@ -49,13 +50,12 @@ class PricedChoice(Choice):
     def __str__(self) -> str:
         """Returns the choice and its price in words.
 
-        Example: "n=4 keep/recompute: 3.2 ms, 120.5 MiB at most".
+        Example: "n=4 keep/recompute: 3.2 ms, 120.5 MiB at most". There are no milliseconds if none were
+        predicted, as for the only choice of a layer.
         """
         degrees = f"n={self.forward}" + f"/{self.backward}" * self.rearranged
-        return (
-            f"{degrees} {self.restore}: {self.seconds * 1e3:.3g} ms, "
-            f"{self.memory.promised / 2**20:.1f} MiB at most"
-        )
+        milliseconds = f"{self.seconds * 1e3:.3g} ms, " if self.seconds else ""
+        return f"{degrees} {self.restore}: {milliseconds}{self.memory.promised / 2**20:.1f} MiB at most"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -71,7 +71,7 @@ def bound(
         slack: a ring slot (a reused buffer of fixed size) holds ceil(slack * T * K / n) rows, for T tokens
             with K experts each and n chunks. If a chunk has more rows, the batch is cut into more chunks.
         bins: number of equal parts of the batch in which rows are counted. A chunk has at least one part, so
-            the number of parts limits how far the largest chunk can be cut. None: the number of parts that a
+            the number of parts is the largest possible number of chunks. None: the number of parts that a
             layer uses if it has only this choice.
     """
     degrees = (choice.forward, choice.backward)
@@ -105,12 +105,13 @@ def bound(
     at_most = worst(degrees)
     if not (sizes.rotates and sizes.copies.limits_rows and 1 in degrees):
         return at_most
-    # One chunk that does not fit is cut as two chunks are.
+    # If the rows of a single chunk exceed their limit, the batch is cut as if n were 2. So the bound of n = 2
+    # counts, too.
     return _largest(at_most, worst((max(choice.forward, 2), max(choice.backward, 2))))
 
 
 def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:
-    """Returns upper bounds of the bytes that two predictions of a layer have, number by number."""
+    """Returns a prediction in which each number of bytes is the larger of those of two predictions."""
     return replace(
         one,
         saved=max(one.saved, other.saved),
@@ -139,14 +140,14 @@ def evaluate(
 
     sizes: sizes of the layer.
     num_tokens: tokens of the rank with most tokens.
-    choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or made
-        again).
+    choices: a choice has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+        made again).
     profile: measured rates of the machine. With None all seconds are 0.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
     bins: number of equal parts of the batch in which rows are counted. If a chunk has too many rows for a
-        ring slot, the batch is cut into more chunks. A chunk has at least one part. So the number of parts
-        limits how far the batch can be cut, and the predicted bytes depend on it. None: for each choice, the
-        number of parts that a layer uses if it has only this choice.
+        ring slot, the batch is cut into more chunks. A chunk has at least one part, so the number of parts is
+        the largest possible number of chunks, and the predicted bytes depend on it. None: for each choice,
+        the number of parts that a layer uses if it has only this choice.
     """
     return [
         PricedChoice(
@@ -162,8 +163,8 @@ def evaluate(
 def within_budget(candidates: Sequence[PricedChoice], budget: int) -> PricedChoice:
     """Returns the fastest candidate that stays within a memory budget for any routing.
 
-    Of several equally fast candidates, the function takes one that does not round T_M to e4m3, if there is
-    one. Of these it takes the one with the least work (`work_seconds`), then the one with the fewest bytes.
+    Of several equally fast candidates, those that do not round T_M to e4m3 are preferred, then the candidate
+    with the least work (`work_seconds`), then the candidate with the fewest bytes (`PRICE`).
 
     budget: bytes. A candidate's upper bound (``memory.promised``) may be at most this number.
 
@@ -235,6 +236,8 @@ class Advice:
         If routing is even, each rank receives as many rows as it sends.
         """
         sizes = self.sizes
+        # Sizes of a layer on one rank (or on the ranks that share an expert), which sends all rows to itself.
+        # With any routing it receives as many rows as it sends, so its bound is the bound of even routing.
         even = replace(sizes, num_ranks=sizes.esp_size, bypass_local=sizes.num_ranks == 1)
         return bound(even, even.call(self.num_tokens), self.decision, self.slack).promised
 
@@ -342,14 +345,14 @@ PRICE = operator.attrgetter("seconds", "restore.rounds", "work", "memory.promise
 So of two candidates that are equally fast, one that rounds nothing is taken.
 """
 NEAR = 1.25
-"""Trials measure a restore pair only if its predicted seconds are at most NEAR times the lowest.
+"""Trials measure a choice only if its predicted seconds are at most NEAR times those of the fastest choice.
 
-MPipeMoE's Eq. 10 predicts the seconds. A pair that is slower by this equation may really be faster, because
-the equation counts only the slowest of computation, communication and copies.
+MPipeMoE's Eq. 10 predicts the seconds of restore pairs. A pair that is slower by this equation may really be
+faster, because the equation counts only the slowest of computation, communication and copies.
 """
 
 MOST_PAIRS = 3
-"""Largest number of restore pairs that trials compare with one number of chunks within a budget."""
+"""Within a memory budget, trials compare at most this many restore pairs for each number of chunks."""
 
 Measured = Sequence[PassTimes] | None
 """Measured times of each choice, the same on every rank.
@@ -367,12 +370,12 @@ class Chooser:
     All numbers that the object uses are the same on all ranks of the layer, so all ranks choose the same.
 
     pairs: restore pairs to choose from. A pair says what is kept, offloaded or made again between the passes.
-    budget: bytes that must be enough for any routing, or None.
+    budget: bytes that must be enough for any routing; None for no limit.
     slack: rows that a ring slot (a reused buffer) holds, as a multiple of a chunk's rows under even routing.
     bins: number of equal parts of the batch in which rows are counted. If a chunk has too many rows for a
-        ring slot, the batch is cut into more chunks. A chunk has at least one part. So the number of parts
-        limits how far the batch can be cut, and the predicted bytes depend on it. None: for each choice, the
-        number of parts that a layer uses if it has only this choice.
+        ring slot, the batch is cut into more chunks. A chunk has at least one part, so the number of parts is
+        the largest possible number of chunks, and the predicted bytes depend on it. None: for each choice,
+        the number of parts that a layer uses if it has only this choice.
     """
 
     pairs: tuple[Restore, ...]
@@ -466,13 +469,13 @@ class Chooser:
         Args:
             sizes: sizes of the layer.
             max_tokens: tokens of the rank with most tokens.
-            choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
-                made again).
+            choices: a choice has a number of chunks for each pass, and a restore pair (what is kept,
+                offloaded or made again).
             profile: returns the machine's rates.
             tried: measures the seconds of a few choices by trials; its result is None if trials are not
                 allowed.
-            host_is_full: excludes choices that offload T_DI (the rows that experts received) to the host. If
-                all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
+            host_is_full: whether to exclude choices that offload T_DI (the rows that experts received) to the
+                host. If all choices offload T_DI, they are changed: T_DI is sent again in backward instead.
 
         Raises ValueError, with the smallest budget that would be enough, if no choice stays within the
         budget.
@@ -480,8 +483,9 @@ class Chooser:
         if host_is_full:
             choices = without_offload(choices)
         # A choice that stays within the budget for more tokens also stays within it for fewer tokens. So the
-        # number of tokens is rounded up, and decisions are needed for few numbers only. If no choice is
-        # within the budget for the rounded number (None), one may be within it for the exact number.
+        # number of tokens is rounded up, and decisions are needed for few numbers only. Perhaps no choice
+        # stays within the budget for the rounded number (remembered as None), but a choice does for the exact
+        # number.
         for tokens in (rounded_up(max_tokens), max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:
@@ -500,7 +504,7 @@ class Chooser:
 
         sizes: sizes of the layer.
         tokens: tokens of the rank with most tokens.
-        choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+        choices: a choice has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
             made again).
         """
         budget = self.budget
@@ -524,7 +528,7 @@ class Chooser:
 
         sizes: sizes of the layer.
         tokens: number of tokens of the rank with most tokens.
-        choices: each has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
+        choices: a choice has a number of chunks for each pass, and a restore pair (what is kept, offloaded or
             made again).
         profile: returns the machine's rates.
         tried: measures the seconds of a few choices by trials; its result is None if trials are not allowed.
@@ -577,12 +581,12 @@ def _worth_trying(candidates: Iterable[PricedChoice], limit: float) -> list[Pric
     """Returns the few candidates that trials should compare.
 
     They are few because each trial costs training steps. For each number of chunks, the result has the
-    candidate that is predicted to be the fastest. If all candidates have the same numbers of chunks, the
-    result has the three fastest.
+    candidate that is predicted to be the fastest with this number. If all candidates have the same numbers of
+    chunks, the result has the three candidates that are predicted to be the fastest (`MOST_PAIRS`).
 
     candidates: choices with their predicted seconds.
-    limit: candidates that are predicted to take more than this many times the seconds of the fastest one are
-        left out, but never the two fastest.
+    limit: a number. Candidates whose predicted seconds are more than ``limit`` times those of the fastest
+        candidate are left out, but never the first two. Not used if all have the same numbers of chunks.
     """
     ordered = sorted(candidates, key=PRICE)
     fastest_by_degrees: dict[tuple[int, int], PricedChoice] = {}
@@ -599,11 +603,12 @@ def _worth_trying(candidates: Iterable[PricedChoice], limit: float) -> list[Pric
 def _with_rivals(
     best: PricedChoice, candidates: Iterable[PricedChoice], compared: Collection[PricedChoice]
 ) -> list[PricedChoice]:
-    """Returns a choice and its rivals: the same numbers of chunks with other restore pairs.
+    """Returns a choice and its rivals: choices with the same numbers of chunks and other restore pairs.
 
-    Trials compared only one restore pair for each number of chunks: the pair that was predicted to be the
-    fastest. If the prediction is wrong, another pair may be faster. A pair that restores a tensor which
-    another rival keeps, and is equal to it otherwise, is never faster, so it is no rival.
+    The first trials compared only one restore pair for each number of chunks: the pair that was predicted to
+    be the fastest. If the prediction is wrong, another pair may be faster. A choice is no rival if some other
+    candidate has the same numbers of chunks and a restore pair that does less (`_does_less`): it keeps a
+    tensor that this choice restores, and is otherwise equal. Such a choice is never the fastest.
 
     best: the choice that won the first trials.
     candidates: all choices within the budget, with their predicted seconds.
@@ -620,7 +625,7 @@ def _with_rivals(
 
 
 def _does_less(pair: Restore, other: Restore) -> bool:
-    """Whether a restore pair keeps more tensors than ``other`` and treats the rest as ``other`` does."""
+    """Whether a restore pair keeps more tensors than ``other`` and treats the other tensors as it does."""
     dispatched = pair.dispatched in ("keep", other.dispatched)
     hidden = pair.hidden in ("keep", other.hidden)
     return pair != other and dispatched and hidden

@@ -12,7 +12,7 @@ from pmoe.planner.cost_model import Interference
 from pmoe.planner.costs import Fit, LineCost
 
 FORMAT = 3
-"""Version of the stored fields. It grows by 1 whenever the meaning of a field changes.
+"""Version of the stored fields. It grows by 1 whenever fields are added or change their meaning.
 
 Version 2 added ``operations``, version 3 ``num_nodes`` and ``link``.
 """
@@ -29,8 +29,8 @@ def alphas(weights: float, device_type: str) -> float:
 
     The fixed time (alpha) is the part of the seconds that does not depend on the number of rows.
 
-        CPU     weights / WIDTH^2, because alpha is the time to pack the weight, once for each chunk:
-                0.04 ms for 512 x 512 elements of float32, 0.4 ms for 512 x 2048.
+        CPU     weights / WIDTH^2, because alpha is the time in which the CPU packs the weight for the
+                product, once for each chunk. Example: 4 for a weight of 1024 x 1024 elements.
         GPU     1, because alpha is the launch of the kernel: a GPU reads weights while it computes.
 
     weights: elements of the product's weight. The measured weight has WIDTH^2 elements.
@@ -100,8 +100,8 @@ class Identity:
 class Operations:
     """Costs of FSMoE's operations (Eq. 1, Section 5.1): a line for each gives its seconds by its size.
 
-    Each line is fitted by least squares over the sizes of the paper's Section 6.2. Ranks form groups that
-    share experts: num_ranks = num_across * num_inside.
+    Each line is fitted by least squares over the sizes of the paper's Section 6.2. Ranks form groups. The
+    ranks of a group share the group's experts: num_ranks = num_across * num_inside.
 
     num_across: number of groups. All-to-alls and all-reduces run among one rank of each group.
     num_inside: number of ranks of a group. They split the hidden columns of each expert of the group.
@@ -109,13 +109,13 @@ class Operations:
     all_to_all: a flat all-to-all with equal splits among num_across ranks, by the bytes that a rank sends to
         other ranks.
     all_gather, reduce_scatter: collectives among num_inside ranks, by the bytes that a rank sends to other
-        ranks: (num_inside - 1) times the bytes of its input to an all-gather, or of its result of a
-        reduce-scatter.
+        ranks. They are num_inside - 1 times the bytes of the rank's part: of its input to the all-gather, or
+        of its result of the reduce-scatter.
     all_reduce: the sum of one tensor, such as gradients, over num_across ranks, by the bytes of the tensor.
     seconds: how long the measurement took.
-    exchanges: the costs of all-to-alls that are not flat, such as hierarchical ones, by name; each is a line
-        over the same size as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in
-        older files.
+    exchanges: maps the name of an all-to-all that is not flat, such as a hierarchical all-to-all, to its cost
+        by the same bytes as ``all_to_all``. Only all-to-alls that a layer asked for are measured; {} in older
+        files.
 
     If only one rank takes part in a collective, nothing is sent: the line is 0, and its num_sizes is 0.
 
@@ -168,7 +168,7 @@ class Profile(Identity):
 
     @property
     def slower_copy(self) -> LineCost:
-        """The cost of a host copy in the slower of both directions, for formulas with a single such cost."""
+        """The cost of a copy between device and host in the slower direction, to have one cost for both."""
         return max(self.copy_out, self.copy_in, key=lambda line: line.beta_seconds)
 
     def __str__(self) -> str:
@@ -189,7 +189,8 @@ class Profile(Identity):
     def doubt(self) -> str:
         """A warning that choices may be wrong, if a fitted line is far from its measurements; otherwise "".
 
-        A line gives the seconds of an operation: alpha + beta * size.
+        A line gives the seconds of an operation: alpha + beta * size. It is far from its measurements if its
+        r_squared is below GOOD_FIT.
         """
         operations = [] if self.operations is None else self.operations.fits
         worst_fit = min([self.r_squared, *(operation.r_squared for operation in operations)])
@@ -213,8 +214,8 @@ class Profile(Identity):
         """Returns the cost of an all-gather or a reduce-scatter, by the bytes that a rank sends.
 
         If the profile has ``operations`` that were measured for groups of ``inside`` ranks, the result is the
-        measured cost of the all-gather. Otherwise the collective is assumed to cost as much per byte as an
-        all-to-all.
+        measured cost of the all-gather, for both collectives. Otherwise a collective is assumed to cost as
+        much per byte as an all-to-all.
 
         inside: number of ranks that share each expert, among which the collective runs.
         """

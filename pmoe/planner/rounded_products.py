@@ -3,13 +3,14 @@
 With this option, both operands of each of the experts' matrix products (a weight and rows) are rounded to
 8-bit numbers (e4m3) with scales. A pass rounds each weight before the first product that uses it, and keeps
 the rounded weight until the pass ends. Rows are rounded before each product, and the rounded rows are freed
-after it:
+after the product:
 
-    task of chunk 0    round w1, round rows, multiply; round w2, round rows, multiply
-    of later chunks              round rows, multiply;           round rows, multiply
+    chunk 0         round w1, round rows, multiply; round w2, round rows, multiply
+    later chunks              round rows, multiply;           round rows, multiply
 
-For each product, the rounded matrix and rows of one expert at a time are copied to float32 and multiplied.
-If torch has a product for rounded operands, no float32 copies are made, and the prediction is an upper bound.
+A product is computed for one expert after another: the expert's rounded weight and rounded rows are copied to
+float32 and multiplied. If torch has a product for rounded operands, no float32 copies are made. The
+prediction counts the copies in both cases, so it is an upper bound.
 
 Letters: K columns that a product sums over, O columns of its result.
 """
@@ -48,7 +49,8 @@ def bytes_of_rounded(sizes: LayerSizes, rows: PassRows, direction: str, restore:
     sizes: sizes of the layer.
     rows: numbers of rows of the pass.
     direction: "forward" or "backward".
-    restore: the restore pair. If backward makes T_M again, it also rounds w1 for forward's first product.
+    restore: the restore pair. If backward makes T_M again, it repeats forward's first product, so it also
+        rounds w1.
     """
     products = sizes.products
     if products is None:
@@ -74,7 +76,9 @@ def bytes_of_rounded(sizes: LayerSizes, rows: PassRows, direction: str, restore:
 
 
 def _products(sizes: LayerSizes, direction: str, restore: Restore) -> list[tuple[int, int]]:
-    """Returns (K, O) of the rounded products of a pass, in the order in which experts compute them.
+    """Returns (K, O) of each rounded product of a pass, in the order in which experts compute the products.
+
+    K is the number of columns that the product sums over, O the number of columns of its result.
 
     sizes: sizes of the layer.
     direction: "forward" or "backward".

@@ -14,19 +14,20 @@ from pmoe.schedule.buffer_sizes import ChunkRows
 class PassRows:
     """Numbers of rows that one rank sends, receives and keeps in one pass.
 
-    extent: the numbers of rows of each chunk: sent, received, staying on this rank, and others.
+    extent: the numbers of rows of each chunk: sent, received, staying on this rank, and further numbers that
+        `ChunkRows` lists.
     received: rows that arrive from other ranks, all chunks together.
     local: rows whose expert is on this rank, so that they are not sent; all chunks together.
     sent: rows that are sent to other ranks, all chunks together.
     exact: True if these numbers were counted, False if they are upper bounds.
-    relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all, in the chunk with most
-        of them.
+    relayed: rows of other ranks that this rank passes on in a hierarchical all-to-all. The number is that of
+        the chunk with most such rows.
     merged: whether a token is sent only once to a rank that holds several of its experts.
-    busiest_received: the most rows of one expert among the received rows of a chunk.
-    busiest_local: the most rows of one expert among the rows that stay, chunk by chunk.
-    local_copies: rows that stay for copies of busy experts, chunk by chunk; () if no such rows stay. They
-        count in ``local``, but not in ``extent.local``.
-    busiest_copies: the most rows of one copy among the rows in ``local_copies``, chunk by chunk.
+    busiest_received: the most rows that one expert has among the received rows of any chunk.
+    busiest_local: for each chunk, the most rows that one expert has among the rows that stay.
+    local_copies: for each chunk, the rows that stay on this rank for its copies of busy experts; () if no
+        such rows stay. They count in ``local``, but not in ``extent.local``.
+    busiest_copies: for each chunk, the most rows that one copy has among the rows in ``local_copies``.
     """
 
     extent: ChunkRows
@@ -50,8 +51,8 @@ class PassRows:
     def largest_unit(self) -> int:
         """Number of rows of the largest matrix product of the pass.
 
-        The received rows of a chunk are one product. Rows that stay on this rank are further products: one
-        for each chunk, or one for several chunks together.
+        The received rows of a chunk are multiplied in one product. Rows that stay on this rank are multiplied
+        in further products: one for each chunk, or one for several chunks together.
         """
         return max((*self.extent.received, *self.extent.local), default=0)
 
@@ -66,9 +67,9 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
 
     sizes: sizes of the layer.
     counts: rows that this rank sends and receives, counted in equal parts of the batch ("bins").
-    rank: number of this rank among all ranks of the layer.
+    rank: index of this rank among all ranks of the layer, from 0.
     n: number of chunks. It divides the number of bins, so that a chunk consists of whole bins.
-    inside_rank: number of this rank among the ranks that share its experts.
+    inside_rank: index of this rank among the ranks that share its experts, from 0.
     """
     own = slice(inside_rank * sizes.ep_size, (inside_rank + 1) * sizes.ep_size)
     counts = counts.joined(n)
@@ -92,7 +93,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         if for_copies.shape[1] and not sizes.rotates:
             local_copies = for_copies.sum(1).tolist()
             busiest_copies = for_copies.amax(1).tolist()
-        # With ring slots, rows for copies of other ranks' experts travel, also to their own rank.
+        # With ring slots, rows for copies go through the all-to-all, also if the copy is on the tokens' rank.
         travelling = counts.travelling(rank, num_local if sizes.rotates else None)
         recv = travelling.recv
         leaving = travelling.sent_rows
@@ -144,21 +145,23 @@ def worst_rows(
     """Returns upper bounds, for any routing, of the numbers of rows that a rank handles in one pass.
 
     sizes: sizes of the layer.
-    call: numbers of rows of the rank with most tokens. No rank has more tokens.
-    n: number of chunks asked for.
+    call: numbers of rows of a call on the rank with most tokens.
+    n: number of chunks that the layer's options or a choice ask for. The batch may be cut into more chunks.
     bins: number of equal parts of the batch in which rows are counted. A chunk has at least one such part. If
-        n does not divide this number, chunks are not cut into smaller ones.
+        n does not divide this number, chunks are not cut into smaller chunks.
     slot_rows: rows that a ring slot (a reused buffer of fixed size) holds. If a chunk brings more rows than a
         slot holds, the batch is cut into more chunks, at most into ``bins``. Ignored for layers without ring
         slots.
-    staying_rows: rows of a chunk that may stay on their rank beside ``slot_rows`` rows that arrive. Only read
-        for layers with ring slots that may have copies: a chunk with more of both is cut, too.
+    staying_rows: only read for layers with ring slots that may have copies of experts. Their chunks are also
+        cut if the rows that arrive and the rows that stay on their rank are together more than
+        ``slot_rows + staying_rows``.
     """
     own_rows_stay = sizes.bypass_local
     is_limited = sizes.rotates and sizes.copies.limits_rows
-    # With ring slots, rows for a copy on the tokens' own rank count as received: one chunk may have as many
-    # received rows as its slot holds, and another chunk as many rows that stay. Without ring slots they stay,
-    # in tasks of their own. The bytes are most if all of them are for own experts, as one larger task.
+    # With ring slots, rows for a copy on the rank of their tokens count as received rows. So the bound has
+    # both: a chunk that fills its slot with received rows, and a chunk in which all rows stay. Without ring
+    # slots, rows for such a copy stay, in tasks of their own. The bytes are most if all rows that stay are
+    # for the rank's own experts, because they are then computed in one larger task.
     has_local_messages = sizes.rotates and sizes.copies.hosted > 0
     own_rows_arrive = not own_rows_stay or has_local_messages
     sources = sizes.num_ranks if own_rows_arrive else sizes.num_ranks - 1
@@ -170,7 +173,7 @@ def worst_rows(
         received = min(received, max(slot_rows, sources * _most_of_chunk(call, finest)))
         # A skewed batch of one or two chunks may be cut into more. Three chunks need as much memory as any
         # larger number, because a ring has at most two slots. In a layer that may have copies, a single chunk
-        # that does not fit is cut as two chunks are, so the caller also asks for n = 2.
+        # that does not fit is cut as if n were 2, so the caller also computes the bound of n = 2.
         is_cut = sources > 0 and not (is_limited and n == 1)
         chunks = max(n, 3) if is_cut else n
     local = own if own_rows_stay else 0
@@ -208,9 +211,9 @@ def worst_rows(
 
 
 def _most_of_chunk(call: CallRows, n: int) -> int:
-    """Returns an upper bound of the rows that one rank sends in one chunk, if there are n chunks.
+    """Returns an upper bound of the rows that one rank's tokens make in one chunk, if there are n chunks.
 
-    A token makes one row for each expert that it is sent to.
+    A token makes one row for each of its experts. The row is sent, or stays on the rank.
 
     call: numbers of rows of the call.
     n: number of chunks.

@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Timed)
 
 @dataclass(frozen=True, kw_only=True)
 class Simulated(Generic[T]):
-    """A task with its predicted start and end, in seconds from the start of the pass."""
+    """A task with its predicted start and end, in seconds from the start of the simulated pass."""
 
     task: T
     start: float
@@ -80,8 +80,9 @@ def simulate_slowed(
 
     Two tasks that run at the same time share the device's memory and multiprocessors, so each may be slower
     than alone. A lane is a queue, such as a CUDA stream: it runs one task at a time. A task starts when its
-    lane is free and the tasks that it waits for have ended. A task that takes x seconds alone takes x / speed
-    seconds. Speeds change only when a task ends, because the same lanes are busy until then.
+    lane is free and the tasks that it waits for have ended. If a lane has the same speed all the time, a task
+    that takes x seconds alone takes x / speed seconds. Speeds change only when a task ends, because the same
+    lanes are busy until then.
 
     Args:
         tasks: the tasks, in the order in which lanes run them.
@@ -90,7 +91,8 @@ def simulate_slowed(
             above 0. A lane that is missing has speed 1. If all speeds are 1, the result is that of
             `simulate`.
 
-    Example: S (2 s) and L (3 s) on two lanes, each at half speed while both are busy -> S ends at 4, L at 5.
+    Example: S (2 s) and L (3 s) on two lanes, each at half speed while both are busy -> S ends at 4 s. L has
+    then 1 s of work left, which it does at full speed, so it ends at 5 s.
     """
     speeds = functools.cache(speeds)
     waiting: dict[str, deque[T]] = {}
@@ -136,7 +138,7 @@ COSTS_AS: Mapping[Kind, Kind] = {
     Kind.ALL_GATHER_AGAIN: Kind.ALL_GATHER,
     Kind.SHARE_WEIGHTS: Kind.WEIGHTS,
 }
-"""Maps kinds of tasks that have no cost of their own to a kind of task that takes the same time."""
+"""Maps a kind of task to the kind whose seconds count for it if costs name no seconds of its own."""
 
 LOCAL_TWIN: Mapping[Kind, Kind] = {Kind.COMPUTE: Kind.LOCAL} | {
     Kind[kind.name.removeprefix("LOCAL_")]: kind for kind in Kind if kind.name.startswith("LOCAL_")

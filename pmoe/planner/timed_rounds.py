@@ -34,7 +34,7 @@ FAR = 2.5
 """A choice that takes more than FAR times the seconds of the fastest choice is timed only once.
 
 Other work on the machine may double the seconds of a run, and the warm-up run may be as slow because it
-allocates buffers. So both say nothing about a choice that is less than FAR times as slow.
+allocates buffers. So a choice that is slower by a smaller factor in these two runs may still be the fastest.
 """
 
 CLEAR = 2.0
@@ -49,16 +49,16 @@ MOST_ROUNDS = 9
 USUAL_NOISE = 0.01
 """The relative standard deviation of one run that is assumed as long as no run is repeated.
 
-When runs are repeated, the assumption still counts as if it came from `USUAL_RUNS` repeats, because a few
-repeats may agree by accident.
+When runs are repeated, the assumed noise and the measured noise are averaged. The assumed noise counts as
+much as `USUAL_RUNS` repeats, because a few repeats may agree by accident.
 """
 
 USUAL_RUNS = 2
 
 SLOWED = 6.0
-"""A run that is slower than its choice's other runs by more than this many usual differences was slowed.
+"""A run counts as slowed if it differs from its choice's other runs SLOWED times as much as runs usually do.
 
-Other work on the machine slowed it, so it says nothing about the choice (`longest_usual`).
+Other work on the machine slowed the run, so the run says nothing about the choice (`longest_usual`).
 """
 
 LOWER_MEDIAN = 1.2
@@ -117,15 +117,18 @@ OUT_OF_MEMORY = PassTimes(math.inf, math.inf, step=math.inf, runs=1, noise=0.0)
 
 
 def longest_usual(samples: Sequence[Sequence[float]]) -> list[float]:
-    """Returns for each choice the most seconds of a run that nothing else on the machine slowed.
+    """Returns for each choice a limit in seconds: slower runs count as slowed by other work on the machine.
 
-    The difference of a run is its seconds relative to the lower median of its choice's runs. A run counts as
-    slowed if its difference is over `SLOWED` times the median of the differences of all runs, which counts as
-    at least USUAL_NOISE. The lower median of a choice is never slowed.
+        difference = |seconds of a run / lower median of the seconds of its choice's runs - 1|
+        usual      = the median of the differences of all runs of all choices, at least USUAL_NOISE
+        limit      = lower median of the choice * (1 + SLOWED * usual)
+
+    The run that is itself the lower median of its choice has no difference, and is never slowed.
 
     samples: for each choice, the seconds of its runs.
 
-    Example: [[1.0, 1.02, 2.0], [3.0, 3.06]] -> [1.14, 3.36]. The differences are 2 %, 96 % and 2 %.
+    Example: [[1.0, 1.02, 2.0], [3.0, 3.06]]: the lower medians are 1.02 and 3.0, the differences 2 %, 96 %
+    and 2 %, so usual is 2 %, and the limits are [1.14, 3.36].
     """
     middles = [statistics.median_low(runs) if runs else 0.0 for runs in samples]
     differences = [
@@ -147,7 +150,8 @@ def relative_noise(samples: Sequence[Sequence[float]]) -> float:
 
     samples: for each choice, the seconds of its runs.
 
-    If no choice has two runs, the result is USUAL_NOISE.
+    The assumed USUAL_NOISE counts as if it came from `USUAL_RUNS` more repeats. If no choice has two runs, it
+    is the result.
     """
     usual = [
         [seconds for seconds in runs if seconds <= longest]
@@ -175,8 +179,8 @@ def timed_rounds(
     - from the second timed round on, if it is slower than the fastest choice by more than noise explains
       (`PassTimes.resolution`).
 
-    A choice that is slower stays if other work on the machine may have slowed its runs (`_is_doubtful`). The
-    rounds end if one choice is left, if the resolution is at most FINE and no such choice is left, or after
+    A slower choice stays if other work on the machine may have slowed its runs (`_is_doubtful`). The rounds
+    end if one choice is left, if the resolution is at most FINE and no doubtful choice is left, or after
     ``most_rounds``. The fastest choice is timed at least twice.
 
     choices: the choices to measure, without repeats.
@@ -223,7 +227,7 @@ def timed_rounds(
 def _is_doubtful(timed: PassTimes, fastest: PassTimes, runs: Sequence[tuple[float, float]]) -> bool:
     """Whether other work may have slowed the runs of a choice that seems to be slower than the fastest.
 
-    There are two signs of it: one run was as fast as the fastest choice, or the timed runs took clearly
+    There are two signs of this: one run was as fast as the fastest choice, or the timed runs took clearly
     longer than the first run, which is usually the slowest because it allocates buffers.
 
     timed: the times of the choice.

@@ -37,10 +37,10 @@ class Span:
     kind: what the task does: a `Kind` of a schedule's task, or its text.
     chunk: number of the micro-batch; -1 if the task serves all chunks.
     lane: the queue that ran the task, such as a CUDA stream: a `Lane` of a schedule, or its text.
-    start, end: seconds. All tasks of a recording use one clock. In a drawing, 0 is the left edge.
-    share, base: position of the bar in its lane, as fractions of the lane's height. The bar is ``share`` high
-        and starts ``base`` above the lane's bottom. A lane of a fused kernel stands for many thread blocks,
-        and a bar is as high as the fraction of blocks that work on its task.
+    start, end: times in seconds. All tasks of a recording use one clock. In a drawing, 0 is the left edge.
+    share, base: height and position of the bar in its lane, as fractions of the lane's height. The bar is
+        ``share`` high and starts ``base`` above the lane's bottom. A lane of a fused kernel stands for many
+        thread blocks, and a bar is as high as the fraction of blocks that work on its task.
     """
 
     direction: str
@@ -58,8 +58,8 @@ def bars(spans: Iterable[Span]) -> list[Span]:
     """Returns measured spans as bars of a drawing that starts at 0 seconds.
 
     A lane is a queue of tasks. A message may be issued while an earlier message of its lane is still being
-    sent. The measured span of the later message then includes a waiting time. Its bar leaves this time out:
-    the bar starts when the earlier message has ended.
+    sent. The measured span of the later message then includes the time in which the message waits. The bar
+    leaves this time out: it starts when the earlier message has ended.
     """
     spans = sorted(spans, key=lambda span: span.start)
     origin = min((span.start for span in spans), default=0.0)
@@ -122,7 +122,7 @@ The lanes of copies, and of messages inside a node, are drawn only if they have 
 """
 
 FUSED_LANES = ("link", "communicating blocks", "computing blocks", "subscriber", "scheduler", "processors")
-"""Lanes of fused kernels from top to bottom. The first three are those of COMET's kernels.
+"""Lanes of fused kernels from top to bottom: three of COMET's kernels, then three of FlashDMoE's kernel.
 
 `pmoe.papers.comet_figures.busy_bars` makes their bars.
 """
@@ -297,7 +297,9 @@ def overlap(spans: Sequence[Span]) -> Overlap:
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     """Returns the total length that intervals cover. Parts where intervals overlap count once.
 
-    intervals: (start, end) of each.
+    intervals: (start, end) of each interval.
+
+    Example: (0, 2), (1, 3), (5, 6) -> 4.
     """
     joined: list[tuple[float, float]] = []
     for start, end in sorted(intervals):

@@ -5,8 +5,8 @@ rank has its own tasks on its compute lane. A collective is one task of all rank
 have reached it, and takes as long as its busiest rank needs. So the simulation shows how ranks wait for the
 rank with most rows, and how much copies of busy experts (`pmoe.planner.copies`) help.
 
-Assumptions: all ranks have equally many tokens, and the same number of them for an expert. Gathering and
-summing rows within a rank takes no time. Sending routing weights takes no time.
+Assumptions: all ranks have equally many tokens, and an expert gets the same number of rows from every rank.
+Gathering and summing rows within a rank takes no time. Sending routing weights takes no time.
 
 Letters: W ranks, n chunks, M = d_model.
 """
@@ -34,8 +34,9 @@ class RankTask:
 
     task: the task of the schedule.
     rank: the rank; -1 for a collective.
-    name, lane, waits: name, lane (a queue of tasks) and names of awaited tasks, for the simulator (`Timed`).
-        If the task belongs to one rank, its name and its lane end in "@" and the number of the rank.
+    name, lane, waits: name of the task, name of its lane (a queue of tasks), and names of the tasks that it
+        waits for. The simulator reads them (`Timed`). If the task belongs to one rank, its name and its lane
+        end in "@" and the number of the rank, such as "G0@1".
     """
 
     task: Task
@@ -84,8 +85,8 @@ class UnevenLayer:
     multiply_adds: multiply-adds of a row in the forward pass. The gradients of the row and the gradients of
         the parameters each take the same number again.
     expert_bytes: bytes of one expert's parameters. The gradients of an expert have as many bytes.
-    are_modules: whether experts are a user's modules. Autograd then computes the gradients of parameters
-        together with those of rows, so they take time in other tasks.
+    are_modules: whether experts are a user's modules. Autograd then computes the gradients of parameters in
+        the same task as the gradients of rows, not in tasks of their own.
     """
 
     loads: Sequence[int]
@@ -102,7 +103,7 @@ class UnevenLayer:
         """Returns the prices of a copy on its owner's node and on another node, in rows.
 
         cluster: the machines.
-        trains: whether a backward pass follows, which keeps the copies of the forward pass.
+        trains: whether a backward pass follows. The copies of the forward pass are then kept for it.
         """
         return copy_prices(
             cluster.profile("flat", 1, ""),
@@ -116,7 +117,7 @@ class UnevenLayer:
 
 
 def nodes_of(cluster: Cluster) -> list[int]:
-    """Returns the number of the machine of each rank. Ranks of one machine have consecutive numbers."""
+    """Returns for each rank the index of its machine. Ranks of one machine have consecutive numbers."""
     return [rank // cluster.ranks_per_machine for rank in range(cluster.num_ranks)]
 
 
@@ -167,8 +168,8 @@ def _task_costs(
 ) -> Callable[[RankTask], float]:
     """Returns a function that gives the seconds of a task in a pass of n chunks.
 
-    A rank that hosts a copy of an expert does not send its own tokens' rows for that expert, up to its share.
-    It computes them in separate tasks, as it does with rows that stay for its own experts.
+    A rank that hosts a copy of an expert computes rows of its own tokens for that expert itself, up to its
+    share, and does not send them. It computes them in tasks of their own.
 
     layer: sizes of the layer, and the loads of its experts.
     cluster: the machines.
@@ -285,7 +286,7 @@ def _seconds(num_bytes: _Traffic, cluster: Cluster) -> float:
     """Returns the seconds of an all-to-all: the largest time of any rank on any of its links.
 
     A rank has two links: to the ranks of its machine, and to other machines. Each link sends and receives at
-    the same time. What a rank sends to itself takes no time.
+    the same time. Bytes from a rank to itself take no time.
 
     num_bytes: the bytes that ranks send each other.
     cluster: the machines.

@@ -13,8 +13,8 @@ engine on the CPU.
     backend       the interface of backends, which issue programs, and the programs of a layer
     on_cuda       the backend for CUDA devices: issues passes over CUDA, and over NCCL or symmetric heaps
 
-A record is one call of a kernel, a copy or an all-to-all on one lane. It waits for events of other lanes, and
-may signal one. These are the first records of a forward pass on two ranks, in two chunks:
+A record is one call of a kernel, a copy or an all-to-all on one lane. It may wait for events of other lanes,
+and may signal an event. These are the first records of a forward pass on two ranks, in two chunks:
 
     no.  task  lane         call                                                  if          waits  signals
     0          compute      take      WEIGHT, PAIR_BY_NUMBER -> WEIGHT_BY_NUMBER  ROWS               0
@@ -30,30 +30,38 @@ may signal one. These are the first records of a forward pass on two ranks, in t
     10   C0    compute      output    active.0, W2, WEIGHT_RECEIVED -> T_DO.0     STRAIGHT.0         6
     11   R0    communicate  exchange  T_DO.0 -> home.0                                        6      7
 
-The last part of a buffer's name is its chunk. `pmoe.schedule.buffer_sizes.BufferSizes` describes buffers such
-as T_DI, `pmoe.program.records.Base` names in capitals, and `pmoe.program.records.Kernel` the calls. The event
-0 says that the pass has begun. The table leaves out biases, which this layer does not have, and the ends of
-the experts' rows.
+Column "call" has a kernel, its inputs and its output. Column "if" has the condition (below). The columns
+"waits" and "signals" have the indices of events; event 0 says that the pass has begun. The last part of a
+buffer's name is its chunk. The table leaves out biases, which this layer does not have, and the ends of the
+experts' rows. These classes describe the names in the table:
+
+    `pmoe.schedule.buffer_sizes.BufferSizes`     buffers, such as T_DI.0 and send.0
+    `pmoe.program.records.Base`                  other memory, such as T_I and WEIGHT
+    `pmoe.program.records.Kernel`                kernels
+    `pmoe.program.records.CallNumber`            conditions, such as ROWS; STRAIGHT is MESSAGE_IS_STRAIGHT
+    `pmoe.program.records.ChunkNumber`           conditions with a chunk, such as LOCAL.0
 
 A layer compiles a program once for each direction, n and restore pair. A call passes what changes from call
 to call: addresses, streams and row counts. From the row counts ``cuda/program/cut.h`` computes where the rows
-of each chunk begin and end, and ``cuda/program/interpreter.h`` then issues all calls of the pass.
+of each chunk begin and end, and ``cuda/program/interpreter.h`` then issues all records of the pass.
 
-    `pmoe.runners.program.ProgramRunner`   runs a call
+    `pmoe.runners.program.ProgramRunner`   runs a call of the layer
     `pmoe.program.backend.Programs`        finds the call's program, or compiles it
-    `pmoe.program.on_cuda`                 hands it to C++, and lists the calls that do so
+    `pmoe.program.on_cuda`                 passes the program to C++, and lists the Python calls for this
 
 Words of this folder:
 
     operand     a matrix, vector or list that a record reads or writes: an address and a size
-    base        a tensor, or other memory, of a call. The address of an operand is an offset into a base
-    number      a row count of a call, or a sum of row counts. A program refers to a number by its index,
-                because its value is known only in a call
-    condition   the number that decides whether a record does anything (column "if"): with 0 it only waits and
+    base        a tensor, or other memory, of a call. Each operand begins at some offset in a base
+    number      a row count of a call, or an integer that follows from row counts: a sum of them, a flag (0 or
+                1), or the byte at which a ring slot begins. Its value is known only in a call, so a program
+                refers to a number by its index
+    condition   the number that decides whether a record does anything: if it is 0, the record only waits and
                 signals. A record without a condition has the number ONE, which is always 1
     unit        the rows that the experts compute in one task: rows that a chunk receives, or rows that stay
-    form        the order in which a chunk's rows arrive: SORTED stands for rows from several ranks, which
-                must be sorted by expert, STRAIGHT for rows from one rank, which arrive sorted. With more than
-                two ranks, a program has records for both forms, and the numbers of a call decide which of
-                them do something
+    form        SORTED or STRAIGHT. Received rows of a chunk have the form SORTED if they come from several
+                ranks: they must be sorted by expert, and the experts read the sorted copy. They have the form
+                STRAIGHT if they come from one rank: they arrive sorted, and the experts read them in place.
+                If rows may come from several ranks, a program has records for both forms, and the conditions
+                of a call choose between them
 """

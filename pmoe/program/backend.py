@@ -2,7 +2,7 @@
 
 A pass program is a pass that was compiled into a list of kernel launches, copies and collectives.
 
-    ProgramBackend   loads programs, and knows the streams and the communicator
+    ProgramBackend   loads programs, and provides the streams and the communicator with which they run
     Programs         the programs of all layers with the same sizes on a device, each loaded once
 """
 
@@ -26,11 +26,11 @@ from pmoe.schedule.tasks import Lane, Schedule
 
 
 class PassCut(Protocol):
-    """The numbers of one call: row counts of its chunks, and offsets that follow from them.
+    """The numbers of one call: row counts of its chunks, and offsets that follow from the row counts.
 
-    A backend computes them before a pass, and passes them on to the program.
+    `LoadedPass.cut` computes them before a pass, and the other methods of `LoadedPass` take them.
 
-    arena_bytes: bytes of all ring slots, which are memory that chunks use in turn.
+    arena_bytes: number of bytes of all ring slots together. Ring slots are memory that chunks use in turn.
     """
 
     @property
@@ -38,15 +38,15 @@ class PassCut(Protocol):
 
 
 class LoadedPass(Protocol):
-    """The interface of a program that a backend has loaded. A call uses its methods in this order."""
+    """The interface of a program that a backend has loaded. Each pass calls the methods in this order."""
 
     def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> PassCut:
         """Returns the numbers of a call: where the rows of each chunk begin and end, and sizes of buffers.
 
-        tokens: T, tokens of this rank.
-        rank: this rank.
-        send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
-            rank, and rows that each rank has for each expert of this rank.
+        tokens: T, number of tokens of this rank.
+        rank: index of this rank.
+        send_nWE, recv_nWE: (n, W, E_local) int64 on the host, row counts: rows that this rank has for each
+            expert of each rank, and rows that each rank has for each expert of this rank.
 
         Raises ValueError for impossible counts, such as negative ones.
         """
@@ -54,14 +54,16 @@ class LoadedPass(Protocol):
     def take_arena(self, cut: Any) -> int:
         """Returns the address of memory for the ring slots of a pass; 0 if the caller must allocate it.
 
-        The memory lies in a heap, so other ranks write rows into it. `give_back_arena` must follow when the
-        pass has been enqueued.
+        The memory lies in a heap, so that other ranks can write rows into it. If the result is not 0, the
+        caller must call `give_back_arena` after it has enqueued the pass.
 
         cut: the numbers of the call, from `cut`.
         """
 
     def workspace_bytes(self, cut: Any) -> int:
-        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
+        """Returns the number of bytes of scratch memory that a pass needs on the device.
+
+        The tensors and ring slots of the pass (`Base`) are not included.
 
         cut: the numbers of the call, from `cut`.
         """
@@ -72,14 +74,14 @@ class LoadedPass(Protocol):
         cut: the numbers of the call, from `cut`.
         bases: for each `Base`, the address of its memory; 0 if the pass does not use it.
         streams: the stream of each lane that the pass uses.
-        workspace: address of `workspace_bytes` bytes of device memory.
+        workspace: address of the scratch memory, `workspace_bytes` bytes on the device.
 
         Raises RuntimeError for an error of the device or of a collective. The message names the record, for
         example "C1: hidden".
         """
 
     def give_back_arena(self) -> None:
-        """Ends the use of the memory that `take_arena` returned. Not called if that was 0."""
+        """Gives back the memory from `take_arena`. The caller skips it if `take_arena` returned 0."""
 
 
 class ProgramBackend(Protocol):
@@ -100,15 +102,16 @@ class ProgramBackend(Protocol):
         """
 
     def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Any:
-        """Returns a communicator, by which programs send rows between these ranks. Collective.
+        """Returns a communicator, with which programs send rows between these ranks. Collective.
 
-        heaps: whether rows are written into heaps of the other ranks, if the ranks can have heaps.
+        heaps: whether programs write rows directly into heaps (memory of the other ranks), if the ranks can
+            have heaps.
 
-        If it fails on one rank, it raises on all ranks.
+        Raises RuntimeError on all ranks if there can be no communicator.
         """
 
     def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
-        """Returns the stream of each lane of a schedule."""
+        """Returns the stream of each lane of a schedule: the integer handle that `LoadedPass.run` takes."""
 
     def load(
         self,
@@ -132,10 +135,10 @@ class ProgramBackend(Protocol):
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """A program that was loaded, with the schedule from which it was compiled.
+    """A program that was compiled and loaded, with its schedule.
 
-    loaded: the program.
-    schedule: its schedule.
+    loaded: the program, as a backend has loaded it.
+    schedule: the schedule from which the program was compiled.
     """
 
     loaded: LoadedPass
@@ -144,13 +147,15 @@ class CompiledPass:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Programs:
-    """The programs of all layers with the same sizes on one device. Each is compiled when it is first needed.
+    """The programs of all layers with the same sizes on one device.
+
+    `of` compiles a program when it is first needed.
 
     backend: the backend that runs the programs.
-    shape: the sizes of the layers. Its field ``trained`` names all parameters; `of` replaces it for each
-        program.
+    shape: the sizes of the layers. Its field ``trained`` names all parameters; `of` replaces this field for
+        each program.
     dtype, device: dtype and device of the rows.
-    communicator: the communicator by which programs send rows; None on one rank.
+    communicator: the communicator with which programs send rows; None on one rank.
     """
 
     backend: ProgramBackend
@@ -161,11 +166,11 @@ class Programs:
     _compiled: dict[tuple[object, ...], CompiledPass] = field(default_factory=dict)
 
     def of(self, plan: Plan, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
-        """Returns the program of a pass. Compiles and loads the program if it is not known yet.
+        """Returns the program of a pass. Compiles and loads the program when it is first needed.
 
         plan: the plan of a call of one of the layers.
         direction: "forward" or "backward".
-        keep: whether a backward pass may follow.
+        keep: whether a backward pass may follow; True in backward.
         trained: names of the experts' parameters of which backward computes gradients.
         """
         modules = plan.modules

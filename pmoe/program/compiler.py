@@ -1,8 +1,8 @@
 """Compiles the schedule of a pass into a pass program: a flat list of records for an interpreter in C++.
 
-The schedule stays the one list of tasks. A task becomes one record or several, in the order in which the
-engine computes. All records of a task run on the task's lane. These are the main tasks, for experts without
-biases (`_PassCompiler.actions` has all tasks):
+A task of the schedule becomes one record or several records, which do what the engine does for this task, in
+the same order. All records of a task run on the task's lane. These are the main tasks, for experts without
+biases (`_PassCompiler.actions` has all tasks). [x] is a record that only some programs have:
 
     task  records of forward                 records of backward
     G     place                              place
@@ -13,15 +13,17 @@ biases (`_PassCompiler.actions` has all tasks):
     R     exchange                           exchange
     O     sum                                sum
 
-The first record of a task waits for the tasks of other lanes (`Schedule.lane_waits`), the last one signals.
-Before the first task, and after the last, the compute lane and the other lanes wait for each other.
+The first record of a task waits for the tasks of other lanes (`Schedule.lane_waits`), and its last record
+signals that the task has ended. Before the first task, the other lanes wait for the compute lane. After the
+last task, the compute lane waits for the other lanes.
 
 Rows that arrive from several ranks must be sorted by expert ([take]), and their results must be put back into
 the order of arrival ([put]). On a GPU there is no [put], because the experts' last product stores results in
 the order of arrival. Whether a chunk's rows must be sorted is known only when a call has its row counts. So
-such tasks have their records twice: once for sorted copies, with the condition SORTED, and once for rows as
-they arrived, with the condition STRAIGHT. In a call one of the two conditions is 0, and its records do
-nothing.
+tasks that compute such rows have their records twice: with the condition SORTED for sorted copies of the
+rows, and with the condition STRAIGHT for rows as they arrived. In a call at least one of the two conditions
+is 0, and the records with this condition do nothing. [scale] multiplies gradients by the routing weights, if
+the kernels have not multiplied the hidden activation by them (`LayerShape.weighs_active`).
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import Kind, Lane, Schedule, make_task
 
 NO_TASK = -1
-"""The task of records before the first and after the last task."""
+"""Stands for the index of a task, in records that come before the first task or after the last task."""
 
 BEGIN = 0
-"""The event after which the other lanes may begin: the compute lane has reached the pass."""
+"""The event that the compute lane signals when it reaches the pass. Other lanes begin after this event."""
 
 HOST_IS_READ = 1
-"""The event after which earlier passes have read the host memory from which they copied."""
+"""The event after which host memory may be overwritten, because no copy of an earlier pass still reads it."""
 
 
 class _PassCompiler:
@@ -61,12 +63,15 @@ class _PassCompiler:
     shape: the sizes and settings of the layer.
     restore: the restore pair; None for a forward pass without a backward pass.
     memory: makes the operands of the records.
-    records: the records so far.
+    records: the records that were appended so far.
     task, lane: index of the task whose records are being appended (`NO_TASK` for none), and its lane.
-    copied: names of the buffers for which a record already copies the rows. A task may also append the copies
-        of later tasks (`Schedule.joint_copies`), because PLACE records that directly follow one another are a
-        single launch on a GPU. The later tasks then append no copy.
+    num_weight_gradients: number of tasks W and LW whose records were appended so far.
+    copied: names of the buffers for which `place_once` has appended a PLACE record. A task may append the
+        PLACE records of later tasks, too (`Schedule.joint_copies`), because PLACE records that directly
+        follow one another are a single launch on a GPU. The later tasks then find their buffers in this set,
+        and append no PLACE record.
     num_events: number of events so far.
+    first_computed, last_computed: chunks of the first and the last task C; -1 if the pass has no task C.
     """
 
     def __init__(self, schedule: Schedule, shape: LayerShape, restore: Restore | None) -> None:
@@ -118,9 +123,9 @@ class _PassCompiler:
 
         base: the tensor with the tokens.
         target: the buffer. It holds a range of this rank's sorted rows.
-        i: number of the chunk.
-        first: the `ChunkNumber` that says at which of this rank's sorted rows the buffer begins: ROW_BEGIN
-            for rows that are sent, LOCAL_ROW_BEGIN for rows that stay.
+        i: index of the chunk.
+        first: the `ChunkNumber` with the index of this range's first row among all sorted rows of this rank:
+            ROW_BEGIN for rows that are sent, LOCAL_ROW_BEGIN for rows that stay.
         """
         tokens = self.memory.tokens(base, i)
         first_row = chunk_number(first, i)
@@ -133,9 +138,8 @@ class _PassCompiler:
 
         base: the tensor with the tokens.
         name: name of the buffer, without the chunk.
-        i: number of the chunk.
-        first: the `ChunkNumber` that says at which of this rank's sorted rows the buffer begins: ROW_BEGIN
-            for rows that are sent, LOCAL_ROW_BEGIN for rows that stay.
+        i: index of the chunk.
+        first: the `ChunkNumber` of the buffer's first row, as for `place`.
         """
         target = self.memory.buffer(name, i)
         if target.name not in self.copied:
@@ -147,7 +151,7 @@ class _PassCompiler:
 
         name: name of the buffer in which the rows arrive, without the chunk.
         target: the buffer for the sorted rows.
-        i: number of the chunk.
+        i: index of the chunk.
         """
         if self.memory.may_sort:
             condition = chunk_number(ChunkNumber.SORTED, i)
@@ -158,10 +162,10 @@ class _PassCompiler:
     def sort_back(self, name: str, i: int) -> None:
         """Appends a record that puts chunk i's results back into the order in which their rows arrived.
 
-        Appends nothing if products store results in this order, or if rows always arrive sorted.
+        Appends nothing if the experts' products store results in this order, or if rows always arrive sorted.
 
         name: name of the buffer for results in the order of arrival, without the chunk.
-        i: number of the chunk.
+        i: index of the chunk.
         """
         if self.memory.may_sort and not self.shape.places:
             condition = chunk_number(ChunkNumber.SORTED, i)
@@ -173,13 +177,13 @@ class _PassCompiler:
         """Appends an all-to-all.
 
         source, target: the rows to send, and the memory for the rows that are received.
-        line: the line of the table of row counts (`Record.send_line`) with the rows that dispatch sends to
-            each rank. The next line has the rows that dispatch receives from each rank.
-        back: True if the rows return from the experts. The two lines then swap roles: this rank sends the
-            counts of the second line, and receives those of the first.
-        condition: the condition of the record. Some exchanges have two records, for sorted rows and for rows
-            that arrive sorted. Exactly one of their conditions is not 0, so every rank takes part in the same
-            number of exchanges.
+        line: index of a line of the table of row counts (`Record.send_line`): how many rows dispatch sends to
+            each rank. The next line says how many rows dispatch receives from each rank.
+        back: True if the rows return from the experts. This rank then sends as many rows as the second line
+            says, and receives as many rows as the first line says.
+        condition: the condition of the record. Some exchanges have two records, one for each form of the
+            rows. Exactly one of their conditions is 1, so every rank takes part in the same number of
+            exchanges.
         """
         self.add(
             Kernel.EXCHANGE,
@@ -193,15 +197,15 @@ class _PassCompiler:
     # ---- the records of each kind of task. Each method appends the records of one task of chunk i
 
     def gather(self, i: int) -> None:
-        """Task G: the record fills the send buffer of chunk i: with tokens, or in backward with gradients."""
+        """Task G: the record copies tokens to the send buffer of chunk i; in backward, gradients of T_O."""
         source = Base.T_I if self.memory.is_forward else Base.DT_O
         self.place_once(source, "send", i, ChunkNumber.ROW_BEGIN)
 
     def gather_again(self, i: int) -> None:
-        """Task GI: the records copy the tokens that backward sends again.
+        """Task GI: the records copy the tokens of chunk i that backward sends again.
 
-        They also make the copies with which some later tasks would begin (G or LM, `Schedule.joint_copies`),
-        so that one launch makes all of them.
+        The method also appends the records with which some later tasks would begin (G or LM,
+        `Schedule.joint_copies`), so that one launch makes all these copies.
         """
         self.place_once(Base.T_I, "send_again", i, ChunkNumber.ROW_BEGIN)
         for task in self.schedule.joint_copies[f"{Kind.GATHER_AGAIN.value}{i}"]:
@@ -211,18 +215,23 @@ class _PassCompiler:
                 self.copy_piece(task.chunk)
 
     def copy_piece(self, i: int) -> None:
-        """Appends the copies for rows of chunk i that stay: their tokens and the gradients of their results.
+        """Appends two copies for the rows of chunk i that stay: of tokens, and of gradients of T_O.
 
-        Tasks GI, LM and L of backward use it. It appends nothing unless backward makes the experts' input
-        T_DI again, and it appends each copy only once. Only task L reads the gradients. They may be copied
-        before L, because the last reader of their ring slot is an earlier task of the compute lane.
+        Backward's tasks GI, LM and L call this method. Each copy is appended only once. Nothing is appended
+        unless the fate of T_DI, the experts' input, is "communicate". Only task L reads the gradients. They
+        may be copied before L, because the last reader of their ring slot is an earlier task of the compute
+        lane.
         """
         if self.memory.dispatched == "communicate":
             self.place_once(Base.T_I, "T_DI_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
             self.place_once(Base.DT_O, "dT_DO_L", i, ChunkNumber.LOCAL_ROW_BEGIN)
 
     def dispatch(self, i: int) -> None:
-        """Task S: the record sends the rows of chunk i to the ranks of their experts."""
+        """Task S: the record sends the rows of chunk i to the ranks of their experts.
+
+        If forward keeps T_DI, there is a record for each form that the rows may have: rows that must be
+        sorted arrive in a ring slot, other rows in the memory that backward reads.
+        """
         send = self.memory.buffer("send", i)
         if not self.memory.is_forward:
             self.exchange(send, self.memory.buffer("dT_DO", i), 2 * i, back=False, condition=CallNumber.ONE)
@@ -236,7 +245,7 @@ class _PassCompiler:
                 self.exchange(send, target, 2 * i, back=False, condition=condition)
 
     def dispatch_again(self, i: int) -> None:
-        """Task SI: the record sends the experts' input of chunk i again, in backward."""
+        """Task SI: the record sends the experts' input (T_DI) of chunk i again, in backward."""
         send = self.memory.buffer("send_again", i)
         self.exchange(send, self.memory.buffer("T_DI", i), 2 * i, back=False, condition=CallNumber.ONE)
 
@@ -255,7 +264,11 @@ class _PassCompiler:
         self.add(Kernel.SUM, home, self.memory.position(i), out, condition=out.rows, first=first_row)
 
     def weights(self, _: int) -> None:
-        """Task P: the record sends the routing weights of all chunks, or returns their gradients."""
+        """Task P: the record sends the routing weights of all chunks; in backward it returns their gradients.
+
+        If rows may come from several ranks, there is a record for each form, because the received weights are
+        in different memory if they must be sorted.
+        """
         line = 2 * self.memory.n
         sorted_base = Base.WEIGHT_ARRIVED if self.memory.is_forward else Base.DWEIGHT_LEAVING
         straight_base = Base.WEIGHT_RECEIVED if self.memory.is_forward else Base.DWEIGHT_RECEIVED
@@ -274,8 +287,8 @@ class _PassCompiler:
     def sort_weights(self) -> None:
         """Appends a record that sorts the received routing weights of all chunks by chunk and expert.
 
-        In backward the record puts their gradients back into the order in which the weights arrived. Appends
-        nothing if rows always arrive sorted.
+        In backward the record puts the gradients of these weights back into the order in which the weights
+        arrived. Appends nothing if rows always arrive sorted.
         """
         if not self.memory.may_sort:
             return
@@ -292,7 +305,7 @@ class _PassCompiler:
         self.add(kernel, *operands, condition=CallNumber.MESSAGE_IS_SORTED)
 
     def local(self, i: int) -> None:
-        """Task L: the records compute the rows of chunk i that stay on this rank."""
+        """Task L: the records compute the rows of chunk i that stay; in backward, the rows' gradients."""
         (unit,) = self.memory.units(i, "_L")
         if self.memory.is_forward:
             self.place(Base.T_I, self.memory.rows_for_experts(unit), i, ChunkNumber.LOCAL_ROW_BEGIN)
@@ -304,7 +317,7 @@ class _PassCompiler:
         self.gradients(unit, self.memory.buffer("dT_DO_L", i), home, self.memory.nowhere)
 
     def compute(self, i: int) -> None:
-        """Task C: the records compute the rows that this rank received in chunk i."""
+        """Task C: the records compute the received rows of chunk i; in backward, the rows' gradients."""
         if self.memory.is_forward:
             if i == self.first_computed:
                 self.sort_weights()
@@ -336,9 +349,10 @@ class _PassCompiler:
     def experts(self, unit: RowUnit, out: Operand, place: Operand) -> None:
         """Appends the two products of the experts in forward, for the rows of one unit.
 
+        unit: the rows.
         out: memory for the results.
-        place: for each row, the index of the row of ``out`` in which its result is stored; an operand with
-            address 0 if that is the same row (`PassOperands.result_of`).
+        place: for row r of the unit, the index of the row of ``out`` in which its result is stored; an
+            operand with address 0 if this index is r for all rows (`PassOperands.result_of`).
         """
         condition = unit.condition
         ends = self.memory.ends(unit)
@@ -356,7 +370,7 @@ class _PassCompiler:
     def recompute(self, i: int, place: str = "") -> None:
         """Task M: the records recompute the hidden activation T_M of chunk i's received rows.
 
-        place: "_L" for the rows that stay, which is task LM.
+        place: "_L" for the rows that stay; the task is then LM.
         """
         if place:
             self.copy_piece(i)
@@ -372,11 +386,12 @@ class _PassCompiler:
     def gradients(self, unit: RowUnit, grad: Operand, out: Operand, place: Operand) -> None:
         """Appends the products that compute the gradients of a unit's rows and of their routing weights.
 
+        unit: the rows.
         grad: the gradient of the unit's results. If `LayerShape.weighs_active` is False, a further record
             multiplies it by the routing weights in place.
         out: memory for the gradients of the rows.
-        place: for each row, the index of the row of ``out`` in which its gradient is stored; an operand with
-            address 0 if that is the same row (`PassOperands.result_of`).
+        place: for row r of the unit, the index of the row of ``out`` in which its gradient is stored; an
+            operand with address 0 if this index is r for all rows (`PassOperands.result_of`).
         """
         condition = unit.condition
         ends = self.memory.ends(unit)
@@ -399,12 +414,13 @@ class _PassCompiler:
             self.add(Kernel.SCALE, weight, grad, condition=condition)
 
     def wgrad(self, i: int, place: str = "") -> None:
-        """Task W: the records add the gradients of parameters from chunk i's received rows to their sums.
+        """Task W: the records add the gradients of parameters that come from chunk i's received rows.
 
-        place: "_L" for the rows that stay, which is task LW.
+        place: "_L" for the rows that stay; the task is then LW.
         """
-        # The first task writes the sums, which are uninitialised before. So it must run even if it has no
-        # rows: its condition is that of the form, which is 1 for exactly one of the two forms.
+        # The sums are uninitialised before the first of these tasks. It overwrites them, so it must run even
+        # if it has no rows. So its condition is no row count: for rows that stay it is ONE, and for received
+        # rows the flag of the form, which is 1 for exactly one of the two forms.
         adds = int(self.num_weight_gradients > 0)
         self.num_weight_gradients += 1
         for unit in self.memory.units(i, place):
@@ -434,9 +450,9 @@ class _PassCompiler:
     # ---- copies to the host and back
 
     def copy_rows_out(self, i: int, place: str = "") -> None:
-        """Task DI: the record copies T_DI of chunk i's received rows to the host.
+        """Task DI: the records copy T_DI of chunk i's received rows to the host, sorted by expert.
 
-        place: "_L" for the rows that stay, which is task LDI.
+        place: "_L" for the rows that stay; the task is then LDI.
         """
         for unit in self.memory.units(i, place):
             source = self.memory.rows_for_experts(unit)
@@ -446,7 +462,7 @@ class _PassCompiler:
     def copy_hidden_out(self, i: int, place: str = "") -> None:
         """Task DM: the record copies T_M of chunk i's received rows to the host.
 
-        place: "_L" for the rows that stay, which is task LDM.
+        place: "_L" for the rows that stay; the task is then LDM.
         """
         unit = self.memory.units(i, place)[-1]  # both forms have T_M in the same memory
         self.add(
@@ -456,16 +472,16 @@ class _PassCompiler:
     def copy_rows_in(self, i: int, place: str = "") -> None:
         """Task HI: the record copies T_DI of chunk i's received rows back to the device.
 
-        place: "_L" for the rows that stay, which is task LHI.
+        place: "_L" for the rows that stay; the task is then LHI.
         """
-        unit = self.memory.units(i, place)[-1]
+        unit = self.memory.units(i, place)[-1]  # on the host, rows of both forms are in the same memory
         target = self.memory.buffer(f"T_DI{place}", i)
         self.add(Kernel.COPY, self.memory.saved("T_DI", unit), target, condition=unit.rows)
 
     def copy_hidden_in(self, i: int, place: str = "") -> None:
         """Task HM: the record copies T_M of chunk i's received rows back to the device.
 
-        place: "_L" for the rows that stay, which is task LHM.
+        place: "_L" for the rows that stay; the task is then LHM.
         """
         unit = self.memory.units(i, place)[-1]
         self.add(
@@ -501,7 +517,7 @@ class _PassCompiler:
         }
 
     def compile(self) -> PassProgram:
-        """Appends the records of all tasks, with their waits and signals. Returns the program."""
+        """Appends the records of all tasks, sets their waits and signals, and returns the program."""
         actions = self.actions()
         refused = next((task for task in self.schedule.tasks if task.kind not in actions), None)
         if refused is not None:
@@ -551,10 +567,10 @@ class _PassCompiler:
         )
 
     def _signal(self, lane: Lane) -> int:
-        """Returns the event that the last record of a lane signals. If it signals none, it gets a new event.
+        """Returns the event that the last record of a lane signals; gives the record a new event if needed.
 
         A task appends no record if an earlier task of its lane has already copied its rows (`place_once`).
-        The last record of the lane is then one of the earlier task, so both tasks have the same event.
+        The last record of the lane then belongs to the earlier task, so both tasks have the same event.
         """
         last = max(place for place, record in enumerate(self.records) if record.lane is lane)
         if self.records[last].signal < 0:
@@ -565,10 +581,9 @@ class _PassCompiler:
     def _begin(self) -> None:
         """Appends the records before the first task.
 
-        The other lanes may begin only when the compute lane has reached the pass, because the caller has
-        computed the inputs on that lane (event `BEGIN`). Copies to the host must also wait until earlier
-        passes have ended their copies from the host, which may still read the same host memory (event
-        `HOST_IS_READ`).
+        Event `BEGIN`: the other lanes may begin only when the compute lane has reached the pass, because the
+        caller has computed the inputs on the compute lane. Event `HOST_IS_READ`: copies to the host must wait
+        until earlier passes have ended their copies from the host, which may still read the same host memory.
         """
         if self.memory.is_forward:
             self.add(Kernel.TAKE, *self.memory.weights_by_number(), condition=CallNumber.ROWS)
@@ -584,7 +599,7 @@ class _PassCompiler:
         """Returns the events for which a lane waits before its first task.
 
         waits: the events of the tasks for which the first task waits. If there are any, the lane need not
-            wait for `BEGIN`, because these tasks run after it.
+            wait for `BEGIN`, because those tasks run after `BEGIN`.
         """
         needed = waits or [BEGIN]
         return [HOST_IS_READ, *needed] if lane is Lane.COPY_OUT else needed
@@ -596,7 +611,7 @@ def _with_end(schedule: Schedule) -> Schedule:
     So everything that the caller enqueues later on the compute lane runs after the whole pass.
     """
     last_of_lane = {task.lane: task.name for task in schedule.tasks}
-    chunk = 1 + max(task.chunk for task in schedule.tasks)  # of no other task, so that its name is new
+    chunk = 1 + max(task.chunk for task in schedule.tasks)  # no other task has it, so the task's name is new
     end = replace(make_task(Kind.OUTPUT, chunk, [], []), waits=tuple(last_of_lane.values()))
     return replace(schedule, tasks=(*schedule.tasks, end))
 
@@ -610,8 +625,8 @@ def compile_pass(schedule: Schedule, shape: LayerShape, restore: Restore | None)
     restore: the restore pair with which the schedule was built; None for a forward pass without a backward
         pass.
 
-    Raises ValueError, which names the task, for a task that a program cannot have. Layers and calls with such
-    tasks do not get here, because `pmoe.decide.program_choice` refuses them.
+    Raises ValueError, with the task's name, for a task that a program cannot have. Layers and calls with such
+    tasks are refused earlier, by `pmoe.decide.program_choice`.
     """
     assert schedule.slots, "a program's chunks take turns in ring slots"
     assert restore is None or not restore.is_narrow, "a program keeps tensors as they are"

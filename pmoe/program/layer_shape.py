@@ -12,7 +12,7 @@ from pmoe.experts.stacked import OPERANDS, StackedExperts
 from pmoe.schedule.buffer_sizes import HiddenColumns
 
 INDEX_BYTES = 4
-"""Bytes of an index or of a position of a row: int32."""
+"""Bytes of a row's index or position, an int32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +20,18 @@ class LayerShape:
     """The sizes and settings of a layer on which its pass programs depend. They are the same for all calls.
 
     ranks: W, number of ranks.
-    local_experts: E_local, experts of each rank.
-    top_k: K, choices of a token.
+    local_experts: E_local, number of experts of each rank.
+    top_k: K, number of experts that each token chooses.
     d_model: M, columns of a row.
     columns: columns of the tensors inside the experts.
     bias: whether experts have the biases b1 and b2.
-    keeps_own: whether rows for this rank's own experts stay on it.
-    sends: whether rows are sent.
-    weighs_active: how backward applies the routing weights to the gradient of w2. True: it multiplies the
-        hidden activation after the nonlinearity by them. False: it multiplies the gradient of the output by
-        them. pmoe's kernels do the first if there is no bias.
-    places: whether the experts' last products store results in the order in which the rows arrived. pmoe's
-        kernels do. Otherwise a further record copies sorted results to this order.
+    keeps_own: whether rows for this rank's own experts stay on the rank.
+    sends: whether rows may be sent by all-to-alls.
+    weighs_active: what backward multiplies by the routing weights to get the gradient of w2. True: the hidden
+        activation after the nonlinearity, as pmoe's CUDA kernels do if there is no bias. False: the gradient
+        of the output.
+    places: whether the experts' last products store results in the order in which the rows arrived, as pmoe's
+        CUDA kernels do. If not, a further record copies sorted results to this order.
     element_bytes: bytes of an element of rows and parameters.
     weight_bytes: bytes of a routing weight.
     sum_bytes: bytes of an element of the sums in which gradients of parameters are added up.
@@ -57,13 +57,17 @@ class LayerShape:
     def of(
         modules: PassModules, x_TM: Tensor, weight_TK: Tensor, *, device_type: str | None = None
     ) -> LayerShape:
-        """Returns the sizes and settings of a layer. ``trained`` names all parameters, also frozen ones.
+        """Returns the sizes and settings of a layer.
 
-        modules: the layer's modules. The layer must be one that programs can run:
+        Which parameters are frozen is not looked at: the field ``trained`` of the result has its default, all
+        parameters. `Programs.of` replaces it for each program.
+
+        modules: the layer's modules. Programs must be able to run the layer:
             `pmoe.decide.program_choice.layer_refusal` returns None.
         x_TM: (T, M), the input of a call. Only its dtype, device and width matter.
         weight_TK: (T, K), the routing weights of the call. Only their dtype and K matter.
-        device_type: "cuda" or "cpu", the type of device whose kernels compute; None takes that of x_TM.
+        device_type: "cuda" or "cpu", the type of device whose kernels compute; None for the type of x_TM's
+            device.
         """
         experts = modules.experts
         assert isinstance(experts, StackedExperts)

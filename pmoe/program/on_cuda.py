@@ -1,15 +1,15 @@
 """The backend of pass programs for CUDA devices: issues them over CUDA, and over NCCL or symmetric heaps.
 
-The C++ side is ``cuda/program/cuda_backend.h``. A loaded program holds the arguments of all launches that do
-not change from call to call. A call passes row counts, addresses and streams, and Python then makes these
-calls for a pass, in this order:
+The C++ side is ``cuda/program/cuda_backend.h``. A loaded program holds those arguments of its launches that
+are the same in every call. A call adds row counts, addresses and streams. For each pass, Python makes these
+calls of C++, in this order:
 
-    cut = loaded.cut(tokens, rank, send, recv)     row counts -> the size of the ring slots
-    lent = loaded.take_arena(cut)                  memory for the ring slots in a heap; 0 if there is none:
-                                                   the caller then allocates it
+    cut = loaded.cut(tokens, rank, send, recv)     computes the numbers of the call from its row counts
+    lent = loaded.take_arena(cut)                  address of memory for the ring slots in a heap; 0 if there
+                                                   is no heap: the caller then allocates this memory
     size = loaded.workspace_bytes(cut)             bytes of scratch memory: tile counters and partial sums
     loaded.run(cut, bases, streams, workspace)     all launches, copies, exchanges, events and waits
-    loaded.give_back_arena()                       only if there was memory in a heap
+    loaded.give_back_arena()                       only if the memory is in a heap
 
 Nothing of this has run on a GPU.
 """
@@ -43,7 +43,7 @@ from pmoe.schedule.tasks import Lane, Schedule
 from pmoe.warn import warn_once
 
 FLOAT32_BYTES = 4
-"""Bytes of a routing weight, as the kernels read them."""
+"""Bytes of a routing weight. The kernels read float32."""
 
 
 class CudaBackend:
@@ -67,7 +67,7 @@ class CudaBackend:
         if heaps:
             try:
                 return program_heap(ranks, device).exchanger
-            except NoHeapError as error:  # all ranks raise it; other errors perhaps one rank only
+            except NoHeapError as error:  # raised on all ranks; other errors perhaps on one rank only
                 warn_once(f"programs send rows by NCCL, because there are no heaps: {error}")
         return make_communicator(ranks, device)
 
@@ -109,15 +109,15 @@ def make_communicator(ranks: Ranks, device: torch.device) -> Any:
     ranks get the id through the process group.
 
     Neither NCCL nor torch's watchdog ends an exchange of this communicator that takes too long. So a thread
-    watches whether passes end within the timeout of the ranks' group. If a pass does not, because a peer
-    never came, the thread aborts the communicator, and warns. It also does so after an error of NCCL or of
-    the device. Later passes raise RuntimeError with the reason.
+    watches whether passes end within the timeout of the ranks' group. If a pass does not, because another
+    rank never began it, the thread aborts the communicator, and warns. The thread also does this after an
+    error of NCCL or of the device. Later passes raise RuntimeError with the reason.
 
     ranks: the ranks, more than one.
     device: this rank's device.
 
-    Raises RuntimeError on every rank if NCCL is not loaded on a rank, if it refuses the communicator, or if a
-    rank does not come within half of the timeout.
+    Raises RuntimeError on every rank if NCCL is not loaded on some rank, if NCCL refuses to make the
+    communicator, or if a rank does not call this function within half of the timeout.
     """
     module = extension.module()
     assert ranks.group is not None
@@ -135,11 +135,13 @@ def make_communicator(ranks: Ranks, device: torch.device) -> Any:
 
 
 LOOK_SECONDS = 1.0
-"""Time between two questions whether the passes have ended."""
+"""Seconds between two checks of whether the passes have ended."""
 
 
 def _watch(communicator: weakref.ref[Any]) -> None:
-    """Aborts a communicator if a pass does not end in time. Returns when the communicator is gone or aborted.
+    """Aborts a communicator if a pass does not end in time, or after an error, and warns of the reason.
+
+    Returns when the communicator has been aborted or freed.
 
     communicator: a weak reference to the communicator.
     """
@@ -148,16 +150,16 @@ def _watch(communicator: weakref.ref[Any]) -> None:
         time.sleep(LOOK_SECONDS)
         existing = communicator()
         reason = None if existing is None else existing.abort_if_late()
-        del existing  # the thread must not keep the communicator
+        del existing  # so that this thread does not keep the communicator alive while it sleeps
     if reason:
         warn_once(reason, for_each_reason=True)
 
 
 def record_labels(program: PassProgram, schedule: Schedule) -> list[str]:
-    """Returns the name of each record for error messages, such as "C1: hidden".
+    """Returns the name of each record for error messages, such as "C1: hidden": task and kernel.
 
     program: the program.
-    schedule: the schedule from which it was compiled.
+    schedule: the schedule from which the program was compiled.
     """
     names = (
         "before or after all tasks" if record.task == NO_TASK else schedule.tasks[record.task].name
@@ -172,12 +174,13 @@ class LoadedProgram:
     """A pass program that was loaded for a CUDA device.
 
     program, schedule: the program, and the schedule from which it was compiled.
-    device: number of the device.
-    kernels: the kernels that are launched, "sm_90a" or "sm_80" (`pmoe.kernels.extension.path`).
+    device: index of the CUDA device.
+    kernels: the architecture of the kernels that are launched, "sm_90a" or "sm_80"
+        (`pmoe.kernels.extension.path`).
     dtype: dtype of the rows.
     activation: name of the experts' nonlinearity (`StackedExperts.fused_activation`).
-    spare: multiprocessors that products leave free for communication (`pmoe.kernels.gemm.SPARE`); 0 if
-        nothing runs beside them.
+    spare: number of multiprocessors that products leave free for communication (`pmoe.kernels.gemm.SPARE`);
+        0 if no communication runs beside products.
     communicator: the result of `CudaBackend.connect`; None if the program sends no rows.
 
     Raises ValueError, with the record's name, for a record that has no kernel on CUDA devices.
@@ -211,14 +214,15 @@ class LoadedProgram:
         )
 
     def cut(self, tokens: int, rank: int, send_nWE: Tensor, recv_nWE: Tensor) -> Any:
-        """Returns the numbers of a call (`PassCut`). Their ``arena_bytes`` are the bytes of all ring slots.
+        """Returns the numbers of a call (`PassCut`), such as the bytes of all ring slots (``arena_bytes``).
 
-        tokens: T, tokens of this rank.
-        rank: this rank.
-        send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
-            rank, and rows that each rank has for each expert of this rank.
+        tokens: T, number of tokens of this rank.
+        rank: index of this rank.
+        send_nWE, recv_nWE: (n, W, E_local) int64 on the host, row counts: rows that this rank has for each
+            expert of each rank, and rows that each rank has for each expert of this rank.
 
-        Raises ValueError for tensors of another kind, and for impossible counts, such as negative ones.
+        Raises ValueError for tensors of another shape, dtype or device, for tensors that are not contiguous,
+        and for impossible counts, such as negative ones.
         """
         for name, counts in (("send", send_nWE), ("recv", recv_nWE)):
             is_readable = counts.dtype == torch.int64 and counts.is_contiguous() and not counts.is_cuda
@@ -232,8 +236,9 @@ class LoadedProgram:
     def take_arena(self, cut: Any) -> int:
         """Returns the address of memory in a heap for the ring slots of a pass; 0 if there is none.
 
-        Warns once if the slots need more memory than the heap has. Rows then travel in pieces, which takes
-        longer.
+        The result is also 0 while another pass uses the memory, or if the ring slots need more memory than
+        the heap has. In the last case rows are sent in pieces, which takes longer, and a warning says so
+        once.
 
         cut: the numbers of the call, from `cut`.
         """
@@ -249,7 +254,9 @@ class LoadedProgram:
         return address
 
     def workspace_bytes(self, cut: Any) -> int:
-        """Returns the bytes of device memory that a pass needs in addition to its tensors (`Base`).
+        """Returns the number of bytes of scratch memory that a pass needs on the device.
+
+        The tensors and ring slots of the pass (`Base`) are not included.
 
         cut: the numbers of the call, from `cut`.
         """
@@ -262,11 +269,11 @@ class LoadedProgram:
         cut: the numbers of the call, from `cut`.
         bases: for each `Base`, the address of its memory; 0 if the pass does not use it.
         streams: the stream of each lane that the pass uses.
-        workspace: address of `workspace_bytes` bytes of device memory.
+        workspace: address of the scratch memory, `workspace_bytes` bytes on the device.
 
-        Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. In that case the compute
-        lane waits for all other lanes. Raises RuntimeError, before anything is enqueued, if an earlier pass
-        did not end in time. Raises ValueError for an address that is not a multiple of 16.
+        Raises RuntimeError, with the record's name, for an error of CUDA or NCCL. The compute lane then still
+        waits for all other lanes. Raises RuntimeError, before anything is enqueued, if an earlier pass did
+        not end in time. Raises ValueError for an address that is not a multiple of 16.
         """
         compute = streams[Lane.COMPUTE]
         collectives.begun += self._num_exchanges
@@ -278,5 +285,5 @@ class LoadedProgram:
         )
 
     def give_back_arena(self) -> None:
-        """Ends the use of the memory that `take_arena` returned."""
+        """Gives back the memory from `take_arena`, after the pass was enqueued."""
         self._communicator.give_back_arena()

@@ -5,11 +5,13 @@
     Operand  T_DI.1: rows numbers[41] of 1024 columns, at bases[ARENA] + numbers[90]
 
 ``numbers`` are row counts, their sums, flags (0 or 1), and for each ring slot the byte of the arena at which
-it begins. The C++ side computes them for each call, so a record refers to a number by its index. The same
-indices are in ``cuda/program/layout.h``; a test compares both lists.
+the slot begins. The arena is the memory of all ring slots, in which buffers take turns. The C++ side computes
+``numbers`` for each call, so a record refers to a number by its index. The same indices are in
+``cuda/program/layout.h``; a test compares both lists.
 
 Letters: n chunks, W ranks, E_local experts of a rank, T tokens, K choices of a token, N received rows, M =
-d_model, G columns of T_M (the hidden activation before the nonlinearity), H columns after it.
+d_model, G columns of T_M (the hidden activation before the nonlinearity), H columns of the hidden activation
+after the nonlinearity.
 """
 
 from __future__ import annotations
@@ -20,21 +22,24 @@ from dataclasses import astuple, dataclass
 from pmoe.schedule.tasks import Lane
 
 VERSION = 3
-"""The version of the words' form. The C++ side refuses another one."""
+"""The version of the form in which programs are passed as words. The C++ side refuses any other version."""
 
 MAX_OPERANDS = 8
 """The largest number of operands of a record."""
 
 LANES = tuple(Lane)
-"""The lanes by number: a call passes a stream for each."""
+"""The lanes, in the order of their indices in records. A call passes a stream for each lane."""
 
 
 class Kernel(enum.IntEnum):
     """The kernels that records can call.
 
     The comment of a kernel lists its operands in order: inputs -> outputs; then "ends", which is (E_local,)
-    int32 and says where each expert's rows end. A formula may follow. "rows" are sorted by expert. ``first``
-    and ``flag`` are arguments of the record (`Record`).
+    int32 and says where each expert's rows end. A formula may follow. ``first`` and ``flag`` are fields of
+    the record (`Record`).
+
+    The kernels from HIDDEN on belong to the experts. Their rows are sorted by expert, except the rows of an
+    "out" with a "place". "weight" has the routing weight of each row, and "dots" its gradient.
     """
 
     NOTHING = 0  # only waits and signals
@@ -42,21 +47,24 @@ class Kernel(enum.IntEnum):
     EXCHANGE = 2  # rows for other ranks -> rows from other ranks, by an all-to-all
     TAKE = 3  # source, index -> out: out[r] = source[index[r]]
     PUT = 4  # source, index -> out: out[index[r]] = source[r]
-    # tokens, position -> out: out[position[t, k] - first] = tokens[t], for positions inside out. PLACE
-    # records that directly follow one another are a single launch on a GPU
+    # tokens, position -> out: out[position[t, k] - first] = tokens[t]. Positions whose row is not in out are
+    # skipped. PLACE records that directly follow one another are a single launch on a GPU
     PLACE = 5
     SUM = 6  # rows, position -> out: out[t] = the sum over k of rows[position[t, k] - first]
     HIDDEN = 7  # rows, w1, b1 -> T_M, active; ends: T_M = rows w1^T + b1, active = nonlinearity of T_M
-    # active, w2, b2, weight, place -> out; ends: out[place[r]] = row r of (active w2^T + b2) * weight. It is
-    # out[r] if place has no address
+    # active, w2, b2, weight, place -> out; ends: out[place[r]] = row r of (active w2^T + b2) * weight. If
+    # place has address 0, row r goes to out[r]
     OUTPUT = 8
-    RECOMPUTE = 9  # rows, w1, b1 -> T_M; ends: HIDDEN without the nonlinearity
-    HIDDEN_GRADIENT = 10  # grad, w2, T_M, weight -> dT_M, active, dots; ends. flag: active is times weight
+    RECOMPUTE = 9  # rows, w1, b1 -> T_M; ends: T_M = rows w1^T + b1
+    # grad, w2, T_M, weight -> dT_M, active, dots; ends: the gradients of T_M and of the weights; active is
+    # computed from T_M once more. flag 1: active is then multiplied by weight
+    HIDDEN_GRADIENT = 10
     BIAS_DOTS = 11  # grad, b2 -> dots; ends: dots[r] += <grad[r], b2 of the row's expert>
     INPUT_GRADIENT = 12  # dT_M, w1, place -> out; ends: out[place[r]] = row r of dT_M w1; place as for OUTPUT
     SCALE = 13  # weight -> grad: grad[r] *= weight[r]
-    WEIGHT_GRADIENT = 14  # grad, rows -> sum; ends: grad^T rows of each expert. flag: adds to the sum
-    BIAS_GRADIENT = 15  # grad -> sum; ends: the sum of each expert's rows. flag: adds to the sum
+    # grad, rows -> sum; ends: grad^T rows of each expert. flag 1: is added to the sum. flag 0: overwrites it
+    WEIGHT_GRADIENT = 14
+    BIAS_GRADIENT = 15  # grad -> sum; ends: the sum over each expert's rows of grad. flag as above
 
 
 class Base(enum.IntEnum):
@@ -68,9 +76,9 @@ class Base(enum.IntEnum):
     """
 
     NOWHERE = 0  # address 0: a bias or places that the product does not have, or a result that nothing reads
-    ENDS = (
-        1  # (units, E_local) int32, where each expert's rows end: received rows by chunk, then rows that stay
-    )
+    # (units, E_local) int32, where each expert's rows end in each unit: first the units of received rows, by
+    # chunk, then the units of rows that stay, by chunk
+    ENDS = 1
     ARENA = 2  # the ring slots of the pass
     T_I = 3  # (T, M), the layer's input
     T_O = 4  # (T, M), the layer's output
@@ -80,39 +88,39 @@ class Base(enum.IntEnum):
     B1 = 8  # (E_local, G)
     W2 = 9  # (E_local, M, H)
     B2 = 10  # (E_local, M)
-    DW1 = 11  # sums of the gradients of parameters, in the same shapes
-    DB1 = 12
+    DW1 = 11  # the sum of the gradients of w1, in the shape of w1
+    DB1 = 12  # and so on, for b1, w2 and b2
     DW2 = 13
     DB2 = 14
-    POSITION = 15  # (T, K) int32, the sorted row of each (token, choice) pair
-    PAIR_BY_NUMBER = 16  # (rows,) int32, the (token, choice) pair of each row, by number
+    POSITION = 15  # (T, K) int32, the index of each (token, choice) pair's row among this rank's sorted rows
+    PAIR_BY_NUMBER = 16  # (rows,) int32, the index of each row's (token, choice) pair, by number
     REGROUP = 17  # (N,) int32, for each chunk the index that sorts its received rows by expert
-    REGROUP_WEIGHTS = 18  # (N,) int32, the index that sorts the routing weights of all received rows
-    WEIGHT = 19  # (T, K), the routing weights
-    WEIGHT_BY_NUMBER = 20  # (rows,)
-    WEIGHT_ARRIVED = 21  # (N,), by source rank
-    WEIGHT_RECEIVED = 22  # (N,), by chunk and expert; kept for backward
-    DWEIGHT = 23  # gradients of these four
-    DWEIGHT_BY_NUMBER = 24
-    DWEIGHT_LEAVING = 25
-    DWEIGHT_RECEIVED = 26
+    REGROUP_WEIGHTS = 18  # (N,) int32, the index that sorts WEIGHT_ARRIVED into WEIGHT_RECEIVED
+    WEIGHT = 19  # (T, K), the routing weights of this rank's tokens
+    WEIGHT_BY_NUMBER = 20  # (rows,), the same weights, by number
+    WEIGHT_ARRIVED = 21  # (N,), the weights of received rows as they arrive: by source rank
+    WEIGHT_RECEIVED = 22  # (N,), the weights of received rows, by chunk and expert; kept for backward
+    DWEIGHT = 23  # gradients of WEIGHT
+    DWEIGHT_BY_NUMBER = 24  # gradients of WEIGHT_BY_NUMBER
+    DWEIGHT_LEAVING = 25  # gradients of WEIGHT_ARRIVED
+    DWEIGHT_RECEIVED = 26  # gradients of WEIGHT_RECEIVED
     SAVED_T_DI = 27  # (N, M), T_DI of received rows until backward: on the device, or on the host
-    SAVED_T_DI_L = 28  # T_DI of rows that stay
-    SAVED_T_M = 29  # (N, G)
-    SAVED_T_M_L = 30
+    SAVED_T_DI_L = 28  # (rows that stay, M), T_DI of rows that stay
+    SAVED_T_M = 29  # (N, G), T_M of received rows
+    SAVED_T_M_L = 30  # (rows that stay, G), T_M of rows that stay
 
 
 class CallNumber(enum.IntEnum):
     """Indices of the numbers that a call has only once, such as the number of all its rows.
 
-    "Sorted rows" are all rows of this rank's tokens.
+    A comment says what the number is.
     """
 
-    ZERO = 0
-    ONE = 1
-    ROWS = 2  # sorted rows
-    SENT_ROWS = 3  # rows that all chunks send
-    RECEIVED_ROWS = 4  # rows that all chunks receive
+    ZERO = 0  # always 0
+    ONE = 1  # always 1
+    ROWS = 2  # number of all rows of this rank's tokens
+    SENT_ROWS = 3  # number of rows that all chunks send
+    RECEIVED_ROWS = 4  # number of rows that all chunks receive
     MESSAGE_IS_SORTED = 5  # 1 if routing weights come from several ranks, and must be sorted; else 0
     MESSAGE_IS_STRAIGHT = 6  # 1 - MESSAGE_IS_SORTED
 
@@ -120,31 +128,33 @@ class CallNumber(enum.IntEnum):
 class ChunkNumber(enum.IntEnum):
     """The numbers that a call has for each chunk. `chunk_number` returns the index of such a number.
 
-    Received rows must be sorted by expert if they come from several ranks. Rows from one rank arrive sorted.
+    "Sorted rows" are all rows of this rank's tokens, chunk by chunk: for each chunk the rows that it sends,
+    then its rows that stay. Received rows must be sorted by expert if they come from several ranks. Rows from
+    one rank arrive sorted.
     """
 
-    TOKENS_BEGIN = 0  # first token
-    TOKENS = 1  # tokens
-    ROW_BEGIN = 2  # first sorted row of the chunk: rows that it sends, then rows that stay
-    SENT = 3  # rows that it sends
-    LOCAL = 4  # rows that stay on this rank
+    TOKENS_BEGIN = 0  # index of the chunk's first token among the tokens
+    TOKENS = 1  # number of the chunk's tokens
+    ROW_BEGIN = 2  # index of the chunk's first row among the sorted rows
+    SENT = 3  # number of rows that the chunk sends
+    LOCAL = 4  # number of the chunk's rows that stay on this rank
     HOME = 5  # SENT + LOCAL
-    LOCAL_ROW_BEGIN = 6  # first sorted row of those that stay
-    LOCAL_BEGIN = 7  # first row that stays, counted among the rows of all chunks that stay
-    LOCAL_WEIGHT = 8  # index of that row's routing weight in the order "by number"
-    RECEIVED_BEGIN = 9  # first received row, counted among the received rows of all chunks
-    RECEIVED = 10  # rows that it receives
-    SORTED = 11  # RECEIVED if the rows must be sorted, else 0
+    LOCAL_ROW_BEGIN = 6  # index of the chunk's first row that stays among the sorted rows: ROW_BEGIN + SENT
+    LOCAL_BEGIN = 7  # index of the same row among the rows of all chunks that stay
+    LOCAL_WEIGHT = 8  # index of the same row in the order "by number" (`Base`)
+    RECEIVED_BEGIN = 9  # index of the chunk's first received row among the received rows of all chunks
+    RECEIVED = 10  # number of rows that the chunk receives
+    SORTED = 11  # RECEIVED if the received rows must be sorted, else 0
     STRAIGHT = 12  # RECEIVED - SORTED
-    IS_SORTED = 13  # 1 if the rows must be sorted, else 0
+    IS_SORTED = 13  # 1 if the received rows must be sorted, else 0
     IS_STRAIGHT = 14  # 1 - IS_SORTED
 
 
 def chunk_number(number: ChunkNumber, chunk: int) -> int:
-    """Returns the index of a number of one chunk, among all numbers of a call.
+    """Returns the index of one of a chunk's numbers, among all numbers of a call.
 
-    number: which number of the chunk.
-    chunk: the chunk, from 0 to n - 1.
+    number: the number, such as `ChunkNumber.SENT`.
+    chunk: the index of the chunk, from 0 to n - 1.
     """
     return len(CallNumber) + chunk * len(ChunkNumber) + number
 
@@ -153,17 +163,19 @@ def chunk_number(number: ChunkNumber, chunk: int) -> int:
 class Operand:
     """An operand of a record: a matrix that begins at some row of a memory of the call.
 
-    Its address is bases[base] + constant + numbers[begin] + numbers[row] * row_bytes. A call provides
-    ``bases``, the addresses of its memories, and ``numbers``, its row counts and their sums.
+        address = bases[base] + constant + numbers[begin] + numbers[row] * row_bytes
+
+    A call provides ``bases``, the addresses of its memories, and ``numbers`` (see the module's docstring).
 
     base: the memory.
     name: the buffer, such as "T_DI.1", or the name of the base. Only for readers and tests:
         `PassProgram.words` leaves it out.
     rows: index, in ``numbers``, of the number of rows.
-    columns: elements of a row.
+    columns: number of elements of a row.
     row_bytes: bytes from one row to the next.
-    row: index, in ``numbers``, of the first row.
-    begin: index, in ``numbers``, of the bytes at which the operand's ring slot begins.
+    row: index, in ``numbers``, of the number that says with which row of the memory the operand begins.
+    begin: index, in ``numbers``, of the byte of the arena at which the operand's ring slot begins; ZERO if
+        the operand is in no ring slot.
     constant: bytes that are added to the address.
     """
 
@@ -188,13 +200,15 @@ class Record:
     operands: the operands, in the order that `Kernel` lists.
     condition: index of a number of the call. If that number is 0, nothing is called, but the record still
         waits and signals.
-    waits: events of other lanes for which the lane waits before the call.
-    signal: the event that is recorded on the lane after the call; -1 for none.
-    first: index of a number of the call. The kernel gets the number as an argument (`Kernel`).
-    flag: another argument of the kernel.
-    send_line, recv_line: only for an exchange: which line of a table has the numbers of rows to each rank,
-        and which those from each rank; -1 for other records. The table has two lines for each chunk (sent,
-        received), then two with the sums over all chunks.
+    waits: indices of events of other lanes, for which the lane waits before the call.
+    signal: index of the event that is recorded on the lane after the call; -1 for no event.
+    first: index of a number of the call. PLACE and SUM get this number as an argument (`Kernel`).
+    flag: another argument of the kernel, 0 or 1 (`Kernel`).
+    send_line, recv_line: for an EXCHANGE, indices of two lines of the table of row counts; -1 for other
+        records. A line has a row count for each rank: ``send_line`` says how many rows to send to the rank,
+        ``recv_line`` how many rows to receive from it. In the table, line 2 i has the rows that dispatch
+        sends in chunk i, and line 2 i + 1 the rows that it receives. Lines 2 n and 2 n + 1 are the sums over
+        all chunks.
     """
 
     kernel: Kernel
@@ -214,10 +228,10 @@ class Record:
 class Turn:
     """A buffer that shares a ring slot with other buffers: they use its memory in turn.
 
-    The slot must be as large as the largest of its buffers, so a call computes the size of each.
+    The slot must be as large as the largest of its buffers, so each call computes the size of all buffers.
 
-    slot: number of the slot.
-    rows: index of the number of the buffer's rows, among the numbers of the call.
+    slot: index of the slot in `PassProgram.slots`.
+    rows: index, in the ``numbers`` of a call, of the entry that says how many rows the buffer has.
     most_rows: an upper limit of the number of rows; -1 for no limit.
     row_bytes: bytes of a row.
     """
@@ -234,13 +248,13 @@ class PassProgram:
 
     chunks: n, number of chunks.
     ranks: W, number of ranks.
-    local_experts: E_local, experts of each rank.
-    keeps_own: whether rows for this rank's own experts stay on it.
-    sends: whether rows are sent.
+    local_experts: E_local, number of experts of each rank.
+    keeps_own: whether rows for this rank's own experts stay on the rank.
+    sends: whether rows may be sent by all-to-alls.
     slots: names of the ring slots, in the order in which they lie in memory.
     turns: the buffers in these slots.
-    records: the calls, in the order in which they are issued.
-    num_events: number of events that records wait for and signal.
+    records: the records, in the order in which they are issued.
+    num_events: number of events. Records have indices of events below this number.
     """
 
     chunks: int

@@ -118,7 +118,7 @@ class KernelsRunner(abc.ABC):
     def _backward(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
         """Runs the backward pass. Returns the gradient of each tensor of ``Inputs.all``; None if not wanted.
 
-        tensors: the tensors that forward saved; this function empties the list, to free each early.
+        tensors: the tensors that forward saved. This function empties the list, to free each tensor early.
         wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
         grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
         """
@@ -131,7 +131,7 @@ class KernelsRunner(abc.ABC):
         """Computes the forward pass. Returns T_O and the tensors to save for backward.
 
         T_O, the layer's output, is (T, M) for T tokens with M = d_model columns. The first two saved tensors
-        are T_M and T_DI, or None for one that is not kept.
+        are T_M and T_DI; None in place of a tensor that is not kept.
 
         inputs: the tensors of the call.
         keeps_hidden: whether T_M, the hidden activation, is kept.
@@ -142,7 +142,7 @@ class KernelsRunner(abc.ABC):
     def _gradients(self, tensors: list[Any], needs: Sequence[bool], grad_TM: Tensor) -> KernelsGradients:
         """Computes the backward pass. Returns the gradients of x, weight, w1, w2, b1 and b2.
 
-        tensors: the saved tensors. This function empties the list, to free each after its last use.
+        tensors: the saved tensors. This function empties the list, to free each tensor after its last use.
         needs: for each parameter, whether its gradient is wanted.
         grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
 
@@ -156,9 +156,9 @@ class KernelsRunner(abc.ABC):
 class FusedRunner(KernelsRunner):
     """A runner that computes both passes by COMET's kernels.
 
-    fused_routing: the destinations of the rows of this rank's tokens, and where rows arrive from.
+    fused_routing: the destinations of this rank's rows, and the sources of the rows that arrive.
     shard: which part of each expert's hidden columns this rank holds (ESP). A row is sent to each shard of
-        its expert, as if each were an expert with the same routing weight.
+        its expert, as if each shard were an expert with the same routing weight.
     """
 
     fused_routing: FusedRouting
@@ -352,9 +352,9 @@ class NoTokensRunner:
 class NoGradientsRunner:
     """A runner whose backward pass launches no kernels and returns zeros for all gradients.
 
-    A bounded call (`pmoe.BoundedSteps`) runs so if this rank needs gradients and no rank needed any when the
-    ranks agreed on the bound. The other ranks then run no backward pass, so this rank has no peers for its
-    own. The rows of the call are dropped on all ranks, and the step must be repeated.
+    It is for a bounded call (`pmoe.BoundedSteps`) in which this rank needs gradients, although no rank needed
+    any when the ranks agreed on the bound. The other ranks then run no backward pass, so this rank has no
+    peers for its own. The rows of the call are dropped on all ranks, and the step must be repeated.
 
     runner: the runner that computes the forward pass, without keeping anything for backward.
     """
@@ -464,14 +464,15 @@ def unit_index(
 
     recv_nWE: (n, W, E) on the device: rows that arrive in each of n chunks, from each of W ranks, for each of
         E experts of this rank.
-    rank: the number of this rank.
+    rank: the index of this rank.
     num_pieces: number of blocks for rows from this rank; at most n.
     num_rows: N.
     places_W: (W,), the place of each source rank in the engine's order (`Grid.places`). None if ranks are in
-        order of their numbers.
+        order of their indices.
 
     Example: rank 0 of two ranks, one expert, two chunks, two blocks. Each rank sends this rank one row in
-    each chunk. Rows a0 and a1 come from rank 0 itself, b0 and b1 from rank 1, and the number is the chunk:
+    each chunk. Rows a0 and a1 come from rank 0 itself, b0 and b1 from rank 1. The digit is the index of the
+    chunk:
 
         fused dispatch   a0 a1 b0 b1
         engine           b0 b1 a0 a1

@@ -40,8 +40,8 @@ class Request:
     experts: number of experts of one rank.
     top_k: number of experts of a token.
     max_tokens: the largest number of tokens of any rank.
-    max_rows: the largest number of rows that any rank receives. With a capacity factor, 0 may be passed in
-        its place, because the capacity then limits the rows.
+    max_rows: the largest number of rows that any rank receives. With a capacity factor it may be 0, which
+        stands for "unknown", because the capacity then limits the rows.
     needs_grad: whether a backward pass may follow.
     slack: size of the heap in rows, as a multiple of the rows that a rank receives if routing is balanced.
     is_persistent: whether FlashDMoE's persistent kernel is asked for, and not COMET's.
@@ -68,8 +68,8 @@ class Request:
     sends_again: bool = False
 
 
-# Answers on which all ranks have agreed: whether any rank refuses the kernels, and whether the ranks are on
-# several nodes. The first part of a key says which of the two questions it is.
+# Answers to two questions, on which all ranks have agreed: whether any rank refuses the kernels, and whether
+# the ranks are on several nodes. The first part of a key says which question was asked.
 _agreed: dict[tuple[object, ...], bool] = {}
 
 
@@ -203,9 +203,11 @@ def most_tokens(request: Request) -> int:
 def room_for_rows(request: Request) -> int:
     """Returns the number of rows that a rank's heap must hold. A heap is memory to which all ranks can write.
 
-    Let R be the most rows that all ranks together can send to one rank, and T the largest number of tokens of
-    any rank. Without a capacity the result is T * K * slack, but at most R. With a capacity the result is
-    always R.
+        without a capacity   min(T * K * slack, R)
+        with a capacity      R
+
+    T is the number of tokens for which the heap is made (`most_tokens`), K is ``top_k``, and R the most rows
+    that all ranks together can send to one rank.
 
     request: the call, from which the sizes are taken.
     """

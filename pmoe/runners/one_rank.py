@@ -96,7 +96,8 @@ def kernel_refusal(
 def _wrong_kernels(gate: TopKGate, case: KernelCase) -> str | None:
     """Returns the first error that the kernels make on this device, and warns of it; None if there is none.
 
-    The kernels are checked once for each case. They are not checked if the user forces them by name.
+    The kernels are checked once for each case. They are not checked if the user forces them by name. While a
+    CUDA graph is captured they cannot be checked, so kernels that were not checked before are refused.
 
     gate: the gate, whose options the check uses.
     case: the device, dtype and kind of experts.
@@ -174,7 +175,7 @@ def _backward(
     """Computes the backward pass. Returns the gradient of each tensor of ``Inputs.all``; None if not wanted.
 
     activation: name of the experts' nonlinearity in `pmoe.kernels.grouped_gemm`.
-    tensors: the tensors that forward saved. This function empties the list, to free each early.
+    tensors: the tensors that forward saved. This function empties the list, to free each tensor early.
     wanted: for each tensor of ``Inputs.all``, whether its gradient is wanted.
     grad_TM: (T, M), the gradient of the layer's output T_O for T tokens; M = d_model.
     """
@@ -183,8 +184,8 @@ def _backward(
     needs_x, needs_weight, _, needs_w1, needs_w2, needs_b1, needs_b2 = (*wanted, False, False)[:7]
     num_rows = hidden_NG.shape[0]
     # The rows are gathered before the products. A gather is one launch at the speed of memory, and costs less
-    # than products that gather. The peak memory of backward is reached when of_rows_NM is made, unless there
-    # are far more rows than elements of weights.
+    # than products that gather in their loads. The gathered rows do not raise the peak memory of backward,
+    # which is reached when of_rows_NM is made, unless there are far more rows than elements of weights.
     grad_NM = permute.permute_directly(aligned_rows(grad_TM), position_TK, num_rows)
     scale_N = weight_TK.new_empty(num_rows).index_copy_(0, position_TK.view(-1).long(), weight_TK.view(-1))
     # Each product for a parameter's gradient runs as early as possible, so that its operands can be freed.
@@ -224,7 +225,10 @@ def _backward(
 
 
 def slots_of(position_TK: Tensor, num_rows: int) -> RowSlots:
-    """Returns the slot of each row. Forward had them too, but backward only keeps the positions.
+    """Returns the slot of each sorted row: the index of its (token, choice) pair, (N,).
+
+    Forward got the slots from the routing, but only the positions are saved for backward. This function
+    inverts them.
 
     position_TK: (T, K) int32, for each of K choices of T tokens the index of its row among the sorted rows.
     num_rows: N = T * K, number of rows.

@@ -213,7 +213,8 @@ def _checked(plan: Plan, inputs: Inputs) -> Inputs:
     expert modules are an exception if the autograd graph of their forward pass is kept for backward. That
     graph itself checks the parameters that it needs (`pmoe.experts.expert_autograd.SavedTensorSlots`). So
     these parameters are saved as ``.data``, which autograd does not check. If modules run again in backward,
-    all of their parameters are needed, and autograd checks them.
+    all of their parameters are needed, and autograd checks them. The same rule holds for a shared expert that
+    is a user's module, and for callbacks.
 
     plan: the plan of the call.
     inputs: the tensors of the call.
@@ -293,7 +294,7 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
         swapped.kept[unit] = SavedUnit(rows_NM, hidden, kept.recipe)
     for point, passed in state.passed.items():
         swapped.passed[point] = replace(passed, tensors=tuple(map(swap, passed.tensors)))
-    # For `pmoe.engine.variants.send_once`, forward found ``regroup``, so the plan does not have it.
+    # With `pmoe.engine.variants.send_once`, forward computes ``regroup``, so it is state and not in the plan.
     swapped.regroup = [swap(tensor) for tensor in state.regroup]
     return swapped
 

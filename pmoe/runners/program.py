@@ -194,12 +194,12 @@ class _PassCall:
     def put_weights(self, kind: str, *, arrived: Base) -> None:
         """Allocates tensors for the routing weights of all rows, or for the gradients of these weights.
 
-        Each tensor has one number for each row: in the order in which this rank sends them, and in the order
-        in which the experts read them.
+        There is one tensor for the rows of this rank's tokens, in the order that `Base` calls "by number",
+        and one for the rows that this rank receives, in the order in which the experts read them.
 
         kind: "WEIGHT" for the weights, "DWEIGHT" for their gradients.
-        arrived: the `Base` of one more tensor, for the received numbers in the order of their source ranks.
-            It is allocated only if this order is not that of the experts.
+        arrived: the `Base` of one more tensor, for received rows in the order of their source ranks. It is
+            allocated only if the experts read the rows in another order.
         """
         weight_TK = self.inputs.weight_TK
         self.put(Base[f"{kind}_BY_NUMBER"], weight_TK.new_empty(self.memory[Base.PAIR_BY_NUMBER].shape[0]))
@@ -313,7 +313,10 @@ def _one_after_another(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _are_views(first: Tensor, parts: Iterable[Tensor], begins: Iterable[int]) -> bool:
-    """Returns whether the parts are contiguous, and begin at these elements of the first part's storage."""
+    """Returns whether all parts are contiguous views of the first part's storage, and begin at ``begins``.
+
+    begins: for each part, the index of the element of the storage at which it should begin.
+    """
     storage = first.untyped_storage().data_ptr()
     return all(
         part.untyped_storage().data_ptr() == storage

@@ -13,7 +13,10 @@ Words and letters of this folder:
     T_I, T_O         the layer's input and output, on the rank of the tokens
     T_DI, T_M, T_DO  the experts' input, hidden activation and output, on the rank of the experts
     rows that stay   rows that are not sent, because their expert is on the token's own rank
-    n                number of chunks (micro-batches)
-    m                number of tasks that compute the rows that stay; one task may compute several chunks
+    buffer           memory for a tensor of one chunk; "T_M.3" is the buffer of T_M for chunk 3
+    _L               ending of the names of buffers for rows that stay, such as "T_M_L.3"
+    ring slot        memory in which buffers of several chunks take turns
+    n                number of chunks (micro-batches); chunks have the indices 0 to n - 1
+    m                number of tasks that compute the rows that stay. A task may have rows of several chunks
     M, H             d_model and d_hidden
 """

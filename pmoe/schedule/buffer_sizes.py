@@ -16,7 +16,10 @@ ALIGNMENT = 256
 """Every ring slot starts at a multiple of this number of bytes."""
 
 SORTED_RESULTS = ("T_DO_sorted", "dT_DI_sorted")
-"""The buffers of results that are sorted by expert, before they are copied to the order of arrival."""
+"""The names of the buffers in which results are sorted by expert.
+
+The results are then copied from these buffers to buffers in the order in which the rows arrived.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +31,16 @@ class HiddenColumns:
     fields.
 
     hidden: width of T_M and of T_M's gradient.
-    active: width of the buffer for the activated hidden in passes that may overwrite T_M; 0 if no buffer is
-        needed, because experts write the activated hidden over T_M.
-    scratch: width of the buffer for the activated hidden in passes that must not overwrite T_M.
-    scratch_rows: a number of rows, not a width: backward computes some products in blocks of this many rows.
-    staged: width of the widest product that is computed in temporary memory and then copied to its buffer.
-    graph: sum of the widths of the tensors that autograd needs at the same time while it differentiates a
-        block.
+    active: width of the buffer "active", which holds the activated hidden, in passes that may overwrite T_M.
+        It is 0 if experts write the activated hidden over T_M, because they then need no such buffer.
+    scratch: width of the activated hidden. The buffer "active" has this width in passes that must not
+        overwrite T_M. The buffer "scratch", which holds a block of rows, always has it.
+    scratch_rows: a number of rows, not a width: backward computes some steps for a block of at most this many
+        rows at a time.
+    staged: width of the widest product that is computed in temporary memory and then copied to its buffer; 0
+        if products are written to their buffers directly.
+    graph: sum of the widths of the tensors that autograd needs at the same time while it differentiates the
+        experts for one block of rows.
     adapter: width of the product of a row and an adapter's first matrix: the adapter's rank; 0 without
         adapters.
     """
@@ -52,14 +58,15 @@ class HiddenColumns:
 class ChunkRows:
     """Numbers of rows of the buffers of one pass. Each sequence has one number for each chunk.
 
-    The engine passes tuples, because they are a part of the key under which `slot_layout` caches layouts.
+    The engine passes tuples, because `slot_layout` hashes these numbers to look up a layout in its cache.
 
     send: rows that this rank sends to other ranks.
     received: rows that other ranks send to this rank's experts. If one row is for several of these experts,
-        it counts once for each.
-    local: rows that stay on this rank, because their expert is on it.
-    home: rows of the buffer for results: those of the rows that were sent, those of the rows that stayed,
-        and, if choices may be dropped, one row of zeros that all dropped choices share.
+        it counts once for each of them.
+    local: rows that stay on this rank, because their expert is on it. If chunks do not share buffers, the
+        sequence has one number for each task that computes such rows (`pmoe.schedule.tasks.piece_of`).
+    home: rows of the buffer "home": one result for each row that was sent or stayed and, if choices may be
+        dropped, one row of zeros that all dropped choices share.
     regrouped: whether received rows must be sorted by expert before the experts compute them.
     arrived: rows that the dispatch all-to-all brings; None if the numbers are equal to ``received``.
     gathered: rows after the all-gather inside the node, if experts are sharded; None if the numbers are equal
@@ -82,7 +89,7 @@ class ChunkRows:
 class BufferSizes:
     """The rows and columns of every buffer of a pass.
 
-    A buffer has a name and the number of a chunk, such as "T_M_L.3". In names, "d" marks a gradient, "_L"
+    A buffer has a name and the index of a chunk, such as "T_M_L.3". In names, "d" marks a gradient, "_L"
     rows that stay on this rank, "_sorted" rows sorted by expert, and "_again" rows of T_DI that backward
     sends again:
 
@@ -90,16 +97,18 @@ class BufferSizes:
         T_DI, T_M, T_DO   the experts' input, hidden activation and output
         active, scratch   the hidden activation after the nonlinearity, and a block of its rows
         home              results that the combine all-to-all brings back
-        arrived, copies   with sharded experts: rows that dispatch brings, and what the all-gather sends:
-                          these rows once for each rank of the node
-        parts, leaving    with sharded experts: partial results of a node's ranks, and their sums
+        arrived           with sharded experts: rows that the dispatch all-to-all brings
+        copies            with sharded experts: the rows of "arrived", once for each rank that shares the
+                          experts; the all-gather inside the node sends them
+        parts             with sharded experts: partial results of all ranks that share the experts
+        leaving           with sharded experts: the sums of these partial results
 
     direction: "forward" or "backward".
     extent: the numbers of rows by chunk.
     d_model: columns of a token row.
     columns: columns of the tensors inside the experts.
-    restore: the restore pair: whether T_DI and T_M are kept or offloaded until backward, or made again there.
-        None if no backward pass follows.
+    restore: the restore pair: whether T_DI and T_M are kept, offloaded, or made again in backward; None if no
+        backward pass follows.
     rearranged: whether backward has another number of chunks than forward.
     places: whether the experts store the results of sorted rows in the order in which the rows arrived, so
         that no chunk needs memory for sorted results.
@@ -118,14 +127,14 @@ class BufferSizes:
         """Returns (rows, columns) of the buffer of one chunk; 0 rows if this pass or rank does not use it.
 
         buffer: the name and the chunk, such as "T_M_L.3": the hidden activation (T_M) of those rows of chunk
-            3 that stay on this rank (_L). Its shape is (number of these rows, d_hidden).
+            3 that stay on this rank (_L). Its shape is (number of these rows, columns of T_M).
         """
         name, _, chunk = buffer.rpartition(".")
         rows, columns = self.of(name)
         return rows[int(chunk)], columns
 
     def of(self, name: str) -> tuple[Sequence[int], int]:
-        """Returns (rows of each chunk, columns) of the buffers called ``name``.
+        """Returns (number of rows of each chunk, number of columns) of the buffers called ``name``.
 
         The buffers of all chunks have the same number of columns.
 
@@ -136,9 +145,9 @@ class BufferSizes:
         return self._known[name]
 
     def _rows_and_columns(self, name: str) -> tuple[Sequence[int], int]:
-        """Computes (rows of each chunk, columns) of the buffers called ``name``.
+        """Computes the result of `of`, which caches it.
 
-        A buffer that this pass or rank does not use has 0 rows. `of` caches the result.
+        A buffer that this pass or rank does not use has 0 rows.
 
         name: a name without a chunk, such as "T_DI".
         """
@@ -170,13 +179,14 @@ class BufferSizes:
         return rows, width
 
     def _rows_in_slots(self, name: str, rows: Sequence[int]) -> Sequence[int]:
-        """Returns ``rows`` with 0 for each chunk that needs no ring slot for the buffer ``name``.
+        """Returns ``rows``, with 0 for each chunk that needs no ring slot for its buffer ``name``.
 
         name: the buffer:
 
             "T_DI"              0 for chunks whose rows stay in the memory in which they arrive
-            ends in "_sorted"   a sorted copy of rows: 0 for chunks whose rows need not be sorted, and for
-                                results if experts store these in the order of arrival
+            ends in "_sorted"   rows or results sorted by expert: 0 for chunks whose rows need not be
+                                sorted. Sorted results (`SORTED_RESULTS`) have 0 for all chunks if experts
+                                store their results directly in the order of arrival (``places``)
 
         rows: the number of rows of each chunk.
         """
@@ -189,14 +199,14 @@ class BufferSizes:
     def stays_as_it_arrives(self, i: int) -> bool:
         """Whether chunk i's rows of T_DI stay until backward in the memory in which they arrive.
 
-        This memory belongs to these rows only; it is no ring slot. The fate of T_DI in the restore pair says
-        what becomes of T_DI until backward. In forward the result is True
+        This memory belongs to these rows only; it is no ring slot. The result is True only in forward, in two
+        cases:
 
-        - with the fate "message", which keeps the messages that arrived;
-        - with the fate "keep", if the rows arrive sorted by expert. Unsorted rows arrive in a ring slot, and
-          T_DI is their sorted copy.
+        - The fate of T_DI is "message": the messages that arrived are kept.
+        - The fate is "keep", and the rows arrive sorted by expert. Rows that are not sorted arrive in a ring
+          slot, and their sorted copy is kept.
 
-        i: number of the chunk.
+        i: index of the chunk.
         """
         if self.direction != "forward" or self.restore is None:
             return False
@@ -212,8 +222,10 @@ class BufferSizes:
         name: the buffer:
 
             arrived   rows that the dispatch all-to-all brings
-            copies    rows that the all-gather sends, one copy for each rank of the node
-            parts     partial results that the reduce-scatter receives from each rank of the node
+            copies    what the all-gather sends. It runs as an all-to-all, so this buffer has the arrived
+                      rows once for each rank that shares the experts. If two ranks share the experts, it
+                      has 0 rows: the rows are sent to the other rank directly from "arrived"
+            parts     partial results that the reduce-scatter gets from each rank that shares the experts
             leaving   the sums of the partial results
         """
         arrived = self.extent.arrived or self.extent.received
@@ -224,9 +236,9 @@ class BufferSizes:
 
     @property
     def _restores_by_link(self) -> bool:
-        """Whether T_DI, the experts' input, is received from other ranks in this pass.
+        """Whether other ranks send T_DI, the experts' input, in this pass.
 
-        This is so in forward, and in backward if T_DI is sent again.
+        They do in forward, and in backward if the fate of T_DI is "communicate".
         """
         sends_again = self.restore is not None and self.restore.dispatched == "communicate"
         return self.direction == "forward" or sends_again
@@ -235,8 +247,9 @@ class BufferSizes:
     def _expendable(self) -> bool:
         """Whether backward may overwrite T_M, the hidden activation, with its values after the nonlinearity.
 
-        It may if T_M was offloaded, recomputed, or copied from forward's chunks to chunks of another size.
-        T_M is then a copy in reused memory (a ring slot). A T_M that was kept from forward must not change.
+        It may if T_M is in reused memory (a ring slot), because backward has copied it from the host,
+        recomputed it, unpacked it from e4m3, or copied it from forward's chunks to chunks of another size. A
+        T_M that was kept from forward must not change.
         """
         return self.restore is not None and (self.restore.hidden != "keep" or self.rearranged)
 
@@ -244,9 +257,9 @@ class BufferSizes:
     def _active_columns(self) -> int:
         """The columns of the buffer "active", which holds hidden activations after the nonlinearity.
 
-        T_M is the hidden activation before the nonlinearity. If the pass may overwrite T_M, the number is
-        `HiddenColumns.active`, which is 0 if experts write the new values over T_M. If T_M must not change,
-        the number is `HiddenColumns.scratch`.
+        T_M is the hidden activation before the nonlinearity. If the pass may overwrite T_M, the buffer has
+        `HiddenColumns.active` columns: 0 if experts write the values after the nonlinearity over T_M. If T_M
+        must not change, the buffer has `HiddenColumns.scratch` columns.
         """
         if self.direction == "forward":
             in_place = self.restore is None or self.restore.hidden == "recompute"
@@ -280,13 +293,15 @@ def slot_elements(schedule: Schedule, sizes: BufferSizes) -> dict[str, int]:
 class SlotLayout:
     """The places of a pass's ring slots in one common allocation, and the slot and shape of each buffer.
 
-    A ring slot is memory in which buffers of different chunks take turns.
+    A ring slot is memory in which buffers of different chunks take turns. A buffer is a view of its slot with
+    the shape (rows, columns). Buffers of equal shape that take turns in a slot are the same view.
 
-    spans: the elements that each slot takes in the allocation, in the order of the slots.
-    total: the elements of the allocation, the sum of ``spans``.
-    views: (slot, rows, columns) of each view of a slot; a slot is its index in ``spans``.
-    view_of_buffer: for each buffer that has rows the index of its view in ``views``, by name and chunk.
-        Buffers of equal shape that take turns in a slot have the same view.
+    spans: for each slot, the number of elements that it takes in the allocation. The slots lie one after
+        another in this order.
+    total: the number of elements of the allocation, the sum of ``spans``.
+    views: the views, each as (index of its slot in ``spans``, rows, columns).
+    view_of_buffer: the index in ``views`` of each buffer that has rows, by the buffer's name and chunk, such
+        as {"T_DI.2": 0}.
     """
 
     spans: list[int]
@@ -296,14 +311,14 @@ class SlotLayout:
 
 
 MOST_LAYOUTS = 16
-"""Layouts of one schedule that `slot_layout` keeps."""
+"""The largest number of layouts that `slot_layout` caches for a schedule."""
 
 
 def slot_layout(schedule: Schedule, sizes: BufferSizes, element_size: int) -> SlotLayout:
     """Returns the layout of a pass's ring slots in one allocation.
 
-    The layout depends on numbers of rows alone. They are often those of an earlier call, for example on one
-    rank, or if rows are padded. So the schedule keeps its layouts.
+    Calls often have the same numbers of rows as an earlier call, for example on one rank, or if rows are
+    padded. So the layouts of a schedule are cached (`Schedule.layouts`).
 
     schedule: the tasks of the pass, with the slot of each buffer.
     sizes: rows and columns of each buffer.
@@ -340,7 +355,7 @@ def arena_elements(slots: Mapping[str, int], element_size: int) -> tuple[dict[st
 
     Every slot starts at a multiple of `ALIGNMENT` bytes, so the numbers are rounded up.
 
-    slots: the elements of each slot, by the slot's name.
+    slots: the number of elements of each slot, by the slot's name.
     element_size: bytes of an element.
     """
     step = max(ALIGNMENT // element_size, 1)

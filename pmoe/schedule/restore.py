@@ -8,7 +8,7 @@ buffers (ring slots), and backward restores it. With two of the fates, a narrowe
 memory, too: "message" keeps the messages in which T_DI arrived, and "e4m3" keeps T_M in this float8 type.
 
 The price of each fate, for one row of T_DI or T_M, with n chunks and s bytes an element. w is the bytes of a
-row's message (`pmoe.schedule.wire`), and e = C + 4 C / 128:
+row's message (`pmoe.schedule.wire`), and e = C + 4 C / 128 the bytes of a row of T_M in e4m3:
 
     tensor  fate         device bytes saved  work added                           lane
     T_DI    keep         0                   none                                 none
@@ -20,10 +20,10 @@ row's message (`pmoe.schedule.wire`), and e = C + 4 C / 128:
             recompute    C s (1 - 1/n)       C M multiply-adds in backward        compute
             e4m3         C s (1 - 1/n) - e   packing in forward, unpacking        compute
 
-Recomputing repeats the experts' first product, which reads T_DI, so T_DI is restored first. Copies out run in
-forward, copies in during backward. On one rank a repeated dispatch is only a gather on the compute lane. With
-"message", rows that stay on their rank have no message. Backward copies them from T_I again, which sends no
-bytes.
+Recomputing repeats the experts' first product, which reads T_DI, so T_DI is restored first. Forward copies
+tensors out to the host, and backward copies them in. On one rank "communicate" sends nothing: backward
+gathers the rows from T_I again, on the compute lane. With "message", rows that stay on their rank have no
+message. Backward copies them from T_I again, which sends no bytes.
 
 A restored tensor has the same bits as in forward, with one exception: "e4m3" rounds T_M. Forward's output is
 not affected, but gradients are. "message" rounds nothing, because forward has computed with the same
@@ -44,7 +44,7 @@ DispatchedFate = Literal["keep", "offload", "communicate", "message"]
 """What becomes of T_DI, the experts' input, until backward.
 
 "keep": it stays on the device. "offload": it goes to the host and back. "communicate": it is sent again.
-"message": it stays on the device as it came, in the messages that the layer's ``wire`` asks for.
+"message": the messages in which it arrived stay on the device (a layer with ``wire`` sends rows as messages).
 """
 HiddenFate = Literal["keep", "offload", "recompute", "e4m3"]
 """What becomes of T_M, the hidden activation, until backward.
@@ -56,17 +56,17 @@ HiddenFate = Literal["keep", "offload", "recompute", "e4m3"]
 GATHERED_AGAIN: tuple[DispatchedFate, ...] = ("communicate", "message")
 """The fates of T_DI with which backward copies rows from the layer's input T_I again.
 
-These are all rows with "communicate", and the rows that stay on their rank with "message".
+With "communicate" it copies all rows, with "message" only the rows that stay on their rank.
 """
 
 AllowName = Literal["e4m3"]
 """The value of MoELayer's argument ``allow``, apart from None."""
 
 CopiesFate = Literal["keep", "communicate", "present"]
-"""How ranks that host copies of busy experts have the copies' weights in forward and backward.
+"""How the ranks that host copies of busy experts get the weights of these copies, in both passes.
 
-"keep": sent in forward and kept until backward. "communicate": sent in forward, and sent again in backward.
-"present": kept from an earlier call, so not sent at all.
+"keep": the weights are sent in forward and kept until backward. "communicate": they are sent in forward, and
+sent again in backward. "present": they were kept from an earlier call, so they are not sent at all.
 """
 
 StrategyName = Literal["S1", "S2", "S3", "S4"]
@@ -78,11 +78,12 @@ class Restore:
     """A restore pair: how backward gets the experts' input (T_DI) and hidden activation (T_M) of forward.
 
     dispatched: what becomes of T_DI: "keep" on the device, "offload" to the host, "communicate", which sends
-        it again in backward, or "message", which keeps the messages of a layer with ``wire``.
-    hidden: what becomes of T_M: "keep", "offload", "recompute" from T_DI in backward, or "e4m3", which keeps
-        it in fewer bytes and rounds it.
+        T_DI again in backward, or "message", which keeps the messages in which T_DI arrived (in a layer with
+        ``wire``).
+    hidden: what becomes of T_M: "keep", "offload", "recompute" from T_DI in backward, or "e4m3", which rounds
+        T_M and keeps it in fewer bytes.
 
-    Raises ValueError for another value. As a text a pair is both words, such as "communicate/recompute".
+    ``str(pair)`` is both words, such as "communicate/recompute". Raises ValueError for another word.
     """
 
     dispatched: DispatchedFate
@@ -119,7 +120,7 @@ class Restore:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether T_DI or T_M stays on the device in fewer bytes than its rows have."""
+        """Whether T_DI or T_M stays on the device in fewer bytes: T_DI as messages, or T_M in e4m3."""
         return self.dispatched == "message" or self.hidden == "e4m3"
 
 
@@ -136,15 +137,16 @@ KEEP = Restore("keep", "keep")
 
 
 def fate_of_copies(restore: Restore, *, stay: bool, are_present: bool = False) -> CopiesFate:
-    """Returns how ranks that host copies of busy experts have the copies' weights in both passes.
+    """Returns how the ranks that host copies of busy experts get the weights of these copies.
 
-    The weights are sent again in backward if the rows for them (T_DI) are, unless they stay. The layer, the
-    price of a copy, the simulation of a step and the memory model all ask this function.
+    If backward sends rows (T_DI) again, it also sends the weights of copies again, unless ``stay`` is True.
+    The layer, the price of a copy, the simulation of a step and the memory model all ask this function. The
+    results are explained at `CopiesFate`.
 
-    restore: the restore pair: how backward gets the rows and the hidden activation.
-    stay: whether the weights stay on their ranks until backward with every restore pair. They do if later
-        calls use them (evaluation, gradient accumulation), and if experts are a user's modules.
-    are_present: whether the ranks have the weights from an earlier call.
+    restore: the restore pair of the call.
+    stay: whether the weights stay on the copies' ranks until backward with every restore pair. They do if
+        later calls use them (evaluation, gradient accumulation), and if experts are a user's modules.
+    are_present: whether the copies' ranks have the weights from an earlier call.
 
     Example: S4 -> "communicate", which sends the weights twice. S4 with ``stay`` -> "keep".
     """
@@ -186,13 +188,14 @@ def parse_restore(memory_reuse: bool | str | Restore) -> Restore | bool:
 def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: bool) -> tuple[Restore, ...]:
     """Returns the restore pairs among which pmoe chooses, for ``memory_reuse=True`` and for `pmoe plan`.
 
-    Without a budget these are S1 to S4 and, if ``allow`` permits them, narrow pairs, which keep T_DI or T_M
-    in fewer bytes. None of these has the fate "keep". With a budget, pairs with "keep" are added. Pairs that
-    round nothing come first.
+    With a budget these are all pairs of `ALL_PAIRS`. If ``allow`` permits them, pairs of `NARROW_PAIRS`
+    follow, which keep T_DI or T_M in fewer bytes. Without a budget, pairs with the fate "keep" are left out
+    of both groups: S1 to S4 remain of the first.
 
-    allow: MoELayer's argument; None leaves narrow pairs out.
+    allow: MoELayer's argument; None leaves all narrow pairs out.
     has_budget: whether a memory budget limits the choice.
-    has_messages: whether the layer receives rows as messages. If not, there are no messages to keep.
+    has_messages: whether the layer receives rows as messages. If not, pairs with the fate "message" are left
+        out.
     """
     exact = ALL_PAIRS if has_budget else tuple(STRATEGIES.values())
     if allow is None:
@@ -203,10 +206,10 @@ def pairs_to_choose(allow: AllowName | None, *, has_budget: bool, has_messages: 
 
 
 def without_messages(restore: Restore) -> Restore:
-    """Returns the restore pair of a layer on one rank: "message" is replaced by "communicate".
+    """Returns the restore pair of a layer on one rank: the fate "message" is replaced by "communicate".
 
-    One rank receives no messages, so it cannot keep any. With "communicate", backward copies the rows from
-    T_I again.
+    A single rank receives no messages, so it cannot keep messages. With "communicate", backward copies the
+    rows from T_I again.
 
     restore: the pair that the options ask for.
     """

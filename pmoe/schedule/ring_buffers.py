@@ -6,17 +6,18 @@ slots, chunk 2 uses the slot that chunk 0 had before:
     buffer   T_DI.0    T_DI.1    T_DI.2    T_DI.3
     slot     T_DI[0]   T_DI[1]   T_DI[0]   T_DI[1]
 
-T_DI and T_DO, the experts' input and output, have two slots each. The hidden activation T_M has one, or two
-if it is offloaded. Gradients and the buffers that are sent have rings too. A slot is written again only after
-its last reader has ended: `link` makes tasks wait for slots as it does for buffers.
+T_DI and T_DO, the experts' input and output, have two slots each. The hidden activation T_M has one slot, two
+if it is offloaded, and none if forward keeps it. Gradients and the buffers that are sent have rings, too. A
+slot is written again only after its last reader has ended: `link` makes tasks wait for slots as it does for
+buffers.
 
 The experts compute two parts of each chunk one after the other: the rows that stay on this rank, because
 their expert is on it, and the rows that other ranks sent. If T_M is offloaded, each part has its own slots
-for T_M. If both parts took turns in two slots, rows from other ranks would always get the same slot, and
-their copy to the host could not run while the next rows are computed.
+for T_M. If both parts took turns in two slots, rows from other ranks would always get the same slot. Copying
+them to the host could then not run while the next of these rows are computed.
 
 Forward with S3 (T_DI offloaded, T_M recomputed), n = 3, rows that are sent and rows that stay. Columns show
-the order, not the time. A task has the number of its chunk, and these letters:
+the order, not the time. The name of a task is one of these letters and the index of its chunk:
 
     G    copies rows to the send buffer              S    dispatch all-to-all
     L    experts on rows that stay                   C    experts on rows that other ranks sent
@@ -53,9 +54,9 @@ def _turns(tasks: Sequence[Task], sizes: Mapping[str, int], homes: Sequence[str]
         there is one, else in the ring "T_M". Buffer "T_DI_again.3" is in the ring "T_DI_again" if there is
         one, else in "T_DI". Buffers without a ring, or with a ring of 0 slots, get no slot.
     homes: names of buffers that get their slots before all others, in the order of this list. They are
-        "home.i" and "home_L.i", which hold the results of chunk i on the tokens' rank. "home_L.i" (rows that
-        stay on this rank) is a part of the memory of "home.i", so both need the same slot number. In the
-        order of writing they could get different numbers.
+        "home.i" and "home_L.i" (in backward "dhome.i" and "dhome_L.i"), which hold the results of chunk i on
+        the tokens' rank. "home_L.i" (rows that stay on this rank) is a part of the memory of "home.i", so
+        both need the slot of the same index. In the order of writing they could get different indices.
     """
     used = Counter[str]()
     slots: dict[str, str] = {}
@@ -73,18 +74,18 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     """Returns the schedule of a forward pass in n chunks, in which chunks take turns in ring slots.
 
     A ring slot is memory that several chunks use, one after another. The link between ranks alternates:
-    dispatch of chunk i + 1, combine of chunk i, dispatch of chunk i + 2 (Fig. 7a). So two dispatched chunks
-    exist at a time, and need two slots.
+    dispatch of chunk i + 1, combine of chunk i, dispatch of chunk i + 2 (MPipeMoE, Fig. 7a). So the
+    dispatched rows of two chunks exist at a time, and need two slots.
 
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
-        again until backward; None if no backward pass follows.
+    restore: the restore pair: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept,
+        offloaded, or made again in backward; None if no backward pass follows.
     """
     tasks = PassBuilder("forward", n, stages)
     remote = stages.remote
     dispatched, hidden_fate = (None, None) if restore is None else (restore.dispatched, restore.hidden)
-    # The number of ring slots of T_DI or T_M, by what becomes of the tensor; 1 for all other cases.
+    # The number of ring slots of T_DI or T_M, by the tensor's fate. All other fates, and None, have 1 slot.
     of_fate: dict[str | None, int] = {"keep": 0, "offload": 2}
     sizes = {
         **dict.fromkeys(("send", "arrived", "T_DO", "leaving"), 2),
@@ -99,10 +100,10 @@ def rotating_forward(n: int, stages: Stages, *, restore: Restore | None) -> Sche
     def compute(i: int, place: str) -> None:
         """Adds the task in which experts compute one part of chunk i, and tasks that offload its tensors.
 
-        If the restore pair offloads the part's dispatched rows (T_DI) or hidden activation (T_M), tasks that
-        copy them to the host follow.
+        If the restore pair offloads the part's dispatched rows (T_DI), a task copies them to the host. If it
+        offloads the part's hidden activation (T_M), a task copies this tensor to the host.
 
-        i: number of the chunk.
+        i: index of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
@@ -153,12 +154,11 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
     A ring slot is memory that several chunks use, one after another. The pass restores the dispatched rows
     (T_DI) and the hidden activation (T_M) of forward, chunk by chunk. A chunk's gradients of parameters are
-    computed right after its other gradients, because they read slots that the next chunk overwrites.
+    computed right after its other gradients, because these tasks read slots that the next chunk overwrites.
 
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: whether forward has kept T_DI and T_M, offloaded them, or dropped them, so that backward makes
-        them again.
+    restore: the restore pair: whether T_DI and T_M were kept or offloaded in forward, or are made again here.
     rearranged: whether forward had another number of chunks. Tensors that forward kept are then copied into
         slots, chunk by chunk.
     """
@@ -166,8 +166,8 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
     remote = stages.remote
     dispatched, hidden_fate = restore.dispatched, restore.hidden
     sends_again = dispatched == "communicate"
-    # Whether backward has to put T_DI into expert order again: from rows that are sent again, from messages,
-    # or from T_I.
+    # Whether backward must arrange T_DI in the order of the experts again: from rows that are sent again,
+    # from messages, or from T_I.
     arranges = dispatched in GATHERED_AGAIN
     sizes = {
         **dict.fromkeys(("send", "send_again", "arrived", "arrived_again", "leaving"), 2),
@@ -188,7 +188,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         If backward sends forward's dispatched rows (T_DI) again, the tasks that gather and send T_DI come
         first.
 
-        i: number of the chunk.
+        i: index of the chunk.
         """
         if sends_again:
             tasks.dispatch(i, again=True)
@@ -198,11 +198,11 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         """Adds the callbacks on the gradients of chunk i that arrived, and the all-gather of these gradients.
 
         Adds nothing unless experts are sharded and the layer has callbacks (`Stages.hooked`). In other layers
-        the all-gather is added together with the dispatch, and callbacks are a part of the experts' task. If
-        backward also sends forward's dispatched rows (T_DI) again, the same two tasks for these rows come
-        first.
+        the all-gather, if there is one, is added together with the dispatch, and callbacks are a part of the
+        experts' task. If backward also sends forward's dispatched rows (T_DI) again, callbacks and all-gather
+        of these rows come first.
 
-        i: number of the chunk.
+        i: index of the chunk.
         """
         if sends_again:
             tasks.open(i, again=True)
@@ -213,7 +213,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
 
         The tensors may be the dispatched rows (T_DI), the hidden activation (T_M), or both.
 
-        i: number of the chunk.
+        i: index of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
@@ -228,9 +228,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         1. the hidden activation (T_M) is recomputed, if its fate in the restore pair is "recompute";
         2. the gradients of the part's rows are computed, after T_M is unpacked if it was kept in e4m3;
         3. the combine all-to-all sends these gradients back, if other ranks sent the rows;
-        4. the gradients of parameters are computed.
+        4. the gradients of parameters are computed, first those of copies of busy experts, if there are any.
 
-        i: number of the chunk.
+        i: index of the chunk.
         place: "_L" for the rows that stay on this rank, because their expert is on it; "" for the rows that
             other ranks sent.
         """
@@ -238,8 +238,9 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
         hidden = f"T_M{place}.{i}"
         if not place and (arranges or (dispatched == "keep" and not rearranged)):
             rows.append(f"T_DI_sorted.{i}")
-        # The first task of these rows also writes T_DI in expert order: from kept chunks, from rows that were
-        # sent again, or from T_I. `arranged` has the buffers that the next task writes for that reason.
+        # The first task of these rows also writes T_DI in the order of the experts: from kept chunks, from
+        # rows that were sent again, from messages, or from T_I. `arranged` has the buffers that the next task
+        # writes for this reason.
         arranged = rows[-1:] if arranges or (dispatched == "keep" and rearranged) else []
         if hidden_fate == "recompute":
             inputs = [buffer for buffer in rows if buffer not in arranged]
@@ -258,7 +259,7 @@ def rotating_backward(n: int, stages: Stages, *, restore: Restore, rearranged: b
             source = [f"dT_DO.{i}", *tasks.copied]
             result = [f"dT_DI_sorted.{i}", f"dT_DI.{i}", f"dweight_DI.{i}"]
         reads = [buffer for buffer in (*source, *rows, hidden) if buffer not in arranged]
-        if hidden_fate not in ("keep", "e4m3"):  # the task overwrites T_M with the activated hidden
+        if hidden_fate not in ("keep", "e4m3"):  # the task overwrites T_M with the activation's result
             arranged = [*arranged, hidden]
         tasks.add(Kind.LOCAL if place else Kind.COMPUTE, i, reads, [*arranged, *work, *grads, *result])
         if not place:
@@ -308,8 +309,8 @@ def rotating(
     direction: "forward" or "backward".
     n: number of chunks.
     stages: the stages that the layer has.
-    restore: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept, offloaded or made
-        again between the passes; None for a forward pass without a backward pass.
+    restore: the restore pair: whether the dispatched rows (T_DI) and the hidden activation (T_M) are kept,
+        offloaded, or made again in backward; None for a forward pass without a backward pass.
     rearranged: whether backward has another number of chunks than forward. It changes only backward's
         schedule.
     """
@@ -323,10 +324,11 @@ def _units(chunks: Sequence[int], stages: Stages) -> list[tuple[int, str]]:
     """Returns the order in which the experts compute the parts of chunks, as (chunk, "_L") and (chunk, "").
 
     (chunk, "_L") are the rows of a chunk that stay on this rank, because their expert is on it. (chunk, "")
-    are the rows that other ranks sent. Rows that stay come first, to fill the time until the chunk's other
-    rows arrive. In the last chunk they come last, to fill the time while the chunk's results are sent back.
+    are the rows that other ranks sent. In each chunk, the rows that stay come first, to fill the time until
+    the other rows arrive. Only in the last chunk they come last, to fill the time while results are sent
+    back.
 
-    chunks: the chunks, in the order of the pass.
+    chunks: the indices of the chunks, in the order of the pass.
     stages: the stages of the layer, which say whether rows stay and whether rows are sent.
     """
     units = []

@@ -1,6 +1,6 @@
 """Schedules in which every buffer has memory of its own, so that all dispatches are issued first.
 
-No dispatch must wait until an earlier chunk's buffer is free. `pmoe.schedule.tasks` has pictures of these
+No dispatch waits until an earlier chunk has left its buffer. `pmoe.schedule.tasks` has pictures of these
 schedules, and `Kind` explains the letters of tasks.
 """
 
@@ -24,18 +24,20 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     """Returns the schedule of a forward pass in n chunks, in which every buffer has memory of its own.
 
     The dispatch all-to-alls (S) of all chunks are issued first. All received rows are kept, so issuing an S
-    later would save no memory, and in this order the link never idles while an S remains.
+    later would save no memory. In this order the link between ranks never idles while an S remains.
 
     MPipeMoE alternates S with the combine all-to-alls (R), as in Fig. 7a: S0 S1 R0 S2 R1 S3 R2 R3. With
-    separate buffers that is never faster. Take an R that is followed by an S, and swap the two. The S now
-    ends earlier. The R now ends at the time at which the S ended before the swap. The later end of R does no
-    harm, because only the sums of tokens (O) wait for R, and they come after all experts.
-    `bench/bench_alternate.py` simulates and measures both orders.
+    separate buffers the alternating order is never faster. Take an R that is followed by an S, and swap the
+    two. The S now ends earlier. The R now ends at the time at which the S ended before the swap. The later
+    end of R does no harm, because only the sums of tokens (O) wait for R, and the sums come after all
+    experts. `bench/bench_alternate.py` simulates and measures both orders.
 
-    Rows that stay on this rank, because their expert is on it, fill the time until the first chunk arrives.
-    The rows of all chunks but the last are computed in one task, because small products are slow. The rows of
-    the last chunk are computed at the end, while the last combine all-to-all (R) runs. Rows that stay because
-    a copy of their expert is on this rank follow in tasks of their own, which wait for the copy's weights.
+    Some rows stay on this rank, because their expert is on it. If there are several chunks, and rows are also
+    sent, two tasks L compute the rows that stay (`local_pieces`). The first L has the rows of all chunks but
+    the last, because small products are slow. It fills the time until the first chunk arrives. The second L
+    has the rows of the last chunk. It fills the time while the last combine all-to-all (R) runs. Rows that
+    stay because a copy of their expert is on this rank have tasks L of their own. These follow the other L,
+    and wait for the copy's weights.
 
     n: number of chunks.
     stages: the stages that the layer has.
@@ -48,9 +50,9 @@ def forward_schedule(n: int, stages: Stages) -> Schedule:
     for_copies = pieces_for_copies(m, stages)
 
     def stay(pieces: range) -> None:
-        """Adds tasks in which the experts compute rows that stay on this rank.
+        """Adds tasks L, in which the experts compute rows that stay on this rank.
 
-        pieces: the indices of the tasks, each of which computes one part of these rows.
+        pieces: the indices of these tasks. Each task computes one part of the rows.
         """
         for j in pieces:
             reads = [f"T_I_L.{j}", "weight", *(tasks.copied if j in for_copies else ())]
@@ -85,16 +87,19 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     The dispatch all-to-alls (S) send gradients of the layer's output to the experts, and the combine
     all-to-alls (R) send gradients of the experts' input back.
 
-    Gradients of parameters are computed by separate tasks, which add to one sum in list order. For rows that
-    stay on this rank, these tasks fill the time until the first gradients arrive. For received rows, a
-    chunk's task comes after the next chunk's experts, so that the tasks of the last two chunks fill the time
-    while the last R runs. The tensors that a chunk's task reads stay in memory for at most two chunks.
+    Gradients of parameters are computed by separate tasks (LW, W). All of them add to the same sums, in the
+    order of the list. The tasks LW, for rows that stay on this rank, fill the time until the first gradients
+    arrive. A task W, for the received rows of a chunk, comes after the experts' task (C) of the next chunk.
+    So the W of the last two chunks fill the time while the last R runs, and the tensors that a W reads are in
+    memory for at most two chunks.
 
-    A rank may also host copies of busy experts, which compute some rows of its own tokens. With several
-    chunks, the last task for the rows of the rank's own experts then runs after all other experts' tasks,
-    just before VA and O. So the gradients of the copies are ready, and can be sent (VG), earlier.
+    A rank may also host copies of busy experts, which compute some of the rows that stay. Other ranks wait
+    for the gradients of the copies, which can be sent only after the last task C. So, with several chunks,
+    the last task L for the rank's own experts is moved to the end: it runs after all tasks C. The last C then
+    ends earlier, and the gradients of the copies are sent earlier (VG, or VGR if an expert has several
+    copies). After this L come VA, which adds the gradients of copies to those of the experts, and O.
 
-    The reduction of other layers' gradients (GAR), if there is one, follows the last S (FSMoE, Fig. 3d).
+    The task GAR reduces gradients of other layers. If there is one, it follows the last S (FSMoE, Fig. 3d).
 
     n: number of chunks.
     stages: the stages that the layer has.
@@ -105,8 +110,8 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
     for_copies = pieces_for_copies(m, stages)
     chunks = range(n if remote else 0)
 
-    # On a rank with copies, the last rows that stay for own experts are computed at the end. Other ranks wait
-    # for the gradients of the copies, which are sent only after the last chunk.
+    # On a rank with copies, the last L for own experts runs at the end: other ranks wait for the gradients of
+    # the copies, which can be sent only after the last C.
     early = m - 1 if stages.local_copies and m > 1 else m
 
     def add_weight_gradients(i: int) -> None:
@@ -114,9 +119,9 @@ def backward_schedule(n: int, stages: Stages) -> Schedule:
         tasks.add(Kind.WGRAD, i, [f"pending.{i}", "dw"], ["dw"])
 
     def stay(pieces: range) -> None:
-        """Adds the tasks that compute gradients from rows that stay on this rank.
+        """Adds tasks L and LW (LKW for copies), which compute gradients from rows that stay on this rank.
 
-        pieces: the numbers of the tasks, each of which has one part of these rows.
+        pieces: the indices of these tasks. Each task L has one part of the rows.
         """
         for j in pieces:
             reads = [f"dT_O_L.{j}", f"T_DI_L.{j}", f"T_M_L.{j}", *(tasks.copied if j in for_copies else ())]
@@ -165,14 +170,14 @@ def _through_experts(tasks: PassBuilder, i: int, reads: list[str], writes: list[
     4. callbacks on the results of chunk i - 1, and their combine all-to-all.
 
     Step 4 is one chunk late, because its callbacks share a lane with the experts. The callbacks on the
-    results of chunk i must wait for the reduce-scatter of chunk i. If they were added right after it, the
-    experts of chunk i + 1 would come after them in the lane, and would wait, too.
+    results of chunk i must wait for the reduce-scatter of chunk i. If these callbacks were added right after
+    the reduce-scatter, the experts of chunk i + 1 would come after them in the lane, and would wait, too.
 
     With i = 0, step 1 is also added for chunk 0. With the last i, step 4 is also added for the last chunk.
 
-    tasks: the list to which tasks are added.
-    i: number of the chunk.
-    reads, writes: the buffers of the experts' task.
+    tasks: the builder of the pass, to which tasks are added.
+    i: index of the chunk.
+    reads, writes: the names of the buffers that the experts' task reads and writes.
     """
     if i == 0:
         tasks.open(0)

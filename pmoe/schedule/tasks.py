@@ -3,24 +3,25 @@
 The engine runs this list, the simulator predicts its time, and the timeline draws it.
 
 A task starts when its lane is free and the tasks for which it waits have ended. A lane runs its tasks in list
-order. `link` finds the tasks for which a task must wait, from the buffers that they read and write. So no
-schedule can reuse a buffer too early by mistake.
+order. `link` finds the tasks for which a task must wait: it compares the buffers that tasks read and write.
+So no schedule can reuse a buffer too early by mistake.
 
-Forward, n = 3 chunks (columns show the order, not the time; lanes run side by side). A task is named by a
-letter (`Kind` lists all of them) and the number of its chunk:
+Forward, n = 3 chunks (columns show the order, not the time; lanes run side by side). The name of a task is a
+letter (`Kind` lists all letters) and the index of its chunk:
 
     G  copies rows to the send buffer            S  dispatch all-to-all
     L  experts on rows that stay on this rank    C  experts on rows that other ranks sent
     R  combine all-to-all                        O  sums the results of each token
 
-L0 computes the rows of chunks 0 and 1 that stay, L1 the rows of chunk 2 that stay:
+L0 computes the rows of chunks 0 and 1 that stay, and L1 the rows of chunk 2 that stay:
 
     communicate  S0 S1 S2 . . . . . R0 . . R1 . . R2
     compute      G0 G1 G2 L0 . . C0 . C1 . C2 . L1 . . O0 O1 O2
 
 If experts are sharded over the ranks of a node (FSMoE's ESP), collectives inside the node have a lane of
-their own. Between S and C, AG gathers the rows that S brought. Between C and R, RS sums partial outputs. AG
-of one chunk runs beside S of another (FSMoE, Fig. 3c; X is the shared expert):
+their own. Between S and C, the all-gather AG gathers the rows that S brought. Between C and R, the
+reduce-scatter RS sums partial outputs. AG of one chunk runs beside S of another (FSMoE, Fig. 3c; X is the
+shared expert):
 
     communicate  S0 S1 S2 . . . . . . . . R0 R1 . R2
     intra-node   . . AG0 AG1 AG2 . . . RS0 RS1 . RS2
@@ -39,7 +40,7 @@ from pmoe.schedule.restore import CopiesFate
 from pmoe.text import table
 
 PassDirection = Literal["forward", "backward"]
-"""The direction of a pass."""
+"""The two passes of a training step."""
 
 
 class Lane(str, enum.Enum):
@@ -58,29 +59,29 @@ class Lane(str, enum.Enum):
 class Kind(str, enum.Enum):
     """The kinds of tasks, by the letters that schedules and timelines show.
 
-    The main kinds are S, the dispatch all-to-all; C, which computes the experts; and R, the combine
-    all-to-all. A comment beside each kind says what its tasks do. "Rows that stay" have their expert on their
-    own rank and are not sent.
+    The main kinds are S, the dispatch all-to-all; C, the experts; and R, the combine all-to-all. A comment
+    beside each kind says what a task of this kind does. "Rows that stay" are not sent, because their expert,
+    or a copy of it, is on the rank of their token.
     """
 
     GATHER = "G"  # copies the rows to be sent from T_I (in backward dT_O) to the send buffer
     WEIGHTS = "P"  # sends the routing weights, or returns their gradients: all chunks in one message
     DISPATCH = "S"  # all-to-all to the ranks of the experts
-    LOCAL = "L"  # experts on rows that stay on this rank; in backward the gradients of their inputs
-    COMPUTE = "C"  # experts on received rows; in backward the gradients of their inputs
+    LOCAL = "L"  # experts on rows that stay on this rank; in backward the gradients of these rows
+    COMPUTE = "C"  # experts on received rows; in backward the gradients of these rows
     LOCAL_WGRAD = "LW"  # gradients of the experts' parameters from rows that stay
     WGRAD = "W"  # gradients of the experts' parameters from received rows
     COMBINE = "R"  # all-to-all back to the ranks of the tokens
     ALL_GATHER = "AG"  # all-gather of the rows that S brought, among the ranks that share experts
-    REDUCE_SCATTER = "RS"  # sums the partial outputs of the ranks that share experts, each for its own rows
-    SHARE_WEIGHTS = "PG"  # all-gather of the routing weights, or reduce-scatter of their gradients
+    REDUCE_SCATTER = "RS"  # sums partial outputs among the ranks that share experts; each gets its own rows
+    SHARE_WEIGHTS = "PG"  # among these ranks: all-gather of routing weights, or reduce-scatter of gradients
     OPEN = "HA"  # callbacks between S and AG; a part of C if experts are not sharded
     CLOSE = "HB"  # callbacks between RS and R; a part of C if experts are not sharded
-    OPEN_AGAIN = "HAI"  # backward: HA for T_DI that is sent again
+    OPEN_AGAIN = "HAI"  # backward: HA for a T_DI that is sent again
     SHARED = "X"  # the shared expert on all tokens; in backward the gradient of its input
     SHARED_WGRAD = "XW"  # gradients of the shared expert's parameters
-    GRADIENTS = "GAR"  # reduces data-parallel gradients of other layers, beside the experts of this layer
-    OUTPUT = "O"  # sums the returned rows of each token: T_O (or dT_I)
+    GRADIENTS = "GAR"  # reduces data-parallel gradients of other layers while this layer's experts compute
+    OUTPUT = "O"  # sums the returned rows of each token: T_O (in backward dT_I)
     COPY_ROWS_OUT = "DI"  # copies T_DI of received rows from the device to the host
     COPY_HIDDEN_OUT = "DM"  # copies T_M of received rows to the host
     LOCAL_COPY_ROWS_OUT = "LDI"  # copies T_DI of rows that stay to the host
@@ -91,16 +92,17 @@ class Kind(str, enum.Enum):
     LOCAL_COPY_HIDDEN_IN = "LHM"  # copies T_M of rows that stay to the device
     GATHER_AGAIN = "GI"  # backward: copies rows of T_I to a send buffer, for SI
     DISPATCH_AGAIN = "SI"  # backward: all-to-all that sends T_DI again
-    ALL_GATHER_AGAIN = "AGI"  # backward: AG for T_DI that is sent again
+    ALL_GATHER_AGAIN = "AGI"  # backward: AG for a T_DI that is sent again
     RECOMPUTE = "M"  # backward: recomputes T_M from T_DI
     LOCAL_RECOMPUTE = "LM"  # backward: recomputes T_M of rows that stay
     COPY_WEIGHTS = "V"  # sends the weights of busy experts to the ranks of their copies
     RELAY_WEIGHTS = "VR"  # ranks with copies of one expert send each other the parts that V brought
     COPY_WGRAD = "KW"  # backward: gradients of the copies' parameters from received rows
     LOCAL_COPY_WGRAD = "LKW"  # backward: gradients of the copies' parameters from rows that stay
-    RELAY_GRADIENTS = "VGR"  # backward: ranks with copies of one expert each get one part of all gradients
+    # backward: ranks with copies of one expert exchange parts of its gradients; each rank sums one part
+    RELAY_GRADIENTS = "VGR"
     COPY_GRADIENTS = "VG"  # backward: sends the gradients of copies to the ranks of their experts
-    ADD_GRADIENTS = "VA"  # backward: adds them to the gradients of the experts, in the order of the ranks
+    ADD_GRADIENTS = "VA"  # backward: adds copies' gradients to the experts' gradients, in order of the ranks
 
     # Kinds are looked up for every task, and the hash of enum is slow: it runs as Python code.
     __hash__ = str.__hash__
@@ -115,10 +117,10 @@ class Kind(str, enum.Enum):
         return Kind("L" + self.value) if place else self
 
     def again(self, is_again: bool) -> Kind:
-        """Returns the kind of task that does the same work in backward, on forward's dispatched rows (T_DI).
+        """Returns the kind of task that does this work again in backward, for forward's dispatched rows.
 
-        Backward sends these rows again if forward has not kept them. Example: S, the dispatch all-to-all,
-        becomes SI.
+        Backward has such tasks if the restore pair sends these rows (T_DI) again. Example: S, the dispatch
+        all-to-all, becomes SI.
 
         is_again: False returns this kind.
         """
@@ -130,9 +132,9 @@ class Task:
     """One task of a pass: some work on one chunk, on one lane.
 
     kind: the work.
-    chunk: the number of the chunk; -1 if the task is for all chunks. Tasks for rows that stay on this rank
-        have a numbering of their own (`piece_of`), because one of these tasks may compute rows of several
-        chunks.
+    chunk: the index of the chunk; -1 if the task is for all chunks. In a task for rows that stay on this
+        rank, it is the index of the task among these tasks (`piece_of`), because one of them may compute rows
+        of several chunks.
     lane: the queue in which the task runs.
     reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0".
     waits: names of earlier tasks that must end before this task starts.
@@ -147,7 +149,7 @@ class Task:
 
     @functools.cached_property
     def name(self) -> str:
-        """The kind and the chunk, such as "S0"; only the kind for a task of all chunks."""
+        """The letters of the kind and the chunk, such as "S0"; only the letters for a task of all chunks."""
         return self.kind.value + ("" if self.chunk < 0 else str(self.chunk))
 
 
@@ -191,23 +193,24 @@ class Schedule:
 
     @functools.cached_property
     def layouts(self) -> dict[Any, Any]:
-        """Layouts of the ring slots in memory, which `pmoe.schedule.buffer_sizes.slot_layout` keeps here."""
+        """A cache: the layouts of ring slots that `pmoe.schedule.buffer_sizes.slot_layout` has computed."""
         return {}
 
     @functools.cached_property
     def waits_beside_compute(self) -> dict[str, tuple[str, ...]]:
         """Maps each task's name to those tasks in its ``waits`` that are not on the compute lane.
 
-        On the CPU the calling thread runs the tasks of the compute lane, so these have ended in any case.
+        Only these need a wait on the CPU. There the calling thread runs the tasks of the compute lane itself,
+        so earlier tasks of this lane have always ended.
         """
         computing = {task.name for task in self.tasks if task.lane is Lane.COMPUTE}
         return {task.name: tuple(name for name in task.waits if name not in computing) for task in self.tasks}
 
     @functools.cached_property
     def lane_waits(self) -> dict[str, tuple[str, ...]]:
-        """The tasks of other lanes for which a lane must wait before each of its tasks, by the task's name.
+        """Maps each task's name to tasks of other lanes: the task's lane must wait for these before the task.
 
-        They are the task's ``waits``, without those that need no wait of their own. A task X in ``waits`` is
+        These are the task's ``waits``, without those that need no wait of their own. A task X in ``waits`` is
         left out in three cases:
 
         - X is in the same lane, which runs its tasks in order.
@@ -219,15 +222,16 @@ class Schedule:
         for S1, the lane waits for nothing before C.
         """
         place = {task.name: place for place, task in enumerate(self.tasks)}
-        # For each lane, and for each task when it ends: the last task of every lane that has surely ended.
+        # Indices of tasks that have surely ended, the last one of each lane: before a lane's next task, and
+        # at the end of each task.
         ended_before: dict[Lane, dict[Lane, int]] = {lane: {} for lane in self.lanes}
         ended_at_end: dict[str, dict[Lane, int]] = {}
         waits: dict[str, tuple[str, ...]] = {}
         for task in self.tasks:
             ended = ended_before[task.lane]
             needed = []
-            # The newest first: to wait for a newer task may include to wait for an older one, never the other
-            # way round.
+            # The newest first: when a newer task has ended, an older one may have ended, too, but never the
+            # other way round.
             for earlier in sorted(map(place.__getitem__, task.waits), reverse=True):
                 awaited = self.tasks[earlier]
                 if awaited.lane is task.lane or ended.get(awaited.lane, -1) >= earlier:
@@ -242,16 +246,16 @@ class Schedule:
 
     @functools.cached_property
     def joint_copies(self) -> dict[str, tuple[Task, ...]]:
-        """The tasks whose row copies can run in the kernel launch of a task GI, by GI's name: G, LM or both.
+        """Maps the name of each task GI to later tasks whose row copies can run in GI's kernel launch.
 
-        GI gathers rows that backward sends again. Two other tasks begin by copying rows: G copies gradients
-        to be sent, and LM copies the rows that stay before it recomputes their T_M. G joins the launch of
-        GI only if G waits for no task of another lane, and the same holds for LM: then the memory that the
-        task writes is already free when GI runs.
+        GI gathers rows that backward sends again. Two other kinds of tasks begin by copying rows: G copies
+        gradients to be sent, and LM copies the rows that stay before it recomputes their T_M. A G or LM joins
+        the launch of GI only if it waits for no task of another lane. The memory that it writes is then
+        already free when GI runs.
 
-        After GI, the compute lane may have G and then LM. The first task that does not fit this order ends
-        the search. Tasks O may stand between G and LM, but not directly after GI. They do not join the
-        launch, and do not use the memory that LM's copy writes.
+        The search begins with the task that follows GI in the compute lane. It can take a G first, then pass
+        over tasks O, and then take an LM. Without a G it passes over no O. The first other task ends the
+        search. The tasks O do not join the launch, and do not use the memory that LM's copy writes.
 
         Example: GI0 G0 O3 LM1 in the compute lane -> {"GI0": (G0, LM1)}.
         """
@@ -275,7 +279,7 @@ class Schedule:
 
     @functools.cached_property
     def awaited(self) -> frozenset[str]:
-        """The names of the tasks for which a task on another lane waits (`lane_waits`)."""
+        """The names of all tasks for which another lane waits (`lane_waits`)."""
         return frozenset(name for names in self.lane_waits.values() for name in names)
 
     @functools.cached_property
@@ -308,8 +312,8 @@ class Schedule:
         The second schedule has the tasks W, LW and XW, which compute gradients of parameters. The first
         schedule has all other tasks.
 
-        No task can wait for a task of the other schedule. If X is in the other schedule, a task that waited
-        for X now waits for the tasks of its own schedule for which X waited.
+        No task may wait for a task of the other schedule. If a task waited for a task X of the other
+        schedule, it now waits for those tasks of its own schedule for which X waited.
 
         A schedule with ring slots (memory that chunks use in turn) cannot be divided, because the next chunk
         would overwrite tensors before W reads them.
@@ -317,7 +321,8 @@ class Schedule:
         assert not self.slots
         kinds = (Kind.WGRAD, Kind.LOCAL_WGRAD, Kind.SHARED_WGRAD)
         parts: tuple[list[Task], list[Task]] = ([], [])
-        reached: dict[str, list[tuple[str, ...]]] = {}  # by task: the tasks of each half that it waits for
+        # For each task X and each half: the tasks of this half for which a task must wait if it waits for X.
+        reached: dict[str, list[tuple[str, ...]]] = {}
         for task in self.tasks:
             own = task.kind in kinds
             waits = [
@@ -344,26 +349,26 @@ class Stages:
     """The optional stages of a layer, from which its schedules are built. They are the same on every rank.
 
     local: whether rows may stay on their rank, because their expert is on it.
-    remote: whether rows may be sent to other ranks.
+    remote: whether rows may be sent by all-to-alls, usually to other ranks.
     sharded: whether experts are split over the ranks of a node.
-    hooked: whether experts are sharded and, in addition, callbacks run inside the layer. Callbacks then see
-        rows between the dispatch and the all-gather inside the node, or results between the reduce-scatter
-        and the combine.
+    hooked: whether experts are sharded and, in addition, callbacks run inside the layer. Callbacks then run
+        between the dispatch and the all-gather inside the node, or between the reduce-scatter and the
+        combine.
     shared: whether there is a shared expert, which computes all tokens.
     gradients: whether the backward pass also reduces data-parallel gradients of other layers.
-    one_lane: whether collectives inside a node and between nodes share one lane, so that they wait for each
-        other. This is the baseline that FSMoE is measured against.
+    one_lane: whether collectives inside a node and between nodes share one lane, so that they never run at
+        the same time. This is the baseline that FSMoE is measured against.
     copies: how ranks that host copies of busy experts get the weights: "keep" (sent in forward and kept),
         "communicate" (sent again in backward), "present" (kept from an earlier call); None for no copies.
     local_copies: whether rows stay on their rank if a copy of their expert is on it; only with ``local`` and
-        copies. Tasks of their own (L) compute these rows. If False, rows for a copy count as received (task
-        C), even if their token is on the same rank.
+        copies. Separate tasks L compute these rows. If False, rows for a copy count as received (task C),
+        even if their token is on the same rank.
     relays_copies: whether some expert has several copies. The expert's owner then sends the rank of each copy
         a different part of the weights (V), and these ranks send their parts to each other (VR). Gradients go
         the opposite way.
     frozen_copies: whether no gradients of copies are computed, because the experts are frozen on all ranks.
 
-    Raises ValueError if ``local`` and ``remote`` are both False.
+    Raises ValueError if ``local`` and ``remote`` are False, or if ``copies`` is set and ``remote`` is False.
     """
 
     local: bool
@@ -385,10 +390,10 @@ class Stages:
             raise ValueError(f"copies ({self.copies!r}) must be None where no rows travel (remote=False)")
 
     def sends_copies(self, direction: PassDirection) -> bool:
-        """Returns whether a pass sends weights of busy experts to their copies.
+        """Returns whether a pass sends weights of busy experts to their copies; False without copies.
 
-        Forward does, unless the copies stayed from an earlier call. Backward does only if the weights were
-        not kept since forward. False without copies.
+        Forward sends them, unless they were kept from an earlier call. Backward sends them only if they were
+        not kept since forward.
 
         direction: "forward" or "backward".
         """
@@ -400,8 +405,8 @@ def finished(
 ) -> Schedule:
     """Makes a schedule from a list of tasks: fills in the tasks for which each task waits (`link`).
 
-    In backward it also adds the task that reduces other layers' gradients, if ``stages.gradients`` is set.
-    With ``stages.one_lane`` it moves the tasks inside a node to the communication lane.
+    If ``stages.gradients`` is set, it adds to a backward pass the task that reduces other layers' gradients.
+    If ``stages.one_lane`` is set, it moves the tasks of the intra-node lane to the communication lane.
 
     direction: "forward" or "backward".
     tasks: the tasks in the order in which they are issued.
@@ -410,7 +415,7 @@ def finished(
         their own.
     """
     if stages.gradients and direction == "backward":
-        # After the last S and before the next R, where the link would otherwise wait for the experts.
+        # After the last S and before the next R: there the link would otherwise idle until the experts end.
         last = max((at for at, task in enumerate(tasks) if task.kind is Kind.DISPATCH), default=-1)
         tasks[last + 1 : last + 1] = [make_task(Kind.GRADIENTS, -1, [], ["gradients"])]
     if stages.one_lane:
@@ -424,7 +429,7 @@ def local_pieces(n: int, *, local: bool, remote: bool) -> int:
 
     Rows stay if their expert is on this rank. If rows are also sent, there are 2 tasks (1 if n = 1): one for
     all chunks but the last, and one for the last chunk. Fewer tasks have larger products, which are faster.
-    If no rows are sent, each of n chunks has a task. If no rows stay, m is 0.
+    If no rows are sent, there are n tasks, one for each chunk. If no rows stay, m is 0.
 
     n: number of chunks.
     local, remote: whether rows may stay on their rank, and whether rows may be sent.
@@ -435,10 +440,14 @@ def local_pieces(n: int, *, local: bool, remote: bool) -> int:
 
 
 def piece_of(chunk: int, n: int, m: int) -> int:
-    """Returns which task computes a chunk's rows that stay on this rank: max(chunk - (n - m), 0).
+    """Returns the index of the task L that computes a chunk's rows which stay: max(chunk - (n - m), 0).
 
-    Rows stay if their expert is on this rank. In n chunks, m tasks compute the rows that stay. The first task
-    has the rows of the first n - m + 1 chunks. Each of the last m - 1 chunks has a task of its own.
+    Rows stay if their expert is on this rank. In n chunks, m tasks L compute the rows that stay. The first
+    task has the rows of the first n - m + 1 chunks. Each of the last m - 1 chunks has a task of its own.
+
+    chunk: index of the chunk.
+    n: number of chunks.
+    m: number of tasks L (`local_pieces`).
 
     Example: n = 4, m = 2 -> chunks 0 to 3 are computed by tasks 0, 0, 0, 1.
     """
@@ -446,11 +455,11 @@ def piece_of(chunk: int, n: int, m: int) -> int:
 
 
 def pieces_for_copies(m: int, stages: Stages) -> range:
-    """Returns the numbers of the tasks that compute rows which stay on this rank, for copies of experts.
+    """Returns the indices of the tasks L that run this rank's copies of busy experts on rows that stay.
 
-    Tasks 0 to m - 1 compute the rows that stay for the rank's own experts. Task m + j computes the rows of
-    the same chunks as task j, for the copies on this rank. The range is empty if ``stages.local_copies`` is
-    False: rows for a copy then count as received (task C), also if their token is on the same rank.
+    The tasks L with the indices 0 to m - 1 run the rank's own experts. Task m + j takes the same chunks as
+    task j, but only those of their rows that are for a copy. If ``stages.local_copies`` is False, the range
+    is empty. Rows for a copy then count as received (task C), even if their token is on the same rank.
 
     m: the number of tasks for own experts (`local_pieces`).
     stages: the stages of the layer.
@@ -461,11 +470,12 @@ def pieces_for_copies(m: int, stages: Stages) -> range:
 
 
 def local_tasks_of(chunk: int, n: int, m: int, stages: Stages) -> tuple[int, ...]:
-    """Returns the numbers of all tasks that compute rows of a chunk which stay on this rank.
+    """Returns the indices of all tasks L that compute rows of a chunk which stay on this rank.
 
-    There is one task for own experts (`piece_of`), and perhaps one for copies (`pieces_for_copies`).
+    There is one task for own experts (`piece_of`), and, with ``stages.local_copies``, one for copies
+    (`pieces_for_copies`).
 
-    chunk: number of the chunk.
+    chunk: index of the chunk.
     n: number of chunks.
     m: the number of tasks for own experts.
     stages: the stages of the layer.
@@ -489,9 +499,9 @@ def sequential(schedule: Schedule) -> Schedule:
 def link(tasks: Iterable[Task], slots: Mapping[str, str] | None = None) -> tuple[Task, ...]:
     """Returns the tasks with ``waits`` filled in: the names of the earlier tasks that must end first.
 
-    A task waits for the last task that wrote a buffer which it reads or writes. If it writes a buffer, it
-    also waits for all tasks that have read the buffer since the last write. Buffers in one ring slot count as
-    one buffer, because they use the same memory.
+    For each buffer that a task reads or writes, the task waits for the last task that wrote this buffer. For
+    each buffer that it writes, it also waits for all tasks that have read the buffer since it was last
+    written. Buffers in one ring slot count as one buffer, because they use the same memory.
 
     tasks: the tasks in the order in which they are issued.
     slots: the ring slot (reused memory) of each buffer that is in one; None if all buffers have memory of
@@ -535,7 +545,7 @@ def make_task(kind: Kind, chunk: int, reads: Sequence[str], writes: Sequence[str
     """Returns a task on the lane of its kind. Its ``waits`` are empty: `link` fills them in.
 
     kind: the work of the task.
-    chunk: number of the chunk; -1 for all chunks.
+    chunk: index of the chunk; -1 for all chunks.
     reads, writes: names of the buffers that the task reads and writes.
     """
     lane = _LANES.get(kind.value, Lane.COMPUTE)
@@ -546,22 +556,23 @@ ENDS_OF_STAGES: dict[PassDirection, tuple[str, ...]] = {
     "forward": ("T_I", "T_DI", "T_DO", "home", "T_O"),
     "backward": ("dT_O", "dT_DO", "dT_DI", "dhome", "dT_I"),
 }
-"""The names of five buffers of a pass, by direction, in the order in which rows pass through them.
+"""The names of five buffers of each pass, in the order in which rows pass through them.
 
-Rows are copied from the first buffer by the gather (G). The others hold the results of the dispatch (S), of
-the experts (C), of the combine (R), and of the output task (O).
+The gather (G) copies rows from the first buffer. The others hold the results of the dispatch (S), of the
+experts (C), of the combine (R), and of the output task (O).
 """
 
 
 class PassBuilder:
     """Builds the list of tasks of a pass. Each method appends tasks, so the list has the order of the calls.
 
-    A method appends nothing for stages that the layer does not have, and for chunks below 0 or beyond n - 1.
+    The methods for optional stages append nothing if the layer does not have the stage. `dispatch`, `open`,
+    `close` and `output` also append nothing for a chunk below 0 or beyond n - 1.
 
     direction: "forward" or "backward".
     n: number of chunks.
     stages: the layer's stages.
-    tasks: the list so far.
+    tasks: the tasks that were appended so far.
 
     Raises ValueError for an n below 1.
     """
@@ -583,7 +594,7 @@ class PassBuilder:
         """Appends one task.
 
         kind: the work of the task.
-        chunk: number of the chunk; -1 for all chunks.
+        chunk: index of the chunk; -1 for all chunks.
         reads, writes: names of the buffers that the task reads and writes, such as "T_DI.0" (T_DI is the
             experts' input).
         """
@@ -600,10 +611,10 @@ class PassBuilder:
     def dispatch(self, i: int, *, again: bool = False) -> None:
         """Appends the tasks that gather and send the rows of chunk i to the experts' ranks.
 
-        These are G (gather), S (the dispatch all-to-all), and, if experts are sharded and have no hooks, AG
-        (an all-gather inside the node).
+        These are G (gather), S (the dispatch all-to-all), and, if experts are sharded and the layer has no
+        callbacks, AG (an all-gather inside the node).
 
-        i: number of the chunk.
+        i: index of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The tasks are then GI, SI and AGI.
         """
         if 0 <= i < self.n:
@@ -613,7 +624,7 @@ class PassBuilder:
     def gather(self, i: int, *, again: bool = False) -> None:
         """Appends task G of chunk i, which copies the rows to be sent into the send buffer.
 
-        i: number of the chunk.
+        i: index of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The task is then GI.
         """
         source = "T_I" if again else self._source
@@ -625,7 +636,7 @@ class PassBuilder:
         If experts are sharded, it also appends AG, the all-gather inside the node, unless callbacks run
         between S and AG (`Stages.hooked`): `open` then appends the callbacks and AG.
 
-        i: number of the chunk.
+        i: index of the chunk.
         again: whether backward sends forward's rows (T_DI) again. The tasks are then SI and AGI.
         """
         suffix = "_again" * again
@@ -638,9 +649,9 @@ class PassBuilder:
         """Appends task HA, the callbacks on chunk i's dispatched rows, and AG, the all-gather of these rows.
 
         The all-gather is inside the node. Nothing is appended unless the layer has sharded experts and
-        callbacks between dispatch and all-gather (`Stages.hooked`).
+        callbacks (`Stages.hooked`).
 
-        i: number of the chunk.
+        i: index of the chunk.
         again: whether the rows are forward's rows (T_DI), which backward sends again. The tasks are then HAI
             and AGI.
         """
@@ -652,7 +663,7 @@ class PassBuilder:
     def _all_gather(self, i: int, source: str, again: bool) -> None:
         """Appends task AG of chunk i, the all-gather of rows inside the node.
 
-        i: number of the chunk.
+        i: index of the chunk.
         source: the name of the buffer with this rank's own rows.
         again: whether the rows are forward's rows (T_DI), which backward sends again. The task is then AGI.
         """
@@ -666,7 +677,7 @@ class PassBuilder:
         If callbacks run between RS and R (`Stages.hooked`), it appends only RS: `close` then appends the
         callbacks and R.
 
-        i: number of the chunk.
+        i: index of the chunk.
         """
         leaving = "leaving" if self.stages.sharded else self._result
         if self.stages.sharded:
@@ -677,10 +688,9 @@ class PassBuilder:
     def close(self, i: int) -> None:
         """Appends task HB, the callbacks on chunk i's results, and R, which sends these results back.
 
-        Appends nothing unless the layer has sharded experts and callbacks on their summed results
-        (`Stages.hooked`).
+        Appends nothing unless the layer has sharded experts and callbacks (`Stages.hooked`).
 
-        i: number of the chunk.
+        i: index of the chunk.
         """
         if self.stages.hooked and 0 <= i < self.n:
             self.add(Kind.CLOSE, i, [f"leaving.{i}"], [f"closed.{i}"])
@@ -701,7 +711,7 @@ class PassBuilder:
 
         If experts are sharded, PG comes before P: a reduce-scatter of these gradients inside the node.
 
-        chunks: the chunks, in the order in which their gradients are computed.
+        chunks: the indices of the chunks, in the order in which their gradients are computed.
         """
         leaving = [f"dweight_DI.{i}" for i in chunks]
         if self.stages.sharded:
@@ -721,7 +731,7 @@ class PassBuilder:
     def relay_weights(self) -> None:
         """Appends task VR, in which ranks with copies of one expert send each other parts of its weights.
 
-        The owner of the expert has sent each of these ranks a different part, by task V. VR comes after the
+        In task V, the owner of the expert has sent each of these ranks a different part. VR comes after the
         first chunk's dispatch, so that this dispatch does not wait for V. Nothing is appended if V sends
         whole experts.
         """
@@ -730,9 +740,9 @@ class PassBuilder:
 
     @property
     def copied(self) -> list[str]:
-        """Names of buffers that the experts' tasks read only if a call has copies of busy experts.
+        """The names of the buffers that hold weights of copies of busy experts: ["w_K"]; [] without copies.
 
-        The list is ["w_K"], the buffer with the weights of the copies; [] if no expert has copies.
+        The experts' tasks read these buffers in addition to their other buffers.
         """
         return ["w_K"] * (self.stages.copies is not None)
 
@@ -742,18 +752,19 @@ class PassBuilder:
         return self.stages.copies is not None and not self.stages.frozen_copies
 
     def copy_wgrad(self, i: int, reads: Sequence[str], *, is_last: bool) -> None:
-        """Appends task KW of chunk i: gradients of the parameters of copies. Appends nothing without copies.
+        """Appends task KW of chunk i: gradients of the parameters of copies of busy experts.
 
-        After the last chunk, it also appends a task that sends these gradients:
+        Appends nothing if no such gradients are computed (`learns_copies`). After the last chunk, the method
+        also appends a task that sends these gradients:
 
-            VG    if every expert has at most one copy: sends them to the ranks that own the experts
+            VG    if every expert has at most one copy: sends the gradients to the ranks that own the experts
             VGR   if an expert has several copies: the ranks of the copies exchange gradients, so that each
                   of these ranks can sum one part. `add_gradients` then appends VG
 
-        The caller appends task W afterwards: the weight gradients of the rank's own experts. So W runs while
+        The caller appends task W afterwards, the weight gradients of the rank's own experts. So W runs while
         gradients of copies are sent.
 
-        i: number of the chunk.
+        i: index of the chunk.
         reads: the buffers that task KW reads. Task W reads the same buffers.
         is_last: whether this is the last chunk.
         """
@@ -768,7 +779,7 @@ class PassBuilder:
     def add_gradients(self) -> None:
         """Appends task VA, which adds the gradients from copies of experts to the experts' own gradients.
 
-        It comes after all other tasks that add to the experts' gradients, so that the order of the sum is
+        VA comes after all other tasks that add to the experts' gradients, so that the order of the sum is
         fixed. If an expert has several copies, this method first appends VG, which sends the gradients of the
         copies to the ranks that own the experts. Otherwise `copy_wgrad` has already appended VG. Nothing is
         appended without copies, or if no gradients of copies are computed.
@@ -779,9 +790,9 @@ class PassBuilder:
             self.add(Kind.ADD_GRADIENTS, -1, ["dw_home", "dw"], ["dw"])
 
     def shared(self) -> None:
-        """Appends the tasks of the shared expert, which computes all tokens. Appends nothing without one.
+        """Appends the tasks of the shared expert, which computes all tokens, if the layer has one.
 
-        The caller adds these tasks at a point of the list where rows are being sent, and the other experts
+        The caller adds these tasks at a point of the list at which rows are being sent, and the other experts
         have nothing to compute.
         """
         if self.stages.shared and self.direction == "forward":
@@ -793,10 +804,9 @@ class PassBuilder:
     def output(self, i: int, *pieces: int) -> None:
         """Appends task O of chunk i, which sums the results of each of the chunk's tokens.
 
-        i: number of the chunk.
-        pieces: the numbers of the tasks that have computed this chunk's rows that stay on this rank
-            (`local_tasks_of`). Without this argument, the one task with the chunk's own number has computed
-            them.
+        i: index of the chunk.
+        pieces: the indices of the tasks L that have computed this chunk's rows that stay on this rank
+            (`local_tasks_of`). Without this argument, there is one such task, which has the chunk's index.
         """
         if 0 <= i < self.n:
             own_pieces = pieces or (i,)

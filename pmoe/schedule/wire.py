@@ -8,9 +8,9 @@ up to whole elements of the rows' dtype:
     "bfloat16"   2 * M                                     each number rounded to bfloat16
     "e4m3"       M, rounded up to 4, + 4 * ceil(M / 128)   float8 numbers, then float32 scales
 
-With "e4m3" each block of 128 columns has a scale, so that the largest number of the block becomes 448, the
-largest number of e4m3 (a float8 type with 4 bits of exponent and 3 of mantissa). `pmoe.comm.wire` packs and
-unpacks rows.
+With "e4m3" the numbers of each block of 128 columns are divided by a scale. The largest absolute value of the
+block then becomes 448, the largest number of e4m3 (a float8 type with 4 bits of exponent and 3 of mantissa).
+`pmoe.comm.wire` packs rows into messages and unpacks them.
 
 Example: a bfloat16 row with M = 1024 has 2048 bytes. Its "e4m3" message has 1024 + 32 = 1056 bytes.
 """
@@ -34,9 +34,9 @@ SCALE_BYTES = 4
 
 
 def number_bytes(d_model: int) -> int:
-    """Returns the bytes of a row's e4m3 numbers, up to a multiple of 4, so that a float32 scale may follow.
+    """Returns the bytes of a row's e4m3 numbers, rounded up to a multiple of 4: float32 scales follow them.
 
-    d_model: M, columns of the row; each is one byte.
+    d_model: M, columns of the row. The number of each column takes one byte.
     """
     return -(-d_model // SCALE_BYTES) * SCALE_BYTES
 
@@ -44,7 +44,7 @@ def number_bytes(d_model: int) -> int:
 def message_bytes(wire: WireName | None, d_model: int, element_size: int) -> int:
     """Returns the bytes of the message of one row, a multiple of ``element_size``.
 
-    wire: the format in which the row is sent; None sends the row itself.
+    wire: the format in which the row is sent; None if the row itself is sent.
     d_model: M, columns of the row.
     element_size: bytes of an element of the row.
     """
@@ -78,11 +78,11 @@ class Wires:
 
     @property
     def dispatches(self) -> bool:
-        """Whether rows are sent to the experts in a narrower format in any pass."""
+        """Whether forward's rows or backward's gradients are sent to the experts in a narrower format."""
         return self.rows is not None or self.gradients is not None
 
     def of(self, direction: str) -> WireName | None:
-        """Returns the format of the rows that a pass dispatches.
+        """Returns the format of the rows that a pass dispatches: ``rows`` or ``gradients``.
 
         direction: "forward" or "backward".
         """
@@ -90,7 +90,11 @@ class Wires:
 
 
 RESULT_MESSAGES = ("leaving_messages", "home_messages")
-"""The buffers of a chunk's results as messages: those that a rank sends back, and those that it gets back."""
+"""The buffers that hold results as messages.
+
+"leaving_messages" holds the results that this rank sends back to the tokens' ranks. "home_messages" holds the
+results that this rank gets back for its own tokens.
+"""
 
 AS_THEY_ARE = Wires()
 """The formats of a layer that sends all rows in their own dtype."""
@@ -100,15 +104,14 @@ AS_THEY_ARE = Wires()
 class MessageSizes(BufferSizes):
     """The sizes (rows, columns) of every buffer of a pass that sends rows in a narrower number format.
 
-    Buffers that hold messages are "send", "arrived", "copies", and T_DI or dT_DO as they arrived. A row of
-    such a buffer holds one message, whose columns are counted in elements of the rows' dtype:
+    The buffers "send", "arrived", "copies", "T_DI" and "dT_DO" hold one message in each row, if the rows are
+    sent in a narrower format. The columns of such a buffer are counted in elements of the rows' dtype:
 
         columns = bytes of the message / element_size
 
     Messages are unpacked into the buffers "T_DI_sorted" and "dT_DO_sorted", which the experts read. Every
     chunk has these two buffers, even if its rows arrive sorted by expert. If results are sent in a narrower
-    format, "leaving_messages" holds the messages that a rank sends back, and "home_messages" the messages
-    that it gets back.
+    format, there are two more buffers for messages (`RESULT_MESSAGES`).
 
     wires: the formats in which rows are sent.
     element_size: bytes of an element of the rows.
@@ -138,10 +141,10 @@ class MessageSizes(BufferSizes):
         return rows, message_bytes(wire, self.d_model, self.element_size) // self.element_size
 
     def _wire_of(self, name: str) -> WireName | None:
-        """Returns the number format of a buffer's messages; None if the buffer has none.
+        """Returns the number format of the messages that a buffer holds, or from which its rows are unpacked.
 
-        The buffer stores messages, or gets the rows that are unpacked from messages. The result is also None
-        if rows are sent in their own dtype.
+        Returns None for a buffer that has nothing to do with messages, and if rows are sent in their own
+        dtype.
 
         name: name of the buffer, without a chunk, such as "T_DI_sorted".
         """

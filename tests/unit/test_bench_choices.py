@@ -12,7 +12,7 @@ import pytest
 
 from bench import bench_choices
 from bench.bench_choices import batch_rows, draw, regret, rows_of, summary
-from bench.choices import CASES, Chosen, Result, name_of
+from bench.choices import CASES, WITH_BUDGET, Chosen, Result, name_of
 from bench.links import copies
 from bench.timing import Timing, write_json
 from pmoe.planner.degree import DEGREES
@@ -40,10 +40,13 @@ RESULT = Result(
         name_of(4, S4): timed(1.0, 1.0, 1.0),
         "pipeline=True": timed(2.0, 2.4, 2.2),
         "both True": timed(1.0, 1.0, 1.0),
+        name_of(4, S4) + WITH_BUDGET: timed(2.0, 2.0, 2.0),
+        "both True and a budget": timed(3.0, 3.0, 3.0),
     },
     chosen={
         "pipeline=True": Chosen("n=4", 8.8, PLAIN, PLAIN[:2]),
         "both True": Chosen("n=4 S4", 5.0, [name_of(4, S4)], [name_of(4, S4)]),
+        "both True and a budget": Chosen("n=4 S4", 5.0, [name_of(4, S4)], [name_of(4, S4) + WITH_BUDGET]),
     },
     bytes_per_second=1e6,
     copy_bytes_per_second=1e6,
@@ -60,10 +63,12 @@ def test_what_is_stored_of_a_case_can_be_written(tmp_path: Path) -> None:
 
 def test_regret_is_over_the_fastest_of_what_the_chooser_could_have_been() -> None:
     assert regret(RESULT, "pipeline=True") == ("n=3", pytest.approx(0.1))  # of 1.0, 1.2 and 1.1
-    first, second = rows_of(CASES[0], RESULT)
+    first, second, third = rows_of(CASES[0], RESULT)
     assert (first["took"], first["best"], first["of"]) == ("n=4", "n=3", 3)
     assert first["slowest/best"] == 3 and first["search steps"] == pytest.approx(3)
     assert second["best"] == "n=4 communicate/recompute" and second["regret %"] == 0
+    assert third["best"] == "n=4 communicate/recompute, budget" and third["slowest/best"] == 1
+    assert third["regret %"] == pytest.approx(50), "of a layer that has the budget, too"
 
 
 def test_the_summary_says_where_the_regret_is_too_large() -> None:

@@ -89,6 +89,12 @@ def test_of_equally_fast_pairs_within_a_budget_one_that_rounds_nothing_is_taken(
     assert within_budget([priced(Restore("keep", "e4m3"), 0.9, 50), exact], 100).restore.rounds
 
 
+def test_a_choice_whose_time_was_not_predicted_is_told_without_a_time() -> None:
+    """A layer with a budget and one possible choice logged "n=2 keep/keep: 0 ms"."""
+    assert str(priced(KEEP, 0.0, 3 << 20)) == "n=2 keep/keep: 3.0 MiB at most"
+    assert str(priced(KEEP, 0.5, 3 << 20)) == "n=2 keep/keep: 500 ms, 3.0 MiB at most"
+
+
 def test_advice_names_such_a_pair_only_if_it_is_allowed() -> None:
     sizes = sizes_from_options(**LAYER, wire="e4m3")
     plain = advise(sizes, PROFILE, 4096)

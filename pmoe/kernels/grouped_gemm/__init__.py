@@ -24,8 +24,9 @@ Letters: T tokens, K choices of a token, N rows, E experts, I in-features, O out
 d_hidden, G = columns of the hidden activation before the nonlinearity: H, or 2H for SwiGLU.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pmoe.kernels import late_names
 from pmoe.kernels.gemm import layout_problem, refusal
 from pmoe.kernels.grouped_gemm.checks import RowSlots
 
@@ -38,6 +39,18 @@ if TYPE_CHECKING:
         product,
         weight_gradient,
     )
+
+_LATER = {
+    "grouped_hidden": "operators",
+    "grouped_product": "operators",
+    "hidden": "products",
+    "hidden_gradient": "products",
+    "input_gradient": "products",
+    "product": "products",
+    "sum_by_expert": "operators",
+    "weight_gradient": "products",
+}
+"""Names of this package and their files. A file is imported when one of its names is first used."""
 
 __all__ = [
     "RowSlots",
@@ -55,19 +68,4 @@ __all__ = [
 
 # Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Returns a function of `operators` or `products`, after importing that file.
-
-        It is then an attribute of the package, so that later uses do not come here.
-        """
-        if name not in __all__:
-            raise AttributeError(f"module 'pmoe.kernels.grouped_gemm' has no attribute {name!r}")
-        if name in ("grouped_hidden", "grouped_product", "sum_by_expert"):
-            from pmoe.kernels.grouped_gemm import operators as file
-        else:
-            from pmoe.kernels.grouped_gemm import products as file
-
-        value = getattr(file, name)
-        globals()[name] = value
-        return value
+    __getattr__ = late_names(__name__, _LATER)

@@ -18,13 +18,24 @@ the bit, in any batch.
 Letters: T tokens, K choices of a token, N rows (num_rows), M columns.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pmoe.kernels import late_names
 from pmoe.kernels.permute.launches import refusal
 
 if TYPE_CHECKING:
     from pmoe.kernels.permute.operators import permute, permute_directly, unpermute, unpermute_directly
     from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
+
+_LATER = {
+    "RowCopy": "row_moves",
+    "RowMoves": "row_moves",
+    "permute": "operators",
+    "permute_directly": "operators",
+    "unpermute": "operators",
+    "unpermute_directly": "operators",
+}
+"""Names of this package and their files. A file is imported when one of its names is first used."""
 
 __all__ = [
     "RowCopy",
@@ -38,19 +49,4 @@ __all__ = [
 
 # Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Returns a name of `operators` or `row_moves`, after importing that file.
-
-        It is then an attribute of the package, so that later uses do not come here.
-        """
-        if name not in __all__:
-            raise AttributeError(f"module 'pmoe.kernels.permute' has no attribute {name!r}")
-        if name in ("RowCopy", "RowMoves"):
-            from pmoe.kernels.permute import row_moves as file
-        else:
-            from pmoe.kernels.permute import operators as file
-
-        value = getattr(file, name)
-        globals()[name] = value
-        return value
+    __getattr__ = late_names(__name__, _LATER)

@@ -9,12 +9,25 @@ Letters: T tokens, K choices of a token, E experts, N = T * K slots, n chunks in
 divided.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pmoe.kernels import late_names
 
 if TYPE_CHECKING:
     from pmoe.kernels.route.launches import gate_operands, refusal
     from pmoe.kernels.route.operators import DeferredRouting, deferred_routing, route
     from pmoe.kernels.route.reference import Routes, top_indices
+
+_LATER = {
+    "DeferredRouting": "operators",
+    "Routes": "reference",
+    "deferred_routing": "operators",
+    "gate_operands": "launches",
+    "refusal": "launches",
+    "route": "operators",
+    "top_indices": "reference",
+}
+"""Names of this package and their files. A file is imported when one of its names is first used."""
 
 __all__ = [
     "DeferredRouting",
@@ -28,21 +41,4 @@ __all__ = [
 
 # Hidden from type checkers: with a __getattr__ they would accept every mistyped name.
 if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        """Returns a name of `launches`, `reference` or `operators`, after importing that file.
-
-        It is then an attribute of the package, so that later uses do not come here.
-        """
-        if name not in __all__:
-            raise AttributeError(f"module 'pmoe.kernels.route' has no attribute {name!r}")
-        if name in ("gate_operands", "refusal"):
-            from pmoe.kernels.route import launches as file
-        elif name in ("Routes", "top_indices"):
-            from pmoe.kernels.route import reference as file
-        else:
-            from pmoe.kernels.route import operators as file
-
-        value = getattr(file, name)
-        globals()[name] = value
-        return value
+    __getattr__ = late_names(__name__, _LATER)

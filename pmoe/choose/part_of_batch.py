@@ -71,7 +71,7 @@ SHRINKS = 2
 """How often the number of tokens of a trial is reduced if its predicted peak is above the allowed memory."""
 
 TESTED = 0.85
-"""Fraction of a step's predicted memory that a test of memory allocates. The rest is for the call's routing."""
+"""Fraction of a step's predicted memory that a memory test allocates. The rest is for the call's routing."""
 
 
 def measure_in_stages(
@@ -565,7 +565,7 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
     A trial is a timed run of both passes. All ranks take the same fraction of their tokens: the smallest
     fraction that any rank has memory for. That rank may have fewer tokens than others: it also computes their
     rows, while a step with many chunks needs little memory there. Example: of two ranks with 1,200 and 8,192
-    tokens, only the first one needs more memory for n = 2 on a fifth of the tokens than for a step with n = 16.
+    tokens, only the first needs more memory for n = 2 on a fifth of the tokens than for a step with n = 16.
 
     batch: the routed batch.
     peak: the predicted peak with all tokens, the largest of all choices that will be tried, in bytes on this

@@ -2,11 +2,11 @@
 
 A trial is a timed run of both passes, inside a step that chooses n or the restore pair. n is the number of
 chunks (micro-batches). The restore pair says how backward gets the experts' inputs and hidden activations.
-A trial must need no more memory than the layer's later steps. So it runs on all tokens of the batch, or only on
-the first ones:
+A trial must need no more memory than the layer's later steps. So it runs on all tokens of the batch, or only
+on the first ones:
 
     a later step                     |= output =|============= free bytes =============|
-    a trial on all tokens            |======= at most ALIKE * free bytes =======|
+    a trial on all tokens            |======= at most 1.08 * free bytes ========|
     a trial on the first tokens      |= routing of all tokens =|= trial =|, together at most as much
 
 The output is the layer's. A trial keeps it until its end, but a model may free it before the backward pass.

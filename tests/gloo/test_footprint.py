@@ -526,9 +526,7 @@ def test_a_rank_with_few_tokens_needs_no_more_memory_in_a_search_than_later(
     It chose the tokens of trials by the memory of the rank with 8,192 tokens. And it tried n = 1 in the
     memory of a step with n = 8, because n = 8 was the fastest until n = 16 was tried.
     """
-    of_ranks = ranks(2).run(
-        searching_job, str(tmp_path), fastest, {"memory_reuse": "S4"}, [(few, 8192)]
-    )
+    of_ranks = ranks(2).run(searching_job, str(tmp_path), fastest, {"memory_reuse": "S4"}, [(few, 8192)])
     for [(first, *later)] in of_ranks:
         assert first <= 1.10 * max(later)
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from pmoe.planner.degree import DEGREES, all_choices
-from pmoe.planner.memory import bytes_before_rows
 from pmoe.planner.layer_sizes import sizes_from_options
+from pmoe.planner.memory import bytes_before_rows
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.trial_memory import ALIKE, fraction_of_tokens, peak_of_passes, searching_peak
 from pmoe.schedule.restore import STRATEGIES

@@ -57,7 +57,7 @@ from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
 from pmoe.planner.trial_memory import ALIKE, fraction_of_tokens
 from pmoe.schedule.restore import Restore
 
-MIN_TOKENS = 256
+MIN_TOKENS = 240
 """Smallest number of tokens of a trial. With fewer tokens, the seconds say nothing about the whole batch."""
 
 STAGE = 3

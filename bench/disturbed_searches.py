@@ -55,7 +55,7 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.granularity import GranularityTable
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.memory import predict
+from pmoe.planner.memory import bytes_before_rows, predict
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import PassRows
@@ -232,6 +232,10 @@ def predicted_peaks(batch: SimulatedBatch, choices: Sequence[Choice]) -> list[fl
     return [even_peak(batch.sizes, batch.counts.max_tokens, choice) for choice in choices]
 
 
+def routing_bytes(batch: SimulatedBatch) -> int:
+    return bytes_before_rows(batch.sizes, batch.sizes.call(batch.counts.max_tokens))
+
+
 def lane_seconds(sizes: LayerSizes, profile: Profile, tokens: int, choice: Choice) -> float:
     """Returns the seconds of a step on 2 ranks: of each pass, those of the slowest lane.
 
@@ -262,6 +266,9 @@ def simulated(machine: StoredMachine) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
             (part_of_batch, "predicted_peaks", predicted_peaks),
+            (part_of_batch, "own_peaks", predicted_peaks),
+            (part_of_batch, "routing_bytes", routing_bytes),
+            (part_of_batch, "_smallest_of_ranks", lambda batch, number: number),
             (part_of_batch, "first_tokens", SimulatedBatch.first_tokens),
             (part_of_batch, "measure_trials", machine.measure_trials),
             (search, "with_enough_memory", lambda batch, measured: measured),

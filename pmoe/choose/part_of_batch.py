@@ -43,18 +43,21 @@ from pmoe.choose.trials import (
     Trial,
     TrialBatch,
     measure_trials,
-    own_peak,
+    own_peaks,
     predicted_peaks,
+    routing_bytes,
     warn_of_dropped,
 )
+from pmoe.comm.agreement import largest
 from pmoe.comm.counts import CountsExchange, Fault
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import NEAR
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes
+from pmoe.planner.trial_memory import ALIKE, fraction_of_tokens
 from pmoe.schedule.restore import Restore
 
-MIN_TOKENS = 256
+MIN_TOKENS = 240
 """Smallest number of tokens of a trial. With fewer tokens, the seconds say nothing about the whole batch."""
 
 STAGE = 3
@@ -64,17 +67,11 @@ A stage runs on as many tokens as fit for the choice that needs the most memory.
 would have to run on fewer tokens.
 """
 
-ALIKE = 1.08
-"""Factor up to which two amounts of memory count as about equal.
-
-So trials may need up to this many times the allowed memory.
-"""
-
 SHRINKS = 2
 """How often the number of tokens of a trial is reduced if its predicted peak is above the allowed memory."""
 
-ROOM = 0.85
-"""Fraction of the allowed memory that a trial may take. The rest is for the call's routing."""
+TESTED = 0.85
+"""Fraction of a step's predicted memory that a memory test allocates. The rest is for the call's routing."""
 
 
 def measure_in_stages(
@@ -101,10 +98,12 @@ def measure_in_stages(
        they are slower. So the layer's later steps will need at least the memory of the fastest choice. The
        next stage may take this much memory. It tries the fastest choice again, and choices that need more
        memory.
-    3. The stages end in one of three cases:
+    3. The stages end in one of four cases:
 
        - The fastest choice of a stage needs the least memory of all choices in this stage, and the stage
          could take as much memory as a step with this choice.
+       - The choice of ``choices`` that needs the least memory is clearly the fastest. The caller then asks
+         for a choice with still less memory, if there is one, and the later steps may run with it.
        - All choices that need more memory than the fastest choice were tried, and each of them took more than
          `NEAR` times as long as the fastest choice.
        - A later stage lacks memory. The result then has the choices of the stages before.
@@ -120,17 +119,19 @@ def measure_in_stages(
 
     Raises OutOfMemoryError on every rank if all choices of the first stage run out of memory.
     """
-    peaks = dict(zip(choices, predicted_peaks(batch, choices), strict=True))
+    peaks = dict(zip(choices, own_peaks(batch, choices), strict=True))
+    peaks_of_largest = dict(zip(choices, predicted_peaks(batch, choices), strict=True))
     allowed = smallest_peak(batch, choices if one_is_taken else None)
-    all_need_as_much = max(peaks.values()) <= ALIKE * allowed
+    all_need_as_much = largest_ratio(batch, max(peaks.values()), allowed) <= ALIKE
     if batch.modules.options.budget is not None or all_need_as_much:
         return measure_in_little_memory(batch, choices, most_rounds, one_is_taken)
-    remaining = sorted(choices, key=lambda choice: peaks[choice])
+    by_memory = sorted(choices, key=lambda choice: peaks_of_largest[choice])
+    remaining = by_memory
     most_choices = STAGE
     parts: list[TrialsOfPart] = []
     while True:
         stage = _choices_of_stage(batch, remaining, peaks, allowed, most_choices)
-        share = share_of_tokens(batch, peaks[stage[-1]], allowed)
+        share = share_of_tokens(batch, max(peaks[choice] for choice in stage), allowed)
         try:
             part = _measure_part(batch, stage, share, allowed, most_rounds)
         except torch.OutOfMemoryError:
@@ -150,7 +151,15 @@ def measure_in_stages(
         ]
         least_of_step = smallest_peak(batch, [fastest])
         needs_least = fastest == stage[0]
-        if len(remaining) == 1 or (needs_least and least_of_step <= ALIKE * allowed):
+        if len(remaining) == 1:
+            return times
+        if needs_least and largest_ratio(batch, least_of_step, allowed) <= ALIKE:
+            return times
+        # A search asks for a choice with still less memory next, if the fastest choice is clearly faster than
+        # all others. Later steps may run with that choice. So the trials until then take no more memory.
+        others = [choice for choice in times if choice != fastest]
+        is_clear = all(times[choice].is_slower_than(times[fastest]) for choice in others)
+        if is_clear and fastest == by_memory[0] and not one_is_taken:
             return times
         # If the choice that needs the least memory seems to be the fastest, it is compared with the next
         # choice on more tokens: on few tokens, errors of measured seconds are large.
@@ -167,11 +176,12 @@ def _choices_of_stage(
 ) -> Sequence[Choice]:
     """Returns the choices that the next stage of trials tries: usually the first of ``remaining``.
 
-    A trial is a timed run of both passes. ``remaining`` begins with the choices that need the least memory.
+    Collective. A trial is a timed run of both passes. ``remaining`` begins with the choices that need the
+    least memory on the rank that needs the most.
 
     There are two exceptions:
 
-    - If all choices in ``remaining`` need at most 8 % more memory than the last choice of the stage, the
+    - If all choices in ``remaining`` need at most 8 % more memory than those of the stage, on every rank, the
       stage tries all of them.
     - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the last choice,
       the stage tries only the first two choices, which need less memory.
@@ -179,14 +189,16 @@ def _choices_of_stage(
     batch: the routed batch.
     remaining: the choices (numbers of chunks, and how backward gets the rows and the hidden activation) that
         may still be the fastest, sorted by memory.
-    peaks: predicted peak in bytes of each choice with the whole batch.
-    allowed: bytes that the trials of the next stage may take.
+    peaks: predicted peak of each choice with the whole batch, in bytes on this rank.
+    allowed: bytes that the trials of the next stage may take on this rank.
     most_choices: usual number of choices of the stage.
     """
     stage = remaining[:most_choices]
-    if peaks[remaining[-1]] <= ALIKE * peaks[stage[-1]]:
+    most_of_all = max(peaks[choice] for choice in remaining)
+    most_of_stage = max(peaks[choice] for choice in stage)
+    if largest_ratio(batch, most_of_all, most_of_stage) <= ALIKE:
         return remaining
-    if share_of_tokens(batch, peaks[stage[-1]], allowed) * batch.counts.max_tokens >= MIN_TOKENS:
+    if share_of_tokens(batch, most_of_stage, allowed) * batch.counts.max_tokens >= MIN_TOKENS:
         return stage
     return remaining[:2]
 
@@ -224,16 +236,16 @@ def measure_in_little_memory(
     Raises OutOfMemoryError on every rank if all choices run out of memory.
     """
     budget = batch.modules.options.budget
-    largest_peak = max(predicted_peaks(batch, choices))
-    if budget is not None and largest_peak <= budget:
+    if budget is not None and max(predicted_peaks(batch, choices)) <= budget:
         return measure_trials(batch, choices, most_rounds)
+    peaks = own_peaks(batch, choices)
     if budget is not None:
         allowed = budget / ALIKE
     elif one_is_taken:
-        allowed = min(predicted_peaks(batch, choices))
+        allowed = min(peaks)
     else:
         allowed = smallest_peak(batch)
-    share = share_of_tokens(batch, largest_peak, allowed)
+    share = share_of_tokens(batch, max(peaks), allowed)
     part = _measure_part(batch, choices, share, allowed, most_rounds)
     return {} if part is None else times_of_whole([part])
 
@@ -265,9 +277,9 @@ def _measure_part(
     choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets
         the rows and the hidden activation.
     share: the fraction of the batch's tokens on which trials run. Fewer tokens are used if these tokens need
-        more than ``allowed`` bytes.
-    allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
-        may still take.
+        more than ``allowed`` bytes on any rank.
+    allowed: bytes that trials may take on this rank: the lowest predicted peak of a step, over all choices
+        that the layer may still take.
     most_rounds: largest number of timed rounds.
     """
     part = _part_with_memory(batch, choices, share, allowed)
@@ -283,31 +295,34 @@ def _part_with_memory(
     """Returns the part of a batch on which trials run in the allowed memory: its first tokens. Collective.
 
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
-    is None if the fraction ``share`` of the tokens is fewer than `MIN_TOKENS` tokens.
+    is None if fewer than `MIN_TOKENS` tokens fit.
 
     The first tokens may be routed less evenly than the whole batch. Half of the tokens then need more than
     half of the memory. So the peak is predicted from the row counts of these first tokens. If the peak is
-    above the allowed memory, fewer tokens are taken, at most `SHRINKS` times.
+    above the allowed memory on any rank, fewer tokens are taken, at most `SHRINKS` times.
 
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs that will be tried on these tokens. A restore pair says
         how backward gets the rows and the hidden activation.
     share: the fraction of the tokens to try first. It would fit if the peak were proportional to the number
         of tokens. If it is 1, the whole batch is returned.
-    allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
-        may still take.
+    allowed: bytes that trials may take on this rank: the lowest predicted peak of a step, over all choices
+        that the layer may still take.
     """
     if share * batch.counts.max_tokens < MIN_TOKENS:
         return None
     if share == 1.0:
         return share, batch
-    most = ROOM * (allowed - _output_bytes(batch))
+    free = allowed - batch.inputs.x_TM.nbytes
     part = _first_tokens(batch, share)
     for _ in range(SHRINKS):
-        peak = max(predicted_peaks(part, choices))
-        if peak <= ALIKE * most:
+        peak = max(own_peaks(part, choices))
+        fraction = _fraction_on_every_rank(batch, peak, free, beside=routing_bytes(batch))
+        if fraction == 1.0:
             break
-        share *= _fraction_within(batch, peak, most)
+        share *= fraction
+        if share * batch.counts.max_tokens < MIN_TOKENS:
+            return None
         part = _first_tokens(batch, share)
     return share, part
 
@@ -336,7 +351,7 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     choices: all choices that may be taken. They have the same restore pair: how backward gets the rows and
         the hidden activation.
     """
-    peaks = predicted_peaks(batch, choices)
+    peaks = own_peaks(batch, choices)
     return share_of_tokens(batch, max(peaks), min(peaks)) * batch.counts.max_tokens >= MIN_TOKENS
 
 
@@ -379,7 +394,8 @@ def from_first_with_enough_memory(batch: TrialBatch, ordered: Sequence[Choice]) 
     without_room: list[Trial] = []
     for choice in ordered:
         trial = Trial(batch, choice)
-        if trial.has_memory(ROOM * (own_peak(batch, choice) - own_output)):
+        [peak] = own_peaks(batch, [choice])
+        if trial.has_memory(TESTED * (peak - own_output)):
             break
         without_room.append(trial)
     warn_of_dropped(batch, without_room, len(ordered))
@@ -513,7 +529,7 @@ def seconds_of_chunk(trials: Sequence[tuple[float, int, float]]) -> float:
 
 
 def smallest_peak(batch: TrialBatch, choices: Sequence[Choice] | None = None) -> float:
-    """Returns the lowest predicted peak, in bytes, of the steps that the layer may choose. Collective.
+    """Returns the lowest predicted peak of the steps that the layer may choose, in bytes on this rank.
 
     The numbers of chunks are combined with every restore pair of the layer, because the pair that is taken in
     the end may need less memory than the pair of the trials. A restore pair says how backward gets the rows
@@ -527,51 +543,69 @@ def smallest_peak(batch: TrialBatch, choices: Sequence[Choice] | None = None) ->
         degrees = [(n, n) for n in batch.degrees]
     else:
         degrees = [(choice.forward, choice.backward) for choice in choices]
-    return min(predicted_peaks(batch, all_choices(degrees, batch.modules.pairs)))
+    return min(own_peaks(batch, all_choices(degrees, batch.modules.pairs)))
+
+
+def largest_ratio(batch: TrialBatch, needed: float, allowed: float) -> float:
+    """Returns the largest ratio ``needed`` / ``allowed`` of any rank. Collective.
+
+    Ranks with few tokens need less memory, but not in proportion: they also compute rows of other ranks. So
+    the bytes of each rank are compared with the bytes that this rank may take, not with those of other ranks.
+
+    batch: the routed batch.
+    needed: bytes that something needs on this rank.
+    allowed: bytes that it may take on this rank.
+    """
+    return -_smallest_of_ranks(batch, -needed / allowed)
 
 
 def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
-    """Returns the fraction of the tokens on which trials can run within the allowed memory.
+    """Returns the fraction of the tokens on which trials can run within the allowed memory. Collective.
 
-    A trial is a timed run of both passes.
+    A trial is a timed run of both passes. All ranks take the same fraction of their tokens: the smallest
+    fraction that any rank has memory for. That rank may have fewer tokens than others: it also computes their
+    rows, while a step with many chunks needs little memory there. Example: of two ranks with 1,200 and 8,192
+    tokens, only the first needs more memory for n = 2 on a fifth of the tokens than for a step with n = 16.
 
     batch: the routed batch.
-    peak: the predicted peak in bytes with all tokens, the largest of all choices that will be tried.
-    allowed: bytes that trials may take: the lowest predicted peak of a step, over all choices that the layer
-        may still take.
+    peak: the predicted peak with all tokens, the largest of all choices that will be tried, in bytes on this
+        rank.
+    allowed: bytes that trials may take on this rank: the lowest predicted peak of a step, over all choices
+        that the layer may still take.
     """
-    allowed -= _output_bytes(batch)
-    if peak <= ALIKE * allowed:
-        return 1.0
-    return _fraction_within(batch, peak, ROOM * allowed)
+    # A trial keeps the layer's output until its end, and the predicted peak includes it. But a model may free
+    # the output before backward. Without it, a step needs the least memory.
+    free = allowed - batch.inputs.x_TM.nbytes
+    return _fraction_on_every_rank(batch, peak, free)
 
 
-def _fraction_within(batch: TrialBatch, peak: float, most: float) -> float:
-    """Returns the fraction of a batch's tokens for which a step has a peak of ``most`` bytes.
+def _fraction_on_every_rank(batch: TrialBatch, peak: float, free: float, beside: float = 0.0) -> float:
+    """Returns the largest fraction of the tokens for which every rank has enough memory. Collective.
 
-    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is
-    assumed to be proportional to this number. The result is 0 if the gradients alone need more than ``most``
-    bytes.
+    The numbers of bytes are those of this rank.
 
     batch: the routed batch of all tokens.
-    peak: the predicted peak in bytes with all tokens of the batch.
-    most: bytes that the fraction of the tokens should need.
+    peak: the predicted peak of trials with the tokens of which the result is a fraction.
+    free: bytes of a later step that are free for trials.
+    beside: bytes that the call holds beside these trials, if they run on a part of the batch.
     """
-    gradients = batch.sizes.expert_parameters * batch.sizes.element_size
-    return max(most - gradients, 0.0) / (peak - gradients)
+    fraction = 1.0
+    if beside + peak > ALIKE * free:
+        gradients = batch.sizes.trained_parameters * batch.sizes.element_size
+        fraction = fraction_of_tokens(peak, free, routing_bytes(batch), gradients)
+    return _smallest_of_ranks(batch, fraction)
 
 
-def _output_bytes(batch: TrialBatch) -> int:
-    """Returns the bytes of the layer's output on the rank that has most tokens.
+def _smallest_of_ranks(batch: TrialBatch, number: float) -> float:
+    """Returns the smallest number that any rank passes. Collective.
 
-    A trial (a timed run of both passes) keeps the output until its end, and the predicted peak includes it.
-    But a model may free the output before backward. So callers subtract these bytes from the predicted peak,
-    to get the least memory that a step needs.
-
-    batch: the routed batch.
+    batch: the routed batch, which has the ranks.
+    number: a number of this rank.
     """
-    sizes = batch.sizes
-    return batch.counts.max_tokens * sizes.d_model * sizes.element_size
+    device = batch.inputs.x_TM.device
+    stage = "comparing the memory of trials on all ranks"
+    [negated] = largest(batch.modules.ranks, device, [-number], stage=stage)
+    return -negated
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
@@ -588,7 +622,7 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     """
     if batch.modules.options.budget is not None:
         return batch
-    [peak] = predicted_peaks(batch, [choice])
+    [peak] = own_peaks(batch, [choice])
     allowed = smallest_peak(batch)
     share = share_of_tokens(batch, peak, allowed)
     part = _part_with_memory(batch, [choice], share, allowed)

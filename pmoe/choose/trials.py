@@ -34,7 +34,7 @@ from pmoe.measure.timing import begin_together, clock_of, in_rounds
 from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.degree import DEGREES, MAX_DEGREE, TRIED, Choice, all_choices
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
-from pmoe.planner.memory import predict
+from pmoe.planner.memory import bytes_before_rows, predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes, timed_rounds
@@ -162,7 +162,7 @@ class TrialBatch:
         """
         batch = self.counted_for(all_choices([(n, n) for n in TRIED], self.modules.pairs[:1]))
         choices = all_choices([(n, n) for n in batch.degrees], self.modules.pairs)
-        own = min(own_peak(batch, choice) for choice in choices)
+        own = min(own_peaks(batch, choices))
         device = self.inputs.x_TM.device
         stage = "comparing the predicted memory of ranks"
         [negated] = largest(self.modules.ranks, device, [-own], stage=stage)
@@ -178,6 +178,14 @@ class TrialBatch:
         """
         return {}
 
+    @functools.cached_property
+    def peaks_of_rank(self) -> dict[tuple[int, int, Restore], float]:
+        """Cache of the predicted peaks of this rank, in bytes, with the same keys as `peaks`.
+
+        The cache is empty at first. `own_peaks` fills it.
+        """
+        return {}
+
     @property
     def trials_allowed(self) -> bool:
         """Whether trials on this batch are worth their time, and change nothing in the model.
@@ -190,11 +198,7 @@ class TrialBatch:
         modules, because a trial runs callbacks and modules, too. A user's module may, for example, count the
         rows that it computes.
         """
-        modules = self.modules
-        shared = modules.shared_expert
-        is_worth_it = self.counts.needs_grad and modules.ranks.size > 1 and self.rows >= 2 * MIN_ROWS
-        are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
-        return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
+        return self.counts.needs_grad and trials_pay(self.modules, self.rows)
 
     @property
     def may_try(self) -> bool:
@@ -282,15 +286,61 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
     choices: the numbers of chunks and restore pairs. A restore pair says how backward gets the rows and the
         hidden activation.
     """
-    keys = [(choice.forward, choice.backward, choice.restore) for choice in choices]
+    keys = [_key(choice) for choice in choices]
     missing = {key: choice for key, choice in zip(keys, choices, strict=True) if key not in batch.peaks}
     if missing:
-        own_peaks = [own_peak(batch, choice) for choice in missing.values()]
+        peaks = own_peaks(batch, list(missing.values()))
         device = batch.inputs.x_TM.device
         stage = "comparing the predicted memory of choices"
-        agreed = largest(batch.modules.ranks, device, own_peaks, stage=stage)
+        agreed = largest(batch.modules.ranks, device, peaks, stage=stage)
         batch.peaks.update(zip(missing, agreed, strict=True))
     return [batch.peaks[key] for key in keys]
+
+
+def own_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
+    """Returns the predicted peak of a step with each choice, in bytes on this rank. Not collective.
+
+    The peaks are cached (`TrialBatch.peaks_of_rank`).
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs (`own_peak`).
+    """
+    known = batch.peaks_of_rank
+    for choice in choices:
+        if _key(choice) not in known:
+            known[_key(choice)] = own_peak(batch, choice)
+    return [known[_key(choice)] for choice in choices]
+
+
+def _key(choice: Choice) -> tuple[int, int, Restore]:
+    """Returns the key under which the predicted peak of a step with this choice is cached."""
+    return choice.forward, choice.backward, choice.restore
+
+
+def trials_pay(modules: LayerModules, max_rows: int) -> bool:
+    """Returns whether trials are worth their time in training, and change nothing in the model.
+
+    A trial is a timed run of both passes. `TrialBatch.trials_allowed` lists the conditions.
+
+    modules: the modules and options of the layer.
+    max_rows: number of rows (tokens times choices) of the rank with most tokens.
+    """
+    shared = modules.shared_expert
+    is_worth_it = modules.ranks.size > 1 and max_rows >= 2 * MIN_ROWS
+    are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
+    return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
+
+
+def routing_bytes(batch: TrialBatch) -> int:
+    """Returns the bytes that this rank holds when a call has routed the tokens of the batch.
+
+    The call holds them while trials (timed runs of both passes) run on a part of its tokens.
+
+    batch: the routed batch of all tokens.
+    """
+    modules = batch.modules
+    call = rows_of_call(modules, batch.inputs.x_TM.shape[0], modules.options.degrees)
+    return bytes_before_rows(batch.sizes, call)
 
 
 def own_peak(batch: TrialBatch, choice: Choice) -> float:
@@ -532,7 +582,7 @@ def smallest_with_enough_memory(batch: TrialBatch, choices: Sequence[Choice]) ->
     peaks = predicted_peaks(batch, choices)
     least, num_bytes = min(zip(choices, peaks, strict=True), key=lambda pair: pair[1])
     trial = Trial(batch, least)
-    if not trial.has_memory(own_peak(batch, least)):
+    if not trial.has_memory(own_peaks(batch, [least])[0]):
         raise torch.OutOfMemoryError(
             "some rank has too little memory for these tokens, with every number of chunks. The least is of "
             f"n={least.forward} with {least.restore}: about {num_bytes / 2**20:.1f} MiB beside the model "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pmoe.arguments import check_count, check_int
+from pmoe.choose.trials import MIN_ROWS
 from pmoe.cli.arguments import DTYPES, add_allow, parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
@@ -25,15 +26,24 @@ from pmoe.engine.buffers.arena import pool
 from pmoe.layer import MoELayer
 from pmoe.measure.step_memory import step_peak_bytes
 from pmoe.papers.mpipemoe_memory import theory
-from pmoe.planner.degree import MOST_CHUNKS, all_choices, check_backward
+from pmoe.planner.degree import DEGREES, MOST_CHUNKS, all_choices, check_backward
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
+from pmoe.planner.memory import PredictedMemory
 from pmoe.planner.priced_choices import bound, planned_pairs
+from pmoe.planner.trial_memory import searching_peak
 from pmoe.schedule.restore import Restore, without_messages
 from pmoe.text import table
 
 ABOUT = "print a layer's bytes: by the paper's equations, predicted, measured"
 TOTALS = ("saved", "temporary", "gradients", "host", "peak", "promised")
 """Fields of `PredictedMemory` that the first table shows, one column each."""
+SEARCHING = "searching_peak"
+"""The field of `PredictedMemory` that the first table also shows, if trials may need more than a step."""
+SEARCHES = (
+    "searching peak: with pipeline=True or memory_reuse=True, of a step that finds n or the pair by trials,\n"
+    "and takes this n and this pair. Later steps need the peak"
+)
+"""The line below the first table that explains the column of the searching step."""
 EQUATIONS = {
     "model_states": ("Eq. 1", "4 (E M + 2 H M)"),
     "activations": ("Eq. 2", "4 B M + B H"),
@@ -102,8 +112,13 @@ def run_command(args: argparse.Namespace) -> Output:
     shape = replace(shape, copies=copies, shared_over=args.shard_experts)
     backward = args.n_backward or args.n
     rows = {}
-    for choice in all_choices([(args.n, backward)], _pairs(args, shape)):
-        memory = bound(shape, shape.call(args.tokens), choice, args.slack)
+    pairs = _pairs(args, shape)
+    tried = _tried(args, shape, pairs)
+    for choice in all_choices([(args.n, backward)], pairs):
+        call = shape.call(args.tokens)
+        memory = bound(shape, call, choice, args.slack)
+        if tried:
+            memory = replace(memory, searching_peak=searching_peak(memory, shape, call, tried))
         pair = choice.restore
         measured = _measured(args, pair, device) if args.measure else {}
         rows[pair] = {"restore": str(pair), "strategy": pair.strategy, **asdict(memory), **measured}
@@ -146,6 +161,23 @@ def _pairs(args: argparse.Namespace, shape: LayerSizes) -> tuple[Restore, ...]:
     if pair.rounds and args.dtype == "float64":
         raise ValueError(f"--memory-reuse ({pair}) must not keep T_M in e4m3 with --dtype float64")
     return (pair if shape.wires.rows else without_messages(pair),)
+
+
+def _tried(args: argparse.Namespace, shape: LayerSizes, pairs: Sequence[Restore]) -> list[PredictedMemory]:
+    """Returns the predictions for all choices that a layer with pipeline=True may try in a step.
+
+    The list is empty if the layer would run no trials (timed runs of both passes): on one rank, and with few
+    tokens.
+
+    args: the options of the command.
+    shape: sizes of the layer.
+    pairs: the restore pairs that may be tried. A pair says how backward gets the dispatched rows and the
+        hidden activation of forward.
+    """
+    if args.ranks == 1 or args.tokens * shape.top_k < 2 * MIN_ROWS:
+        return []
+    choices = all_choices([(n, n) for n in DEGREES], pairs)
+    return [bound(shape, shape.call(args.tokens), choice, args.slack) for choice in choices]
 
 
 def _measured(args: argparse.Namespace, pair: Restore, device: torch.device) -> dict[str, Any]:
@@ -204,7 +236,12 @@ def _lines(
     differs = args.n_backward not in (None, args.n)
     yield f"{describe_layer(args, device.type)}, n = {args.n}" + f" and {args.n_backward} backward" * differs
     yield "\npredicted MiB for any routing, without x, dy and the parameters"
-    yield by_pair(TOTALS, lambda row: [mib(row[name]) for name in TOTALS])
+    searches = any(row[SEARCHING] > row["peak"] for row in rows.values())
+    totals = (*TOTALS, SEARCHING) if searches else TOTALS
+    columns = [name.replace("_", " ") for name in totals]
+    yield by_pair(columns, lambda row: [mib(row[name]) for name in totals])
+    if searches:
+        yield SEARCHES
     yield "\nMiB by tensor"
     names = list(dict.fromkeys(name for row in rows.values() for name in row["tensors"]))
     yield by_pair(names, lambda row: [mib(row["tensors"][name]) for name in names])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
@@ -14,6 +15,7 @@ from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
 from pmoe.planner.memory import PredictedMemory, predict
 from pmoe.planner.priced_choices import PricedChoice, bound, within_budget
 from pmoe.planner.rows_per_pass import counted_rows
+from pmoe.planner.trial_memory import searching_peak
 from pmoe.runners.features import Feature
 from pmoe.schedule.restore import Restore, StrategyName, parse_restore
 
@@ -74,8 +76,49 @@ def predict_memory(
         ]
         within_budget(priced, budget)  # raises ValueError if no choice stays within the budget
         memory_of = {choice: memory for choice, memory in memory_of.items() if memory.promised <= budget}
+    if len(memory_of) > 1:
+        memory_of = _with_trials(modules, sizes, num_tokens, row_counts, memory_of)
     largest = max(memory_of.values(), key=lambda memory: memory.peak)
-    return replace(largest, unknown=unknown(modules), candidates=memory_of if len(memory_of) > 1 else {})
+    return replace(
+        largest,
+        searching_peak=max(memory.searching_peak for memory in memory_of.values()),
+        unknown=unknown(modules),
+        candidates=memory_of if len(memory_of) > 1 else {},
+    )
+
+
+def _with_trials(
+    modules: LayerModules,
+    sizes: LayerSizes,
+    num_tokens: int,
+    row_counts: RankCounts | None,
+    memory_of: Mapping[Choice, PredictedMemory],
+) -> dict[Choice, PredictedMemory]:
+    """Returns predictions that also say the peak of a step that finds each choice by trials.
+
+    A trial is a timed run of both passes inside a step. The predictions are unchanged if the layer runs no
+    trials for so many tokens.
+
+    modules: the layer's modules and options.
+    sizes: sizes of the layer.
+    num_tokens: number of this rank's tokens.
+    row_counts: row counts of a batch; None if ``num_tokens`` is the largest number of any rank.
+    memory_of: the prediction for each choice (numbers of chunks, and a restore pair) that the layer may take.
+    """
+    from pmoe.choose.trials import trials_pay
+
+    most_tokens = num_tokens if row_counts is None else row_counts.max_tokens
+    if not trials_pay(modules, most_tokens * modules.options.top_k):
+        return dict(memory_of)
+    call = rows_of_call(modules, num_tokens, modules.options.degrees)
+    # The solver may try choices for which the rows were not counted.
+    tried = None if modules.options.solves else memory_of.values()
+    return {
+        choice: replace(
+            memory, searching_peak=searching_peak(memory, sizes, call, tried, modules.options.budget)
+        )
+        for choice, memory in memory_of.items()
+    }
 
 
 def check_predictable(modules: LayerModules) -> None:

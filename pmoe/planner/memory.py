@@ -72,6 +72,8 @@ class PredictedMemory:
       part counts.
     - host: bytes that are offloaded to host memory.
     - peak: the most bytes in use on the device at once, over both passes.
+    - searching_peak: the most bytes in use in a step that finds n (number of chunks) or the restore pair by
+      trials, if it takes this choice. Equal to ``peak`` if the layer runs no trials, or if they need no more.
     - forward_peak, backward_peak: the peak of each pass.
     - promised: the peak without the parameters' gradients. A memory budget limits this number.
     - is_bound: True if row counts were not known. All numbers are then upper bounds for any routing.
@@ -86,6 +88,7 @@ class PredictedMemory:
     gradients: int
     host: int
     peak: int
+    searching_peak: int
     forward_peak: int
     backward_peak: int
     promised: int
@@ -188,14 +191,14 @@ def predict(
     gate_peak = gate_backward + (trained + reduction) * sizes.element_size
     gradients = trained + sizes.gate_parameters
     gather_peak = saved + (message + weights) * (not sizes.keeps_gathered)
+    peak = max(forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first_peak, gather_peak)
     return PredictedMemory(
         saved=saved,
         temporary=max(forward_work, backward_work),
         gradients=gradients * (sizes.cast_from or sizes.element_size),
         host=host,
-        peak=max(
-            forward_peak, backward_peak, routing_peak, gate_peak, saved + around.first_peak, gather_peak
-        ),
+        peak=peak,
+        searching_peak=peak,
         forward_peak=forward_peak,
         backward_peak=backward_peak,
         promised=max(
@@ -907,14 +910,38 @@ def _saved_by_row(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:
     call: numbers of rows of the call.
     rows: numbers of rows of the forward pass.
     """
+    received = (rows.received + call.slots * sizes.programs) * sizes.weight_size
+    shared = call.tokens * sizes.weight_size * bool(sizes.shared_parameters)
+    return _routing_bytes(sizes, call) + received + shared + _plan_bytes(sizes, call, rows)
+
+
+def _routing_bytes(sizes: LayerSizes, call: CallRows) -> int:
+    """Returns the bytes of a call's routing: the gate's scores, the choices of tokens, and their weights.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    """
     gate = _scores(sizes, call) * sizes.gate_scores
     # If a token has several experts, its weights are scaled to sum to 1. Autograd saves both versions.
     choices = call.slots * (INDEX + sizes.weight_size * (1 + (sizes.top_k > 1)))
-    received = (rows.received + call.slots * sizes.programs) * sizes.weight_size
-    shared = call.tokens * sizes.weight_size * bool(sizes.shared_parameters)
     if call.spread == "padded":
         choices += (call.inner + call.tokens * sizes.top_k) * INDEX
-    return gate + choices + received + shared + _plan_bytes(sizes, call, rows)
+    return gate + choices
+
+
+def bytes_before_rows(sizes: LayerSizes, call: CallRows) -> int:
+    """Returns the bytes that a call holds when it has routed its tokens, before it sends rows.
+
+    These are the routing, what autocast has cast (tokens and parameters), and with d_latent the projected
+    tokens.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    """
+    rows_T = call.tokens * sizes.d_model * sizes.element_size
+    parameters = sizes.expert_parameters + sizes.shared_parameters
+    cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
+    return _routing_bytes(sizes, call) + cast + rows_T * bool(sizes.outer)
 
 
 def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:

@@ -119,6 +119,7 @@ def _largest(one: PredictedMemory, other: PredictedMemory) -> PredictedMemory:
         gradients=max(one.gradients, other.gradients),
         host=max(one.host, other.host),
         peak=max(one.peak, other.peak),
+        searching_peak=max(one.searching_peak, other.searching_peak),
         forward_peak=max(one.forward_peak, other.forward_peak),
         backward_peak=max(one.backward_peak, other.backward_peak),
         promised=max(one.promised, other.promised),

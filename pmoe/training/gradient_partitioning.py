@@ -243,9 +243,9 @@ def _dense_part(seconds: float, gradient_bytes: int) -> GeneralizedLayer:
 def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.device) -> float | None:
     """Returns how many bytes may be allocated while costs are measured, the same on every rank.
 
-    Every layer has a peak of memory in its last step. This peak is predicted from the row counts of the step,
-    for the rank that needs most memory. The result is `MEASURING_SHARE` times the smallest of these peaks.
-    None means that there is no limit: there is no layer, or the memory of a layer cannot be predicted.
+    Every layer has a peak of memory in its last step. This peak is predicted from the row counts of the step.
+    The result is `MEASURING_SHARE` times the smallest peak of any layer on any rank. None means that there is
+    no limit: there is no layer, or the memory of a layer cannot be predicted.
 
     layers: MoE layers that have been called.
     ranks: the ranks over which gradients are reduced.
@@ -255,9 +255,9 @@ def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.devi
     """
     if not layers or any(layer.layer_modules.refusal("memory") is not None for layer in layers):
         return None
-    peaks = [_last_peak(layer) for layer in layers]
-    peaks = largest(ranks, device, peaks, stage="comparing the predicted memory of layers")
-    return MEASURING_SHARE * min(peaks)
+    own = min(_last_peak(layer) for layer in layers)
+    [negated] = largest(ranks, device, [-own], stage="comparing the predicted memory of layers")
+    return MEASURING_SHARE * -negated
 
 
 def _last_peak(layer: MoELayer) -> float:

@@ -25,10 +25,11 @@ from pmoe.kernels import extension, status
 from pmoe.measure.profile import load_profile, profile_path, save_profile
 from pmoe.papers.mpipemoe_memory import theory
 from pmoe.planner.cluster_candidates import plan_combinations
-from pmoe.planner.degree import Choice
+from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.layer_sizes import sizes_from_options
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import Profile
+from pmoe.planner.trial_memory import searching_peak
 from pmoe.schedule.restore import ALL_PAIRS, NARROW_PAIRS, STRATEGIES
 from tests.unit.test_profile import MADE
 
@@ -182,6 +183,30 @@ def test_a_plan_takes_pairs_of_fewer_bytes_only_if_they_are_allowed(
     assert (plain["allow"], allowed["allow"]) == (None, "e4m3")
     found = eval(allowed["python"], {"pmoe": pmoe, "torch": torch})
     assert str(found.restore) == allowed["decision"]["restore"] and found.allow is None
+
+
+def test_memory_says_the_peak_of_a_step_that_searches(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before, it said only the peak of later steps, although trials may need a little more."""
+    layer = ["--d-model", "64", "--d-hidden", "4096", "--num-experts", "8", "--tokens", "4096"]
+    options = [*layer, "--n", "16", "--memory-reuse", "S4"]
+    (row,) = printed(capsys, "memory", *options, "--ranks", "4")["pairs"]
+    shape = sizes_from_options(64, 4096, 8, num_ranks=4)
+    call = shape.call(4096)
+    tried = [
+        bound(shape, call, choice, 1.25)
+        for choice in all_choices([(n, n) for n in DEGREES], [STRATEGIES["S4"]])
+    ]
+    assert row["searching_peak"] == searching_peak(tried[-1], shape, call, tried)
+    assert row["peak"] < row["searching_peak"] <= 1.1 * row["peak"]
+    run("memory", *options, "--ranks", "4")
+    out = capsys.readouterr().out
+    assert "searching peak" in out and "of a step that finds n or the pair by trials" in out
+    assert f"{row['searching_peak'] / 2**20:,.2f}" in out
+    for few in (["--ranks", "1"], ["--ranks", "4", "--tokens", "2047"]):  # such layers run no trials
+        (row,) = printed(capsys, "memory", *options, *few)["pairs"]
+        assert row["searching_peak"] == row["peak"]
+        run("memory", *options, *few)
+        assert "searching" not in capsys.readouterr().out
 
 
 def test_memory_of_one_pair_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,6 +56,7 @@ MEMORY = PredictedMemory(
     gradients=1,
     host=0,
     peak=9 << 20,
+    searching_peak=9 << 20,
     forward_peak=1,
     backward_peak=1,
     promised=1,

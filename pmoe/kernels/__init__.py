@@ -28,7 +28,7 @@ from typing import Any
 
 from pmoe.kernels.extension import status
 
-__all__ = ["late_names", "status"]
+__all__ = ["status"]
 
 
 def late_names(package: str, file_of: Mapping[str, str]) -> Callable[[str], Any]:

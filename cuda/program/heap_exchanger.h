@@ -58,7 +58,8 @@ class HeapExchanger final : public Exchanger {
                                   std::to_string(regions_.arena) + " bytes for flags and landing places");
   }
 
-  // A graph may outlive this object, and its nodes refer to the events without owning them.
+  // A graph may outlive this object, and its nodes refer to the events without owning them. Destroying such a
+  // graph is allowed. Replaying it is not, because the heaps are gone.
   ~HeapExchanger() override {
     if (is_in_graph_) ended_.release();
   }

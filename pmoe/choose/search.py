@@ -555,8 +555,8 @@ class LearnedDegrees:
 _LEARNED: dict[tuple[str, str], LearnedDegrees] = {}
 """The results of trials of this process: {(the global ranks as text, key as JSON): results}.
 
-They stay valid if the process group is made again, because its ranks take the results of rank 0
-(`load_learned`).
+Two groups of the same ranks share results. Results stay valid if the process group is made again, because its
+ranks take those of rank 0 (`load_learned`).
 """
 
 

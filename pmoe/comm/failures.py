@@ -158,7 +158,8 @@ def publish_construction(error: Exception) -> None:
     """Publishes the error with which this rank failed to build a layer, or refused to call it.
 
     Peers that have built the layer may wait for this rank in their first call. A rank also refuses a call
-    inside a transform of ``torch.func``, before any message. Such calls count as failed constructors here.
+    inside a transform of ``torch.func``, before any message. A refused call counts as a failed
+    constructor.
 
     If constructors fail on all ranks, no rank waits. So a rank ignores the report of a peer's n-th failed
     constructor if n of its own constructors have failed, even if the errors differ. If a constructor failed
@@ -763,8 +764,8 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
 
     - it has not run the backward pass of the layer's last call, or its last backward pass has left out any
       open call of the group;
-    - a hook of a backward pass makes the call. Such hooks run without gradients, unlike the recomputation of
-      a checkpoint;
+    - a hook of a backward pass makes the call. Hooks run without gradients; the recomputation of a checkpoint
+      runs with them;
     - it compares its options in this call, and the other ranks may not compare theirs.
 
     ranks: the ranks of the layer.
@@ -777,17 +778,16 @@ def meet_before_call(ranks: Ranks, why_compare: str) -> bool:
     Raises what `meet` raises.
     """
     record = ranks.record
-    is_open = ranks.open_call in record.open_calls or record.leaves_call_out
-    if not (why_compare or is_open or torch._C._current_graph_task_id() != -1):
-        return False
     is_in_backward = torch._C._current_graph_task_id() != -1
     is_in_hook = is_in_backward and not torch.is_grad_enabled()
-    if is_in_backward and not (why_compare or is_in_hook):
-        return False  # a checkpoint runs the layer again
+    # In a backward pass a checkpoint may run the layer again, while calls are open.
+    is_open = not is_in_backward and (ranks.open_call in record.open_calls or record.leaves_call_out)
+    if not (why_compare or is_in_hook or is_open):
+        return False
     assert ranks.group is not None
     if not has_peers(ranks.group):
         return bool(why_compare)
-    why = why_compare or (IN_HOOK if is_in_hook else IS_OPEN)
+    why = IN_HOOK if is_in_hook else why_compare or IS_OPEN
     return meet(ranks, why, compares=bool(why_compare))
 
 

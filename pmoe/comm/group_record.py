@@ -241,7 +241,9 @@ def record_of_group(group: dist.ProcessGroup) -> GroupRecord:
     return record
 
 
+_next_serial = itertools.count(1)
 _serials: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""The number of each group that has asked for one (`serial_of_group`)."""
 
 
 def serial_of_group(group: dist.ProcessGroup) -> int:
@@ -253,10 +255,6 @@ def serial_of_group(group: dist.ProcessGroup) -> int:
     if group not in _serials:
         _serials[group] = next(_next_serial)
     return _serials[group]
-
-
-_next_serial = itertools.count(1)
-"""The numbers of `serial_of_group`."""
 
 
 def is_known(group: dist.ProcessGroup) -> bool:

@@ -43,8 +43,9 @@ Ranks come to a meeting for different reasons. If any of them compares its optio
 theirs.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
-the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so there is no
-meeting for a backward pass on a GPU.
+the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no rank waits for
+the first reason there. A rank waits for the third reason on a GPU, too. If the others do not come, it raises
+an error after the group's timeout.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ IN_HOOK = (
     "calls a layer in a hook of a backward pass, and other ranks do not: every rank must call the layers of "
     "a group in the same order and equally often, also in hooks"
 )
-"""Why a rank waits that calls a layer in a backward pass. In an error it follows the rank, as "rank 3"."""
+"""Why a rank waits before a call in a hook. Errors put it after the rank: "rank 3 calls a layer ..."."""
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 1e-4, 0.05
 """The first and the longest pause between two readings of the store.

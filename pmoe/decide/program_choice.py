@@ -254,14 +254,20 @@ def _connected_on_all(
     Raises other errors than RuntimeErrors on every rank.
     """
     stage = "connecting the ranks for pass programs"
+    ranks = modules.ranks
     programs: Programs | None = None
-    failure = ""
-    with all_fail_together(modules.ranks, stage=stage):
-        try:
-            programs = _connected(backend, modules, shape, x_TM)
-        except RuntimeError as error:
-            failure = str(error)
-    failures = gathered(modules.ranks, failure, stage=stage)
+    error: Exception | None = None
+    try:
+        programs = _connected(backend, modules, shape, x_TM)
+    except Exception as raised:
+        if ranks.size > 1 and ranks.record.reason_left:
+            raise  # a collective of the group failed: no other may follow
+        error = raised
+    with all_fail_together(ranks, stage=stage):
+        if error is not None and not isinstance(error, RuntimeError):
+            raise error
+    failure = "" if error is None else str(error) or type(error).__name__
+    failures = gathered(ranks, failure, stage=stage)
     of_others = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
     failure = failure or next(of_others, "")
     if programs is None or failure:

@@ -55,7 +55,9 @@ class RowBounds:
     def __post_init__(self) -> None:
         if self.ranks < 2:
             raise ValueError(f"ranks ({self.ranks}) must be at least 2: a single rank exchanges no rows")
-        for name, rows in (("sent", self.sent), ("stays", self.stays), ("received", self.received)):
+        if self.stays < 1:
+            raise ValueError(f"stays ({self.stays}) must be at least 1")
+        for name, rows in (("sent", self.sent), ("received", self.received)):
             # The cut must have rows from each other rank, so that the program sorts the rows that arrive.
             if rows < self.ranks - 1:
                 raise ValueError(f"{name} ({rows}) must be at least ranks - 1 ({self.ranks - 1})")
@@ -73,6 +75,8 @@ class RowBounds:
         Example: 8 tokens, K = 2, 2 chunks, 2 ranks, slack 1.5. A chunk has 8 rows, 4 for each rank if routing
         is balanced. So there is room for 6 rows that are sent, 6 that stay, and 6 that are received.
         """
+        if slack < 1:
+            raise ValueError(f"slack ({slack}) must be at least 1: balanced routing would not fit")
         rows = -(-max_tokens // chunks) * top_k
         share = slack * rows / ranks
         others = ranks - 1
@@ -81,7 +85,7 @@ class RowBounds:
             ranks=ranks,
             local_experts=local_experts,
             sent=max(min(math.ceil(share * others), rows), others),
-            stays=max(min(math.ceil(share), rows), others),
+            stays=max(min(math.ceil(share), rows), 1),
             received=max(min(math.ceil(share * others), rows * others), others),
         )
 
@@ -140,6 +144,8 @@ class DeviceRows:
 
 def rows_on_device(expert_TK: Tensor, counts_WnE: Tensor, bounds: RowBounds, rank: int) -> DeviceRows:
     """Computes which rows of a call exist. The host does not wait for the device.
+
+    Each (token, choice) pair must have a row: no choice may be dropped by a capacity or a mask.
 
     expert_TK: (T, K) int64 or int32, the experts of this rank's tokens.
     counts_WnE: (W, n, E) int64, the rows of each source rank for each expert, by chunk

@@ -259,7 +259,8 @@ def save_lora(
                 )
     # The ranks gather each matrix. With other adapters they would mix them, or wait for each other.
     own_adapters = [
-        f"{_name_of(layer, adapter)!r} of {layer_name}: rank {adapter.rank}, {adapter.targets}"
+        f"{_name_of(layer, adapter)!r} of {layer_name}: rank {adapter.rank}, alpha {adapter.alpha}, "
+        f"{adapter.targets}"
         for layer_name, (layer, adapter) in adapters.items()
     ]
     check_same(

@@ -99,7 +99,7 @@ def test_if_the_rows_of_any_rank_do_not_fit_no_rank_has_rows() -> None:
 
 @pytest.mark.parametrize("part", ["sent", "stays", "received"])
 def test_each_bound_is_kept_to_the_row(part: str) -> None:
-    """Rank 0 sends 4 rows, keeps 2 and receives 3 in its only chunk."""
+    """Rank 0 sends 4 rows to rank 1, and 2 of its rows stay. Rank 1 receives these 4 rows."""
     chosen = [torch.tensor([[3, 3], [3, 3], [0, 0]]), torch.tensor([[0, 0], [0, 3]])]
     exact = {"sent": 4, "stays": 2, "received": 4}
     for rows, fits in ((exact[part], True), (exact[part] - 1, False)):

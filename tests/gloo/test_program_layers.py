@@ -184,6 +184,9 @@ def test_if_one_rank_alone_fails_to_connect_all_ranks_run_by_the_engine_and_say_
     first, second = ranks(2).run(alone_job, RuntimeError("can't start new thread"))
     assert first == (["there is no communicator: rank 1: can't start new thread"], "pipeline", "")
     assert second == (["there is no communicator: can't start new thread"], "pipeline", "")
+    first, second = ranks(2).run(alone_job, RuntimeError())
+    assert first == (["there is no communicator: rank 1: RuntimeError"], "pipeline", ""), "without a text"
+    assert second == (["there is no communicator: RuntimeError"], "pipeline", "")
 
 
 def test_another_error_of_one_rank_while_it_connects_raises_on_all() -> None:

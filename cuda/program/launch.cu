@@ -80,17 +80,7 @@ void sum_parts(void* stream, int num_parts, const PartialSums& first, const Part
 }
 
 void push_rows(void* stream, const Push& push) {
-  int64_t most_bytes = 0;
-  for (int i = 0; i < push.messages; ++i) {
-    const Message& message = push.message[i];
-    for (const int64_t* ends : {message.send_end, message.recv_end})
-      for (int rank = 0; rank < push.ranks; ++rank) {
-        // If only the device knows the rows of each rank, one rank may have all of them.
-        const int64_t first = rank && !message.send_rows ? ends[rank - 1] : 0;
-        most_bytes = larger(most_bytes, (ends[rank] - first) * message.row_bytes);
-      }
-  }
-  const int blocks = ceil_div(1 << channel_shift(most_bytes), kPushThreads / kWarp);
+  const int blocks = ceil_div(1 << channel_shift(most_bytes_of(push)), kPushThreads / kWarp);
   Prepared("program.push", push_kernel, {blocks, kPushThreads}, stream).launch(push);
 }
 

@@ -134,6 +134,23 @@ struct Push {
   Message message[kMostMessages];
 };
 
+// Returns the most bytes that go from one rank to another in an exchange, or more: a launch needs a thread
+// block for each channel that shares them.
+inline int64_t most_bytes_of(const Push& push) {
+  int64_t most = 0;
+  for (int i = 0; i < push.messages; ++i) {
+    const Message& message = push.message[i];
+    for (const int64_t* ends : {message.send_end, message.recv_end})
+      for (int rank = 0; rank < push.ranks; ++rank) {
+        // If only the device knows the rows of each rank, one rank may have all of them.
+        const int64_t first = rank && !message.send_rows ? ends[rank - 1] : 0;
+        const int64_t bytes = (ends[rank] - first) * message.row_bytes;
+        if (bytes > most) most = bytes;
+      }
+  }
+  return most;
+}
+
 // Launches a kernel for the exchanges of `push` on the current device, with as many blocks as their rows
 // need. This function returns without waiting.
 void push_rows(void* stream, const Push& push);

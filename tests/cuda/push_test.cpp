@@ -139,11 +139,27 @@ struct World {
         message.recv_end[i] = received += rows(e, i, r);
       }
       if (!own.counts_on_device) continue;
-      for (int i = 0; i < ranks; ++i) message.send_end[i] = message.recv_end[i] = -1;  // not read
+      // The kernel does not read the ends. The grid of a launch follows from the last ones, whatever share of
+      // the rows each rank has.
+      for (int i = 0; i < ranks; ++i) {
+        message.send_end[i] = sent * (i + 1) / ranks;
+        message.recv_end[i] = received * (i + 1) / ranks;
+      }
       message.send_rows = own.send_rows.data() + e * ranks;
       message.recv_rows = own.recv_rows.data() + e * ranks;
     }
     return push;
+  }
+
+  // Checks that the grid of an exchange has all channels of the rows from any rank to any other one. If it
+  // had fewer, a peer would wait for the others.
+  void check_grid(int r, int e) {
+    const int64_t most = most_bytes_of(push_of(r, e));
+    for (int m = 0; m < exchanges[static_cast<size_t>(e)].messages; ++m)
+      for (int i = 0; i < ranks; ++i)
+        for (const int number : {rows(e, r, i), rows(e, i, r)})
+          expect(most >= int64_t{number} * exchanges[static_cast<size_t>(e)].row_bytes[m],
+                 "the grid of rank " + std::to_string(r) + " in exchange " + std::to_string(e));
   }
 
   int rows(int e, int from, int to) const {
@@ -237,6 +253,8 @@ void test_exchanges(int ranks, const std::string& mistake) {
 #endif
     w.delay_seed = seed % 3 ? seed : 0;
     w.put_counts();
+    for (int r = 0; r < ranks; ++r)
+      for (int e = 0; e < kExchanges; ++e) w.check_grid(r, e);
     run(w, ranks, seed);
     for (const Rank& each : w.rank) expect(!each.report.wait, "a wait that did not end");
   }

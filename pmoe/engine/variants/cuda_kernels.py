@@ -237,7 +237,7 @@ class CudaForward(_OnCuda, Forward):
         self.take_kernels()
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
-        if self.regroup[i] is None or self._gathers(i, arrived):
+        if self.regroup[i] is None or self._gathers(i, arrived, self.result_of(i)):
             return arrived
         return super().in_expert_order(name, i, arrived)
 
@@ -246,13 +246,13 @@ class CudaForward(_OnCuda, Forward):
     ) -> ExpertRows:
         i, place = unit
         regroup = None if place else self.regroup[i]
-        if regroup is None or not self._gathers(i, rows_NM):
+        if regroup is None or out is None or not self._gathers(i, rows_NM, out):
             return self.rows_for_kernels(unit, rows_NM, out, grad_weight_N)
         # The experts' first matrix product sorts the rows while it loads them: as row r it loads the arrived
         # row regroup[r].
         return self.rows_for_kernels(unit, rows_NM, out, slots=RowSlots(regroup, 1))
 
-    def _gathers(self, i: int, arrived: Tensor) -> bool:
+    def _gathers(self, i: int, arrived: Tensor, out_NM: Tensor) -> bool:
         """Returns whether the experts can load the rows of chunk i unsorted, in their order of arrival.
 
         The sorted copy is then not made: the first matrix product picks its rows by an index.
@@ -261,13 +261,14 @@ class CudaForward(_OnCuda, Forward):
         arrived: (N, M), the buffer from which the experts would load N rows with M = d_model columns. The
             result is False if this is not the buffer that received the rows of chunk i, but a sorted copy,
             for example.
+        out_NM: (N, M), the memory for the results, to which a kernel must be able to write.
         """
         regroup = self.regroup[i]
         if regroup is None or regroup.dtype != torch.int32:
             return False
         is_arrived = arrived.data_ptr() == self.buffer(self.received, i).data_ptr()
         reader = self.reader_of_arrived
-        return is_arrived and reader is not None and reader.takes(regroup.numel(), arrived, arrived)
+        return is_arrived and reader is not None and reader.takes(regroup.numel(), arrived, out_NM)
 
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank, because their experts are on it (task L).

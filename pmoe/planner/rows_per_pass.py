@@ -120,8 +120,8 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         relayed=max(
             (
                 int(relayed_rows.sum(1).max())
-                for relayed_rows in counts.relayed
-                if relayed_rows is not None and relayed_rows.numel()
+                for relayed_rows in counts.relayed or ()
+                if relayed_rows.numel()
             ),
             default=0,
         ),

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -282,7 +282,9 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     send_nPE = bins.send if bins.send.shape[0] == n else by_chunk(bins.send, n)
     recv_nWE = bins.recv if bins.recv.shape[0] == n else by_chunk(bins.recv, n)
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
-    order = None if bins.messages is None else _order_by_kernel(orders, n, num_bins, bins)
+    order = None
+    if bins.messages is not None:
+        order = _order_by_kernel(orders, n, num_bins, bins, slots.slot, num_pieces)
     received_ends, local_ends = _ends(bins, n, num_pieces, rank, num_staying, order)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
@@ -324,7 +326,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             message_regroup = order.of_all
             of_chunk = order.of_chunks.split_with_sizes([sum(come_W) for come_W in come_by_chunk])
             regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
-        staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
+        staying_rows = [*map(sum, local_counts)] if num_pieces == n else [0] * n
         sizes = [
             [*numbers_P, staying] for numbers_P, staying in zip(numbers_by_chunk, staying_rows, strict=True)
         ]
@@ -340,7 +342,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             gathered=gathered_numbers,
         )
         once = None if fine is None else orders.number_rows(n, weights, bins, fine)
-    relayed = [((), ())] * n if bins.relayed[0] is None else _relayed(bins, n)
+    relayed = [((), ())] * n if bins.relayed is None else _relayed(bins.relayed, n)
     travelling = orders.sent(n)
     is_sharded = modules.grid.is_sharded
     chunks = []
@@ -415,12 +417,12 @@ def _own_experts_first(pieces: Sequence[LocalChunk], modules: PassModules) -> tu
     return (*own, *of_copies)
 
 
-def _relayed(bins: RankCounts, n: int) -> list[Any]:
+def _relayed(bins: tuple[Tensor, Tensor], n: int) -> list[tuple[tuple[int, ...], ...]]:
     """Returns `Chunk.relayed` of each of n chunks.
 
-    bins: the exchanged row counts of bins (ranges of tokens).
+    bins: for dispatch and for combine, numbers of rows by bin (range of tokens): `RankCounts.relayed`.
     """
-    of_both = (by_chunk(counts, n).tolist() for counts in bins.relayed if counts is not None)
+    of_both = (by_chunk(counts_FX, n).tolist() for counts_FX in bins)
     return [*zip(*(map(tuple, rows_nX) for rows_nX in of_both), strict=True)]
 
 
@@ -434,13 +436,17 @@ def _kernel_order(order: RowOrder, weight: Tensor | None) -> KernelOrder | None:
     return KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
 
 
-def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> RowOrder:
+def _order_by_kernel(
+    orders: SortedSlots, n: int, num_bins: int, bins: RankCounts, slot: Tensor, num_pieces: int
+) -> RowOrder:
     """Launches the kernel that computes the order of received rows in n chunks, and of routing weights.
 
     orders: the sorted (token, choice) pairs. The order of the routing weights is computed only if kernels
         sorted these pairs.
     num_bins: the number of bins (ranges of tokens) by which an expert's rows of a chunk are sorted.
     bins: the row counts of these bins, or of finer ones, which kernels exchanged.
+    slot: (T * K,), the sorted pairs for n chunks.
+    num_pieces: the number of blocks of rows that stay on this rank.
     """
     modules = orders.modules
     messages = bins.messages
@@ -451,8 +457,6 @@ def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCount
     if bypass_local:
         come_W[rank] = 0
     are_several = _are_several(come_W)
-    num_pieces = orders.num_pieces(n)
-    slot = orders.slots(n).slot
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
     return messages.order(
         n,

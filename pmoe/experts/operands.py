@@ -16,6 +16,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def parameters_own_first(module: nn.Module) -> Iterator[Tensor]:
 
     module: experts, or a wrapper around them.
     """
-    own = module._parameters.values()  # a value is None if the module has no such parameter
+    own: Iterable[Any] = module._parameters.values()  # a value is None if there is no such parameter
     return itertools.chain(itertools.filterfalse(_is_none, own), module.parameters())
 
 

@@ -19,7 +19,7 @@ from pmoe.call.options import LayerOptions
 from pmoe.comm.counts import Slots, max_bins, num_bins, slack_with_copies, with_two
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.plan.plan import PassModules
-from pmoe.experts.operands import local_part, parameters_own_first
+from pmoe.experts.operands import local_part
 from pmoe.kernels.scaled_products.formats import ProductsName
 from pmoe.planner.degree import MAX_DEGREE, TRIED, solver_pairs
 from pmoe.schedule.restore import Restore
@@ -204,8 +204,11 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        for parameter in itertools.chain(parameters_own_first(self.experts), self.gate.parameters()):
-            if parameter.is_floating_point():
+        # As `parameters_own_first`, without a call. Most questions are answered by the first parameter, before
+        # a walk through submodules begins.
+        own = self.experts._parameters.values()
+        for parameter in itertools.chain(own, self.experts.parameters(), self.gate.parameters()):
+            if parameter is not None and parameter.is_floating_point():
                 return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
         return None
 
@@ -229,11 +232,12 @@ class LayerModules(PassModules):
         if not torch.is_grad_enabled():
             return False
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
-        for operand in itertools.chain(tensors, parameters_own_first(self.experts_module), hooks):
-            if operand.requires_grad:
-                return True
-        for module in (self.shared_module, self.shared_gate, self.latent):
-            if module is not None and any(operand.requires_grad for operand in module.parameters()):
+        # As `parameters_own_first`, without a call.
+        own = self.experts._parameters.values()
+        modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
+        walks = [module.parameters() for module in modules if module is not None]
+        for operand in itertools.chain(tensors, own, hooks, *walks):
+            if operand is not None and operand.requires_grad:
                 return True
         return self.experts.asks_for_gradients()
 

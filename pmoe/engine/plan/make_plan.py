@@ -236,11 +236,11 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     forward = backward = _cut(orders, n, num_bins, shared)
     joined = None
     if n != n_backward:
-        bins = shared if shared.send.shape[0] == num_bins else shared.joined(num_bins)
+        bins = shared.joined(num_bins)
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if bins.messages is not None:
-            received_device = received_device.unflatten(0, (num_bins, -1)).sum(1)
+            received_device = by_chunk(received_device, num_bins)
         if modules.stages.local:
             num_staying = len(modules.staying)
             received, received_device = (
@@ -260,13 +260,13 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     )
 
 
-def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPlan:
+def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> PassPlan:
     """Returns the plan of one pass, with the sorted rows cut into n chunks.
 
     orders: the sorted (token, choice) pairs.
     n: the number of chunks.
     num_bins: the number of bins (ranges of tokens) of which the chunks of both passes consist.
-    bins: the exchanged row counts of these bins, or of finer ones.
+    shared: the exchanged row counts of these bins, or of finer ones.
     """
     modules = orders.modules
     tokens = orders.tokens
@@ -276,16 +276,17 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     token_bounds = chunk_bounds(tokens.count, n)
     bypass_local = modules.stages.local
     rank = modules.grid.all.rank
+    is_sharded = modules.grid.is_sharded
     num_staying = len(modules.staying)
     # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
     # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
-    send_nPE = bins.send if bins.send.shape[0] == n else by_chunk(bins.send, n)
-    recv_nWE = bins.recv if bins.recv.shape[0] == n else by_chunk(bins.recv, n)
+    send_nPE = shared.send if shared.send.shape[0] == n else by_chunk(shared.send, n)
+    recv_nWE = shared.recv if shared.recv.shape[0] == n else by_chunk(shared.recv, n)
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
     order = None
-    if bins.messages is not None:
-        order = _order_by_kernel(orders, n, num_bins, bins, slots.slot, num_pieces)
-    received_ends, local_ends = _ends(bins, n, num_pieces, rank, num_staying, order)
+    if shared.messages is not None:
+        order = _order_by_kernel(orders, n, num_bins, shared, slots.slot, num_pieces)
+    received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
         slot_bounds = [0, *itertools.accumulate(send_nPE.sum((1, 2)).tolist())]
@@ -300,23 +301,26 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             recv_nWE = without_own(recv_nWE, rank, num_staying)
         numbers_nP = send_nPE.sum(2)
         numbers_by_chunk = numbers_nP.tolist()
-        sent_by_chunk = numbers_by_chunk if bins.sent_once is None else by_chunk(bins.sent_once, n).tolist()
-        come_nW = recv_nWE.sum(2) if bins.received_once is None else by_chunk(bins.received_once, n)
+        sent_by_chunk = (
+            numbers_by_chunk if shared.sent_once is None else by_chunk(shared.sent_once, n).tolist()
+        )
+        come_nW = recv_nWE.sum(2) if shared.received_once is None else by_chunk(shared.received_once, n)
         come_by_chunk = come_nW.tolist()
         by_expert = recv_nWE.sum(1).tolist()
+        # `_are_several` without a call for each chunk.
         are_several = [len(come_W) - come_W.count(0) > 1 for come_W in come_by_chunk]
         come_by_source = recv_nWE.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None
         fine: Tensor | None = None
-        if bins.messages is None and (comes_from_several or bins.sent_once is not None):
-            bins_device = by_chunk(bins.recv_device, num_bins)
+        if shared.messages is None and (comes_from_several or shared.sent_once is not None):
+            bins_device = by_chunk(shared.recv_device, num_bins)
             if bypass_local and comes_from_several:
                 bins_device = without_own(bins_device, rank, num_staying)
             # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
             # order.
             fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
-            if bins.sent_once is None and any(are_several):
+            if shared.sent_once is None and any(are_several):
                 regroups = _regroup_chunks(fine, come_by_chunk, are_several)
             if comes_from_several:  # if there is a single chunk, its index also sorts the message of weights
                 message_regroup = regroups[0] if n == 1 else None
@@ -333,7 +337,10 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
         send_numbers = numbers_nP.sum(0).tolist()
         numbers = None if order is None else order.number_slot
         message_slot = _by_destination(slots.slot, sizes) if numbers is None else numbers[: sum(send_numbers)]
-        recv_numbers, gathered_numbers = _by_place(come_by_source, modules.grid)
+        recv_numbers: tuple[int, ...] = tuple(come_by_source)
+        gathered_numbers: tuple[int, ...] = ()
+        if is_sharded:
+            recv_numbers, gathered_numbers = _by_place(come_by_source, modules.grid)
         weights = WeightMessage(
             slot=message_slot,
             send=tuple(send_numbers),
@@ -341,10 +348,9 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             regroup=message_regroup,
             gathered=gathered_numbers,
         )
-        once = None if fine is None else orders.number_rows(n, weights, bins, fine)
-    relayed = [((), ())] * n if bins.relayed is None else _relayed(bins.relayed, n)
+        once = None if fine is None else orders.number_rows(n, weights, shared, fine)
+    relayed = [((), ())] * n if shared.relayed is None else _relayed(shared.relayed, n)
     travelling = orders.sent(n)
-    is_sharded = modules.grid.is_sharded
     chunks = []
     pieces = []
     first_row = 0
@@ -519,17 +525,15 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
 def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Splits row counts by source rank into counts for the all-to-all and counts for the all-gather.
 
-    Experts are distributed over P ranks, and each expert is split over L ranks of a node.
+    Experts are sharded: they are distributed over P ranks, and each expert is split over L ranks of a node.
 
     come: (P * L,), the number of rows from each source rank, as L blocks of P numbers. Each of the L ranks of
         this node has a block: the numbers of rows that it receives from each of P ranks in the all-to-all.
     grid: the layer's ranks.
 
     Returns (P,), the numbers of this rank's own block, for the all-to-all; and (L,), the sum of each block,
-    for the all-gather inside the node. The sums are () if experts are not sharded.
+    for the all-gather inside the node.
     """
-    if not grid.is_sharded:
-        return tuple(come), ()
     width = grid.ep.size
     own_start = grid.esp.rank * width
     gathered = (sum(come[start : start + width]) for start in range(0, len(come), width))
@@ -621,7 +625,7 @@ def _ends(
     # A CUDA graph would copy from the same host memory at each replay, when the memory may have other
     # content. So in a capture the offsets are computed on the device.
     computes = is_captured(on_device.device)
-    counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)
+    counts_nWE = by_chunk(on_device if computes else bins.recv, n)
     if num_staying:
         own_nE = counts_nWE[:, rank].clone()
         own_nE[:, num_staying:] = 0

@@ -283,9 +283,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     send_nPE = shared.send if shared.send.shape[0] == n else by_chunk(shared.send, n)
     recv_nWE = shared.recv if shared.recv.shape[0] == n else by_chunk(shared.recv, n)
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
-    order = None
-    if shared.messages is not None:
-        order = _order_by_kernel(orders, n, num_bins, shared, slots.slot, num_pieces)
+    order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
     received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
@@ -442,9 +440,7 @@ def _kernel_order(order: RowOrder, weight: Tensor | None) -> KernelOrder | None:
     return KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
 
 
-def _order_by_kernel(
-    orders: SortedSlots, n: int, num_bins: int, bins: RankCounts, slot: Tensor, num_pieces: int
-) -> RowOrder:
+def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts, slot: Tensor) -> RowOrder:
     """Launches the kernel that computes the order of received rows in n chunks, and of routing weights.
 
     orders: the sorted (token, choice) pairs. The order of the routing weights is computed only if kernels
@@ -452,7 +448,6 @@ def _order_by_kernel(
     num_bins: the number of bins (ranges of tokens) by which an expert's rows of a chunk are sorted.
     bins: the row counts of these bins, or of finer ones, which kernels exchanged.
     slot: (T * K,), the sorted pairs for n chunks.
-    num_pieces: the number of blocks of rows that stay on this rank.
     """
     modules = orders.modules
     messages = bins.messages
@@ -463,6 +458,7 @@ def _order_by_kernel(
     if bypass_local:
         come_W[rank] = 0
     are_several = _are_several(come_W)
+    num_pieces = orders.num_pieces(n)
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
     return messages.order(
         n,

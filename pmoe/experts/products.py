@@ -34,8 +34,8 @@ class RowGroups:
     Example: counts (2, 0, 3), ends [2, 2, 5]: expert 0 has rows 0 and 1, expert 2 has rows 2 to 4.
     """
 
-    # Not a frozen dataclass, which calls a C function for each field, and each call makes several objects. Not
-    # a named tuple, because some attributes are cached.
+    # Not a frozen dataclass, which calls a C function for each field; each call makes several objects. Not a
+    # named tuple, because some attributes are cached.
     def __init__(self, *, counts: tuple[int, ...], ends: Tensor | None = None) -> None:
         self.counts = counts
         self.ends = ends

@@ -90,7 +90,6 @@ def test_a_wire_adds_launches_that_pack_and_unpack_and_no_operator() -> None:
     assert added["backward"] == {**nothing, "device calls": 15, "launches": 15}
 
 
-@pytest.mark.slow
 def test_forward_calls_a_third_of_the_functions_that_it_called_before() -> None:
     """Python and C functions at n = 4 on two ranks. The page has the counts of before."""
     before = re.search(

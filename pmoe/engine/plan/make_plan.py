@@ -280,6 +280,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     num_staying = len(modules.staying)
     # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
     # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
+    # Most chunks are single bins: these two lines then save the calls of `by_chunk`.
     send_nPE = shared.send if shared.send.shape[0] == n else by_chunk(shared.send, n)
     recv_nWE = shared.recv if shared.recv.shape[0] == n else by_chunk(shared.recv, n)
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []

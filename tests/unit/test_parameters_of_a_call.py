@@ -98,12 +98,15 @@ def test_values_of_functional_call_are_used_in_that_call_alone() -> None:
     torch.testing.assert_close(layer(x).detach(), before, rtol=0, atol=0)
 
 
-def test_experts_whose_weights_are_all_parametrized_and_have_no_biases_are_not_taken_for_wrapped() -> None:
-    """Their own parameters are two empty places, b1 and b2. The first parameter is in a submodule."""
-    layer = build(expert="swiglu", bias=False)
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_without_biases_whose_weights_are_parametrized_are_not_taken_for_wrapped(bias: bool) -> None:
+    """All their parameters are in submodules. Biases that were removed leave None in their places."""
+    layer = build(expert="ffn", bias=bias)
+    if bias:
+        layer.experts.b1 = layer.experts.b2 = None
     for name in ("w1", "w2"):
         parametrize.register_parametrization(layer.experts, name, nn.Identity())
-    assert set(layer.experts._parameters.values()) <= {None}
+    assert list(layer.experts._parameters.values()) == [None] * (2 * bias)
     assert list(parameters_own_first(layer.experts)) == list(layer.experts.parameters())
     assert not may_be_wrapped(layer.experts)
     layer.gate.requires_grad_(False)

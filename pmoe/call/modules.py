@@ -204,7 +204,8 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        # The walk begins with the parameters of the experts themselves. Listed first, they save most walks.
+        # As `parameters_own_first`, without a call. Most questions are answered by the first parameter,
+        # before a walk through submodules begins.
         own = self.experts._parameters.values()
         for parameter in itertools.chain(own, self.experts.parameters(), self.gate.parameters()):
             if parameter is not None and parameter.is_floating_point():
@@ -230,10 +231,10 @@ class LayerModules(PassModules):
         """
         if not torch.is_grad_enabled():
             return False
-        # The walk begins with the parameters of the experts themselves. Listed first, they save most walks.
+        hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
+        # As `parameters_own_first`, without a call.
         own = self.experts._parameters.values()
         modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
-        hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
         walks = [module.parameters() for module in modules if module is not None]
         for operand in itertools.chain(tensors, own, hooks, *walks):
             if operand is not None and operand.requires_grad:

@@ -547,7 +547,8 @@ def replayed_tensor(tensor: Tensor, x_TM: Tensor) -> Tensor:
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns ``value`` with each tensor replaced by ``change(tensor)``.
 
-    value: a tensor, or dataclasses and tuples nested in any way. Values that are not tensors do not change.
+    value: a tensor, or dataclasses, tuples and named tuples nested in any way. Values that are not tensors do
+        not change.
     """
     if isinstance(value, Tensor):
         return change(value)

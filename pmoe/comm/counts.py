@@ -131,9 +131,9 @@ class RankCounts:
                          copies of it (`pmoe.planner.copy_groups`)
         messages         the messages of row counts of all ranks, on the rows' device, if kernels wrote them;
                          else None. If there are messages, `joined` leaves recv_device as it is, in bins
-        relayed          the results of `Exchange.relay_counts` for dispatch and for combine: for each bin,
-                         numbers of rows that this rank passes on for other ranks, (F, X); None if it passes
-                         on none
+        relayed          with a hierarchical all-to-all, for dispatch and for combine: for each bin, numbers
+                         of rows that this rank passes on for other ranks, (F, X) (`Exchange.relay_counts`). X
+                         is 0 if it passes on none. None if neither all-to-all is hierarchical
 
     The following values are equal on all ranks, so decisions that follow from them are equal on all ranks,
     too:
@@ -173,7 +173,7 @@ class RankCounts:
     received_once: Tensor | None = None
     received_once_device: Tensor | None = None
     messages: Messages | None = None
-    relayed: tuple[Tensor | None, Tensor | None] = (None, None)
+    relayed: tuple[Tensor, Tensor] | None = None
     hosted_copies: int = 0
     expert_messages: int = 0
     relays_copies: bool = False
@@ -203,8 +203,9 @@ class RankCounts:
         """Returns the counts with tensors on the host also in the fields ``..._device``."""
         if self.recv_device is self.recv and self.received_once is None:
             return self  # a call on the CPU
-        on_host = {"recv_device": self.recv, "received_once_device": self.received_once, "messages": None}
-        return RankCounts(**{**vars(self), **on_host})
+        changes = {"recv_device": self.recv, "received_once_device": self.received_once, "messages": None}
+        # Not by `dataclasses.replace`, which calls a C function for each field.
+        return RankCounts(**{**vars(self), **changes})
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
@@ -242,7 +243,8 @@ class RankCounts:
         # The first axis of each tensor is that of the bins.
         kept = {} if self.messages is None else {"recv_device": self.recv_device}
         tables = {name: join(value) for name, value in vars(self).items() if name not in kept}
-        return RankCounts(**{**tables, **kept, "relayed": tuple(map(join, self.relayed))})
+        relayed = None if self.relayed is None else tuple(by_chunk(counts, n) for counts in self.relayed)
+        return RankCounts(**{**tables, **kept, "relayed": relayed})
 
 
 def by_chunk(counts: Tensor, n: int) -> Tensor:
@@ -268,9 +270,6 @@ def without_own(counts: Tensor, rank: int, num_staying: int | None = None) -> Te
     counts = counts.clone()
     counts[:, rank][..., :num_staying] = 0
     return counts
-
-
-_in_steps = operator.attrgetter("in_steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -562,6 +561,9 @@ def max_bins(num_experts: int) -> int:
     return min(MAX_BINS, MAX_COUNTS // num_experts)
 
 
+_in_steps = operator.attrgetter("in_steps")
+"""Returns whether an exchange sends rows in several collectives (`Exchange.in_steps`). No Python call."""
+
 MAX_BINS, MAX_COUNTS = 256, 2**16
 """Upper bounds of the number of bins F, and of the number of counts F * E for E experts.
 
@@ -822,7 +824,7 @@ class CountsExchange:
             received_once=received_once_host,
             received_once_device=received_once,
             messages=self._messages,
-            relayed=(counts[0], counts[1]) if counts else (None, None),
+            relayed=(counts[0], counts[1]) if counts else None,
         )
         return shared if self._loads is None else self._loads.read(shared, others)
 

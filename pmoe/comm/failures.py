@@ -580,7 +580,7 @@ def failures(group: dist.ProcessGroup) -> list[str]:
 
 
 NOTHING: contextlib.nullcontext[None] = contextlib.nullcontext()
-"""A context that does nothing, for a single rank, which has no peers, and for other blocks without need."""
+"""A context that does nothing. All blocks share it, because it has no state."""
 
 
 def at_stage(stage: str, ranks: Ranks) -> contextlib.AbstractContextManager[None]:
@@ -704,13 +704,13 @@ class _Publishing:
 
 
 class _AtStage(_Publishing):
-    """A context that also raises an error with the stage in its text in place of an error of a collective."""
+    """Publishes errors as `_Publishing` does. Replaces a RuntimeError by one that names the stage."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             return
         if not isinstance(error, RuntimeError):
-            leave(error, self.ranks, self.stage)
+            super().__exit__(kind, error, traceback)
             return
         ranks = self.ranks
         layer = f" of {ranks.layer}" if ranks.layer else ""

@@ -156,10 +156,10 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
         with hidden_from_checkpoints():
             fault = has_changed * int(Fault.RECOMPUTED) + (1 - has_changed) * fault
     is_again = has_changed is not None
-    if by_kernels is not None and keep is None:
-        return by_kernels._replace(routing=routing, fault=fault, is_again=is_again)
     # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
     # cannot be used.
+    if by_kernels is not None and keep is None:
+        return by_kernels._replace(routing=routing, fault=fault, is_again=is_again)
     checked_routing = Routing(
         expert=routing.expert,
         weight=routing.weight,

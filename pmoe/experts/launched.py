@@ -268,7 +268,9 @@ class LaunchedExperts:
         num_rows = groups.num_rows
         out = expert_rows.out
         slots = expert_rows.slots
-        # Rows have slots only if the caller has asked `takes`.
+        # With slots, the rows are not sorted, and only pmoe's kernels can compute them. So a caller gives
+        # slots only after `takes` has returned True for these rows and this memory.
+        assert slots is None or out is not None
         if out is None or (slots is None and not self.takes(num_rows, rows_NM, out)):
             in_order = without_result_rows(expert_rows)
             result_NM, hidden = self._stacked.compute(in_order, weight_N, keep=keep)

@@ -11,8 +11,12 @@ or be another tool's tensor. `value_names` turns the names of parameters into th
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,22 @@ DERIVED = ("_orig", "_g", "_v")
 
 "_orig" belongs to pruning and to the older spectral_norm, "_g" and "_v" to the older weight_norm.
 """
+
+
+_is_none = functools.partial(operator.is_, None)
+"""Returns whether a value is None. It is no Python function, so a filter calls it without Python."""
+
+
+def parameters_own_first(module: nn.Module) -> Iterator[Tensor]:
+    """Returns an iterator over a module's parameters that begins with those outside of its submodules.
+
+    The module's own parameters may come twice. Most questions are answered by the first parameter, before a
+    walk through submodules begins.
+
+    module: experts, or a wrapper around them.
+    """
+    own: Iterable[Any] = module._parameters.values()  # a value is None if there is no such parameter
+    return itertools.chain(itertools.filterfalse(_is_none, own), module.parameters())
 
 
 class FrozenRows:

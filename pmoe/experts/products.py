@@ -29,9 +29,13 @@ class RowGroups:
     ends: (E,) int32 on the rows' device, the running sum of counts, which CUDA kernels read; None on the CPU.
     num_rows: N, the number of all rows.
 
+    Do not assign to the fields: the other attributes are computed from them once.
+
     Example: counts (2, 0, 3), ends [2, 2, 5]: expert 0 has rows 0 and 1, expert 2 has rows 2 to 4.
     """
 
+    # Not a frozen dataclass, which calls a C function for each field; each call makes several objects. Not a
+    # named tuple, because some attributes are cached.
     def __init__(self, *, counts: tuple[int, ...], ends: Tensor | None = None) -> None:
         self.counts = counts
         self.ends = ends

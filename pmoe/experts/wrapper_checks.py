@@ -8,7 +8,6 @@ be wrong. So the wrapper is an error, whose message shows the line to add.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import sys
 from collections.abc import Iterator
 
@@ -19,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pmoe.experts.base import Experts
 from pmoe.experts.marks import is_expert, is_flattened
-from pmoe.experts.operands import local_part
+from pmoe.experts.operands import local_part, parameters_own_first
 from pmoe.experts.values import has_values
 
 DDP, FSDP2, FSDP1 = "DistributedDataParallel", "fully_shard", "FullyShardedDataParallel"
@@ -42,11 +41,11 @@ COPIED = (
 
 
 def may_be_wrapped(experts: Experts) -> bool:
-    """Returns whether a data-parallel wrapper may manage the experts. If it is False, none does.
+    """Returns whether a data-parallel wrapper may manage the experts. If not, none does.
 
-    The test is quick. Each call makes it, and makes `check_wrapped` only after it.
+    The test is quick. Each call makes it, and `check_wrapped` follows only if it is True.
     """
-    parameter = next(itertools.chain(experts._parameters.values(), experts.parameters()), None)
+    parameter = next(parameters_own_first(experts), None)
     ddp = DistributedDataParallel._get_active_ddp_module()
     # FSDP replaces the parameters that it manages, and the new parameters have no mark.
     return parameter is None or not is_expert(parameter) or ddp is not None

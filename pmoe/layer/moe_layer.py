@@ -429,7 +429,7 @@ class MoELayer(OldAttributes, CalledLayer):
         from pmoe.decide.latent_call import latent_call
 
         decision, y_TM = latent_call(call)
-        self.last = LastCall.of(decision)
+        vars(self)["last"] = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 
     if TYPE_CHECKING:  # type checkers cannot see the arguments of nn.Module.__call__: these are forward's

@@ -118,11 +118,7 @@ def counted_rows(sizes: LayerSizes, counts: RankCounts, rank: int, n: int, insid
         sent=sum(extent.send),
         exact=True,
         relayed=max(
-            (
-                int(relayed_rows.sum(1).max())
-                for relayed_rows in counts.relayed
-                if relayed_rows is not None and relayed_rows.numel()
-            ),
+            (int(relayed_rows.sum(1).max()) for relayed_rows in counts.relayed or () if relayed_rows.numel()),
             default=0,
         ),
         merged=is_merged,

@@ -437,10 +437,11 @@ class FusedForwardRunner:
         rows_NM = steps.rows(fused_routing) if plan.restore.dispatched == "keep" else None
         state = ForwardState(inputs=inputs)
         for unit, unit_rows in zip(units, index_N.split(list(units.values())), strict=True):
-            saved = state.kept[unit] = SavedUnit()
-            saved.rows_NM = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
+            hidden = None
             if hidden_NG is not None:
-                saved.hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
+                hidden = Hidden(tensors=[hidden_NG.index_select(0, unit_rows)])
+            rows_of_unit = None if rows_NM is None else rows_NM.index_select(0, unit_rows)
+            state.kept[unit] = SavedUnit(rows_of_unit, hidden)
         if pass_plan.weights is not None:
             weight_N = steps.row_weight(fused_routing).to(weight_TK.dtype)
             state.weight_received = weight_N.index_select(0, index_N[: sum(received)])

@@ -284,13 +284,13 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     ``swap`` is called in a fixed order, also for a tensor that is None. So one call can take all tensors out,
     and a later call can put them back.
     """
-    inputs = state.inputs.like([swap(tensor) for tensor in state.inputs.all])
+    inputs = state.inputs.like([*map(swap, state.inputs.all)])
     swapped = ForwardState(inputs=inputs, weight_received=swap(state.weight_received))
     for unit, kept in state.kept.items():
         rows_NM = swap(kept.rows_NM)
         hidden = kept.hidden
         if hidden is None and rows_NM is kept.rows_NM:
-            swapped.kept[unit] = kept  # nothing was kept for this task
+            swapped.kept[unit] = kept  # it has no tensors: the record, which never changes, may be shared
             continue
         if hidden is not None:
             tensors = [swap(tensor) for tensor in hidden.tensors]
@@ -299,7 +299,7 @@ def map_saved_tensors(state: ForwardState, swap: Callable[[Any], Any]) -> Forwar
     for point, passed in state.passed.items():
         swapped.passed[point] = replace(passed, tensors=tuple(map(swap, passed.tensors)))
     # With `pmoe.engine.variants.send_once`, forward computes ``regroup``, so it is state and not in the plan.
-    swapped.regroup = [swap(tensor) for tensor in state.regroup]
+    swapped.regroup = [*map(swap, state.regroup)]
     return swapped
 
 

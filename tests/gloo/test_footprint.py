@@ -315,8 +315,8 @@ def relayed_job(rank: int, world: int, hop: str) -> tuple[bool, bool]:
     counts = layer.row_counts
     assert counts is not None
     exact = layer.predict_memory(TOKENS, counts)
-    plain = straight.predict_memory(TOKENS, replace(counts, relayed=(None, None)))
-    relayed = max(int(each.sum(1).max()) for each in counts.relayed if each is not None)
+    plain = straight.predict_memory(TOKENS, replace(counts, relayed=None))
+    relayed = max(int(each.sum(1).max()) for each in counts.relayed or ())
     more = exact.temporary - plain.temporary
     return more == 2 * relayed * D_MODEL * 4, layer.predict_memory(TOKENS).peak >= exact.peak
 

@@ -7,6 +7,7 @@ collective, a wait or a synchronisation to a pass fails here.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +88,15 @@ def test_a_wire_adds_launches_that_pack_and_unpack_and_no_operator() -> None:
     # Forward unpacks T_DI of four chunks; backward dT_DO, and T_DI that was sent again.
     assert added["forward"] == {**nothing, "device calls": 4, "launches": 4}
     assert added["backward"] == {**nothing, "device calls": 15, "launches": 15}
+
+
+def test_forward_calls_a_third_of_the_functions_that_it_called_before() -> None:
+    """Python and C functions at n = 4 on two ranks. The page has the counts of before."""
+    before = re.search(
+        r"^\| 2 \| forward \| ([\d,]+) \| [\d,]+ \| ([\d,]+) \|", PAGE.read_text("utf-8"), re.M
+    )
+    assert before is not None
+    program = "import json\nfrom bench.bench_device_calls import rows\nprint(json.dumps(rows(2, [4])))"
+    forward, _ = json.loads(fresh.run(program).splitlines()[-1])
+    for column, count in zip(("python", "c"), before.groups(), strict=True):
+        assert 0 < 3 * forward[column] <= int(count.replace(",", "")), (column, forward[column])

@@ -63,6 +63,16 @@ def test_products_leave_multiprocessors_free_where_other_chunks_travel(
     assert launch.spare_of_thread.get() == 0, "products of others have all multiprocessors again"
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_a_schedule_has_several_chunks_unless_it_has_one(chunks: int) -> None:
+    stages = Stages(local=True, remote=True)
+    schedules = [
+        forward_schedule(chunks, stages),
+        rotating("backward", chunks, stages, restore=STRATEGIES["S4"]),
+    ]
+    assert [schedule.has_several_chunks for schedule in schedules] == [chunks > 1] * 2
+
+
 class LateWork:
     """A Work like NCCL's: an error in it is raised when it is waited for, or never on the host."""
 

@@ -157,8 +157,7 @@ class Inputs(NamedTuple):
         )
 
 
-@dataclass
-class SavedUnit:
+class SavedUnit(NamedTuple):
     """The tensors that forward saves for backward, for the rows that experts compute in one task.
 
     Each tensor is on the device, or on the host if it is offloaded.

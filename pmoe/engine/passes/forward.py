@@ -47,8 +47,7 @@ class Forward(Pass):
         rows are not sent (their experts are on this rank), and no kernel has sorted the weights
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
-    has_recipes: whether backward computes hidden activations again, and the experts note for it how they were
-        computed (`Experts.recipe`).
+    has_recipes: whether the experts override `Experts.recipe` and backward may need its result.
     scalars: the messages with one number for each row. The first message carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
@@ -73,8 +72,8 @@ class Forward(Pass):
         self.parameters = inputs.parameters
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
-        recipe = getattr(plan.modules.experts.recipe, "__func__", None)
-        self.has_recipes = keep and plan.restore.hidden != "keep" and recipe is not Experts.recipe
+        overrides_recipe = type(plan.modules.experts).recipe is not Experts.recipe
+        self.has_recipes = keep and plan.restore.hidden != "keep" and overrides_recipe
         if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
@@ -158,22 +157,21 @@ class Forward(Pass):
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = self.saved.kept[unit] = SavedUnit(hidden=hidden, recipe=recipe)
-            self.save_for_backward(unit, kept, rows_NM, changed)
+            kept = SavedUnit(hidden=hidden, recipe=recipe)
+            self.saved.kept[unit] = self.kept_for_backward(unit, kept, rows_NM, changed)
 
-    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
-        """Stores the experts' input T_DI for backward, if the layer keeps it on the device.
+    def kept_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> SavedUnit:
+        """Returns ``kept`` with the experts' input T_DI, if the layer keeps it on the device.
 
         The subclass `OffloadingForward` overrides this method, and copies tensors to the host.
 
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
-        kept: the record in which T_DI is stored. It contains the hidden activation T_M already.
+        kept: the record for backward, which has the hidden activation T_M but not T_DI yet.
         rows_NM: (N, M), the N rows of T_DI, with M = d_model columns.
         changed: whether a user's module changed rows_NM in place.
         """
-        if self.plan.restore.dispatched == "keep":
-            kept.rows_NM = rows_NM
+        return kept._replace(rows_NM=rows_NM) if self.plan.restore.dispatched == "keep" else kept
 
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
         """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -236,11 +236,11 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     forward = backward = _cut(orders, n, num_bins, shared)
     joined = None
     if n != n_backward:
-        bins = shared if shared.send.shape[0] == num_bins else shared.joined(num_bins)
+        bins = shared.joined(num_bins)
         rank = modules.grid.all.rank
         received, received_device = bins.recv, bins.recv_device
         if bins.messages is not None:
-            received_device = received_device.unflatten(0, (num_bins, -1)).sum(1)
+            received_device = by_chunk(received_device, num_bins)
         if modules.stages.local:
             num_staying = len(modules.staying)
             received, received_device = (
@@ -260,13 +260,13 @@ def make_plan(orders: SortedSlots, n: int, n_backward: int, shared: RankCounts, 
     )
 
 
-def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPlan:
+def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> PassPlan:
     """Returns the plan of one pass, with the sorted rows cut into n chunks.
 
     orders: the sorted (token, choice) pairs.
     n: the number of chunks.
     num_bins: the number of bins (ranges of tokens) of which the chunks of both passes consist.
-    bins: the exchanged row counts of these bins, or of finer ones.
+    shared: the exchanged row counts of these bins, or of finer ones.
     """
     modules = orders.modules
     tokens = orders.tokens
@@ -276,14 +276,16 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
     token_bounds = chunk_bounds(tokens.count, n)
     bypass_local = modules.stages.local
     rank = modules.grid.all.rank
+    is_sharded = modules.grid.is_sharded
     num_staying = len(modules.staying)
     # Only the indices that sort rows are computed from counts on the device, by bin. All other numbers are
     # sums, and are computed from the counts on the host, because each sum on a GPU would be a kernel launch.
-    send_nPE = bins.send if bins.send.shape[0] == n else by_chunk(bins.send, n)
-    recv_nWE = bins.recv if bins.recv.shape[0] == n else by_chunk(bins.recv, n)
+    # Most chunks are single bins: these two lines then save the calls of `by_chunk`.
+    send_nPE = shared.send if shared.send.shape[0] == n else by_chunk(shared.send, n)
+    recv_nWE = shared.recv if shared.recv.shape[0] == n else by_chunk(shared.recv, n)
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
-    order = None if bins.messages is None else _order_by_kernel(orders, n, num_bins, bins)
-    received_ends, local_ends = _ends(bins, n, num_pieces, rank, num_staying, order)
+    order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
+    received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     slot_bounds = [end * top_k for end in token_bounds]
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
         slot_bounds = [0, *itertools.accumulate(send_nPE.sum((1, 2)).tolist())]
@@ -298,23 +300,26 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             recv_nWE = without_own(recv_nWE, rank, num_staying)
         numbers_nP = send_nPE.sum(2)
         numbers_by_chunk = numbers_nP.tolist()
-        sent_by_chunk = numbers_by_chunk if bins.sent_once is None else by_chunk(bins.sent_once, n).tolist()
-        come_nW = recv_nWE.sum(2) if bins.received_once is None else by_chunk(bins.received_once, n)
+        sent_by_chunk = (
+            numbers_by_chunk if shared.sent_once is None else by_chunk(shared.sent_once, n).tolist()
+        )
+        come_nW = recv_nWE.sum(2) if shared.received_once is None else by_chunk(shared.received_once, n)
         come_by_chunk = come_nW.tolist()
         by_expert = recv_nWE.sum(1).tolist()
+        # `_are_several` without a call for each chunk.
         are_several = [len(come_W) - come_W.count(0) > 1 for come_W in come_by_chunk]
         come_by_source = recv_nWE.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None
         fine: Tensor | None = None
-        if bins.messages is None and (comes_from_several or bins.sent_once is not None):
-            bins_device = by_chunk(bins.recv_device, num_bins)
+        if shared.messages is None and (comes_from_several or shared.sent_once is not None):
+            bins_device = by_chunk(shared.recv_device, num_bins)
             if bypass_local and comes_from_several:
                 bins_device = without_own(bins_device, rank, num_staying)
             # Row counts by (source rank, chunk, expert, bin of the chunk). Rows of one source arrive in this
             # order.
             fine = bins_device.unflatten(0, (n, -1)).permute(2, 0, 3, 1)
-            if bins.sent_once is None and any(are_several):
+            if shared.sent_once is None and any(are_several):
                 regroups = _regroup_chunks(fine, come_by_chunk, are_several)
             if comes_from_several:  # if there is a single chunk, its index also sorts the message of weights
                 message_regroup = regroups[0] if n == 1 else None
@@ -324,14 +329,17 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             message_regroup = order.of_all
             of_chunk = order.of_chunks.split_with_sizes([sum(come_W) for come_W in come_by_chunk])
             regroups = [of if several else None for of, several in zip(of_chunk, are_several, strict=True)]
-        staying_rows = [sum(rows_E) for rows_E in local_counts] if num_pieces == n else [0] * n
+        staying_rows = [*map(sum, local_counts)] if num_pieces == n else [0] * n
         sizes = [
             [*numbers_P, staying] for numbers_P, staying in zip(numbers_by_chunk, staying_rows, strict=True)
         ]
         send_numbers = numbers_nP.sum(0).tolist()
         numbers = None if order is None else order.number_slot
         message_slot = _by_destination(slots.slot, sizes) if numbers is None else numbers[: sum(send_numbers)]
-        recv_numbers, gathered_numbers = _by_place(come_by_source, modules.grid)
+        recv_numbers: tuple[int, ...] = tuple(come_by_source)
+        gathered_numbers: tuple[int, ...] = ()
+        if is_sharded:
+            recv_numbers, gathered_numbers = _by_place(come_by_source, modules.grid)
         weights = WeightMessage(
             slot=message_slot,
             send=tuple(send_numbers),
@@ -339,10 +347,9 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> PassPl
             regroup=message_regroup,
             gathered=gathered_numbers,
         )
-        once = None if fine is None else orders.number_rows(n, weights, bins, fine)
-    relayed = [((), ())] * n if bins.relayed[0] is None else _relayed(bins, n)
+        once = None if fine is None else orders.number_rows(n, weights, shared, fine)
+    relayed = [((), ())] * n if shared.relayed is None else _relayed(shared.relayed, n)
     travelling = orders.sent(n)
-    is_sharded = modules.grid.is_sharded
     chunks = []
     pieces = []
     first_row = 0
@@ -415,12 +422,12 @@ def _own_experts_first(pieces: Sequence[LocalChunk], modules: PassModules) -> tu
     return (*own, *of_copies)
 
 
-def _relayed(bins: RankCounts, n: int) -> list[Any]:
+def _relayed(bins: tuple[Tensor, Tensor], n: int) -> list[tuple[tuple[int, ...], ...]]:
     """Returns `Chunk.relayed` of each of n chunks.
 
-    bins: the exchanged row counts of bins (ranges of tokens).
+    bins: for dispatch and for combine, numbers of rows by bin (range of tokens): `RankCounts.relayed`.
     """
-    of_both = (by_chunk(counts, n).tolist() for counts in bins.relayed if counts is not None)
+    of_both = (by_chunk(counts_FX, n).tolist() for counts_FX in bins)
     return [*zip(*(map(tuple, rows_nX) for rows_nX in of_both), strict=True)]
 
 
@@ -434,13 +441,14 @@ def _kernel_order(order: RowOrder, weight: Tensor | None) -> KernelOrder | None:
     return KernelOrder(slot=order.number_slot, weight=weight, taken=order.number_weight)
 
 
-def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts) -> RowOrder:
+def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCounts, slot: Tensor) -> RowOrder:
     """Launches the kernel that computes the order of received rows in n chunks, and of routing weights.
 
     orders: the sorted (token, choice) pairs. The order of the routing weights is computed only if kernels
         sorted these pairs.
     num_bins: the number of bins (ranges of tokens) by which an expert's rows of a chunk are sorted.
     bins: the row counts of these bins, or of finer ones, which kernels exchanged.
+    slot: (T * K,), the sorted pairs for n chunks.
     """
     modules = orders.modules
     messages = bins.messages
@@ -452,7 +460,6 @@ def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCount
         come_W[rank] = 0
     are_several = _are_several(come_W)
     num_pieces = orders.num_pieces(n)
-    slot = orders.slots(n).slot
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
     return messages.order(
         n,
@@ -515,17 +522,15 @@ def _by_destination(slot: Tensor, sizes: list[list[int]]) -> Tensor:
 def _by_place(come: Sequence[int], grid: Grid) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Splits row counts by source rank into counts for the all-to-all and counts for the all-gather.
 
-    Experts are distributed over P ranks, and each expert is split over L ranks of a node.
+    Experts are sharded: they are distributed over P ranks, and each expert is split over L ranks of a node.
 
     come: (P * L,), the number of rows from each source rank, as L blocks of P numbers. Each of the L ranks of
         this node has a block: the numbers of rows that it receives from each of P ranks in the all-to-all.
     grid: the layer's ranks.
 
     Returns (P,), the numbers of this rank's own block, for the all-to-all; and (L,), the sum of each block,
-    for the all-gather inside the node. The sums are () if experts are not sharded.
+    for the all-gather inside the node.
     """
-    if not grid.is_sharded:
-        return tuple(come), ()
     width = grid.ep.size
     own_start = grid.esp.rank * width
     gathered = (sum(come[start : start + width]) for start in range(0, len(come), width))
@@ -617,7 +622,7 @@ def _ends(
     # A CUDA graph would copy from the same host memory at each replay, when the memory may have other
     # content. So in a capture the offsets are computed on the device.
     computes = is_captured(on_device.device)
-    counts_nWE = (on_device if computes else bins.recv).unflatten(0, (n, -1)).sum(1)
+    counts_nWE = by_chunk(on_device if computes else bins.recv, n)
     if num_staying:
         own_nE = counts_nWE[:, rank].clone()
         own_nE[:, num_staying:] = 0

@@ -249,9 +249,10 @@ class PassPlan:
         n = len(self.chunks)
         no_rows = (0,) * n
         esp_size = len(self.chunks[0].gathered)
-        by_chunk = len(self.pieces) in (0, n) and not (self.pieces and self.pieces[-1].of_copies)
+        # Blocks of copies come last, after those of the rank's own experts.
+        has_block_per_chunk = len(self.pieces) in (0, n) and not (self.pieces and self.pieces[-1].of_copies)
         apart = esp_size > 0 or self.once is not None
-        home = self.home
+        home = self.home if has_block_per_chunk else []
         # Lists, because a generator takes a call for each number.
         return ChunkRows(
             arrived=tuple([chunk.num_arrived for chunk in chunks]) if apart else None,
@@ -260,7 +261,7 @@ class PassPlan:
             send=tuple([sum(chunk.send_rows) for chunk in chunks]),
             received=tuple([chunk.received.num_rows for chunk in chunks]),
             local=tuple([piece.groups.num_rows for piece in self.pieces]) or no_rows,
-            home=tuple([rows.stop - rows.start + self.has_drops for rows in home]) if by_chunk else no_rows,
+            home=tuple([rows.stop - rows.start + self.has_drops for rows in home]) or no_rows,
             regrouped=tuple([self.once is not None or chunk.regroup is not None for chunk in chunks]),
         )
 

@@ -178,6 +178,7 @@ class _OnCuda(Pass):
         slots: for each row its (token, choice) pair, if the first product picks the rows from the tokens; it
             must be None in backward.
         """
+        # As `groups` and `space`, without calls for each task.
         i, place = unit
         result_row = None
         if place:
@@ -229,15 +230,25 @@ class _OnCuda(Pass):
 
 
 class CudaForward(_OnCuda, Forward):
-    """A forward pass on a GPU. Where possible, experts read rows as they arrived, without a sorted copy."""
+    """A forward pass on a GPU. Where possible, experts read rows as they arrived, without a sorted copy.
+
+    unsorted: the chunks of which the experts get the rows in the order of arrival, and an index that sorts.
+    """
+
+    unsorted: set[int]
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
         self.direct: LaunchedExperts | None = launched(plan.modules.experts, inputs.parameters, inputs.x_TM)
         super().__init__(plan, inputs, keep)
         self.take_kernels()
+        self.unsorted = set()
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
-        if self.regroup[i] is None or self._gathers(i, arrived):
+        regroup = self.regroup[i]
+        if regroup is None:
+            return arrived
+        if self._gathers(regroup, arrived, i):
+            self.unsorted.add(i)
             return arrived
         return super().in_expert_order(name, i, arrived)
 
@@ -245,29 +256,29 @@ class CudaForward(_OnCuda, Forward):
         self, unit: Unit, rows_NM: Tensor, out: Tensor | None = None, grad_weight_N: Tensor | None = None
     ) -> ExpertRows:
         i, place = unit
-        regroup = None if place else self.regroup[i]
-        if regroup is None or not self._gathers(i, rows_NM):
+        if place or i not in self.unsorted:
             return self.rows_for_kernels(unit, rows_NM, out, grad_weight_N)
         # The experts' first matrix product sorts the rows while it loads them: as row r it loads the arrived
         # row regroup[r].
+        regroup = self.regroup[i]
+        assert regroup is not None
         return self.rows_for_kernels(unit, rows_NM, out, slots=RowSlots(regroup, 1))
 
-    def _gathers(self, i: int, arrived: Tensor) -> bool:
+    def _gathers(self, regroup: Tensor, arrived: Tensor, i: int) -> bool:
         """Returns whether the experts can load the rows of chunk i unsorted, in their order of arrival.
 
         The sorted copy is then not made: the first matrix product picks its rows by an index.
 
+        regroup: (N,), the index that sorts the N rows by expert. The kernel reads it only as int32.
+        arrived: (rows, M), the rows as they arrived, with M = d_model columns. The result is False if this is
+            not the buffer that received the rows of chunk i: a callback may have replaced them.
         i: number of the chunk.
-        arrived: (N, M), the buffer from which the experts would load N rows with M = d_model columns. The
-            result is False if this is not the buffer that received the rows of chunk i, but a sorted copy,
-            for example.
         """
-        regroup = self.regroup[i]
-        if regroup is None or regroup.dtype != torch.int32:
-            return False
-        is_arrived = arrived.data_ptr() == self.buffer(self.received, i).data_ptr()
         reader = self.reader_of_arrived
-        return is_arrived and reader is not None and reader.takes(regroup.numel(), arrived, arrived)
+        is_buffer = arrived.data_ptr() == self.buffer(self.received, i).data_ptr()
+        if reader is None or regroup.dtype != torch.int32 or not is_buffer:
+            return False
+        return reader.takes(regroup.numel(), arrived, self.result_of(i))
 
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank, because their experts are on it (task L).

@@ -65,8 +65,8 @@ class PackingForward(_Packing, Forward):
         super().__init__(plan, inputs, keep)
         self.check_dtype()
 
-    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
-        super().save_for_backward(unit, kept, rows_NM, changed)
+    def kept_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> SavedUnit:
+        kept = super().kept_for_backward(unit, kept, rows_NM, changed)
         assert kept.hidden is not None
         (hidden_NG,) = kept.hidden.tensors
         num_rows, columns = hidden_NG.shape
@@ -74,7 +74,7 @@ class PackingForward(_Packing, Forward):
         packed = self.new(num_rows, message_bytes("e4m3", columns, size) // size)
         if num_rows:
             self.pack_hidden(hidden_NG, packed.view(torch.uint8))
-        kept.hidden = kept.hidden._replace(tensors=[packed])
+        return kept._replace(hidden=kept.hidden._replace(tensors=[packed]))
 
     def pack_hidden(self, hidden_NG: Tensor, packed_NC: Tensor) -> None:
         """Packs rows of T_M to e4m3.

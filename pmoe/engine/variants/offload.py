@@ -65,29 +65,30 @@ class OffloadingForward(Forward):
         """
         self._copy_out("T_M", (i, place))
 
-    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
-        super().save_for_backward(unit, kept, rows_NM, changed)
+    def kept_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> SavedUnit:
+        kept = super().kept_for_backward(unit, kept, rows_NM, changed)
         restore = self.plan.restore
         hidden = kept.hidden
         if restore.dispatched == "offload":
             self.host_bytes_due -= aligned(rows_NM.nbytes)
             try:
-                kept.rows_NM = self._to_host(unit, "T_DI", [rows_NM])[0]
+                kept = kept._replace(rows_NM=self._to_host(unit, "T_DI", [rows_NM])[0])
             except HostMemoryError:  # no contiguous range is large enough: a copy stays on the device
-                kept.rows_NM = rows_NM.clone()
+                kept = kept._replace(rows_NM=rows_NM.clone())
         if hidden is not None and restore.hidden == "offload":
             try:
                 # Leaves free the host memory that will be needed for T_DI of rows that are not computed yet.
                 tensors = self._to_host(unit, "T_M", hidden.tensors, leave=self.host_bytes_due)
-                kept.hidden = hidden._replace(tensors=tensors)
+                kept = kept._replace(hidden=hidden._replace(tensors=tensors))
             except HostMemoryError as error:
                 # Modules that drew random numbers cannot be recomputed in other chunks. Modules that changed
                 # their input cannot be recomputed at all. T_M then stays on the device.
                 if kept.recipe is None or not (self.plan.rearranged or changed):
                     warn_once(f"{error}. T_M that does not fit is recomputed in backward instead")
-                    kept.hidden = None
+                    kept = kept._replace(hidden=None)
                 else:
                     warn_once(f"{error}. T_M that does not fit stays on the device")
+        return kept
 
     def _to_host(self, unit: Unit, tensor: str, tensors: Sequence[Tensor], leave: int = 0) -> list[Tensor]:
         """Takes host memory for tensors, and returns it. A later task copies the tensors.

@@ -219,11 +219,12 @@ class WiredPass(Pass):
 class WiredForward(WiredPass, Forward):
     """A forward pass that packs rows into shorter messages before it sends them to the experts."""
 
-    def save_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> None:
-        super().save_for_backward(unit, kept, rows_NM, changed)
+    def kept_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> SavedUnit:
+        kept = super().kept_for_backward(unit, kept, rows_NM, changed)
         i, place = unit
         if self.plan.restore.dispatched == "message" and not place:
-            kept.rows_NM = self.buffer(self.received, i)
+            return kept._replace(rows_NM=self.buffer(self.received, i))
+        return kept
 
 
 class WiredBackward(WiredPass, Backward):

@@ -122,8 +122,8 @@ class TileCounters:
 
     zeros: (`NUM_COUNTERS`,) int32, counters that are zero already, and are returned first; None if there are
         none.
-    addresses: the addresses of the counters that are zero and were not returned before. If it has ended,
-        `take` makes new ones.
+    addresses: an iterator over the counters that are still free; when it is exhausted, `take` makes new
+        counters.
     """
 
     addresses: Iterator[int]

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable
 
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
-from pmoe.planner.memory import PredictedMemory, bytes_before_rows
+from pmoe.planner.memory import PredictedMemory, bytes_before_rows, peak_of_passes
 
 ALIKE = 1.08
 """Factor up to which two amounts of memory count as about equal.
@@ -50,11 +50,6 @@ def fraction_of_tokens(peak: float, free: float, routing: float, gradients: floa
     """
     most = min(gradients + ROOM * (free - gradients), ALIKE * free - routing)
     return min(max(most - gradients, 0.0) / (peak - gradients), 1.0)
-
-
-def peak_of_passes(memory: PredictedMemory) -> int:
-    """Returns the predicted peak of both passes in bytes, without that of the gate."""
-    return max(memory.forward_peak, memory.backward_peak)
 
 
 def searching_peak(

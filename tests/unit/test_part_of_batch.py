@@ -128,6 +128,7 @@ class Machine:
         with (
             mock.patch.object(part_of_batch, "predicted_peaks", predicted),
             mock.patch.object(part_of_batch, "own_peaks", predicted),
+            mock.patch.object(part_of_batch, "own_gradients", lambda _, choices: [0.0] * len(choices)),
             mock.patch.object(part_of_batch, "routing_bytes", lambda _: 0.0),
             mock.patch.object(part_of_batch, "_smallest_of_ranks", lambda _, number: number),
             mock.patch.object(part_of_batch, "first_tokens", lambda _, share: share),

@@ -113,6 +113,10 @@ def measure_in_stages(
          `NEAR` times as long as the fastest choice.
        - A later stage lacks memory. The result then has the choices of the stages before.
 
+    The caller may also ask for a choice with less memory because a prediction was wrong, or once more because
+    other work slowed its first trials. If this choice is taken, earlier trials may have needed more memory
+    than later steps.
+
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.
     most_rounds: largest number of timed rounds of a stage.
@@ -579,8 +583,8 @@ def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice], allowed: float
     allowed: bytes that trials may take on this rank: the lowest predicted peak of a step, over all choices
         that the layer may still take.
     """
-    # A trial keeps the layer's output until its end, and the predicted peak includes it. But a model may free
-    # the output before backward. Without it, a step needs the least memory.
+    # The predicted peak of a later step includes the layer's output. But a model may free the output before
+    # backward, and the step then needs less. A trial keeps its output, so it may take only the other bytes.
     free = allowed - batch.inputs.x_TM.nbytes
     return _fraction_on_every_rank(batch, batch, choices, free)
 

@@ -49,8 +49,11 @@ With fewer rows, matrix products are slower, and lose more time than the overlap
 bench/bench_overlap.py: with 4096 rows on a rank, 2 to 4 chunks are best.
 """
 
+
 def may_overlap(max_rows: int, num_ranks: int) -> bool:
-    """Returns whether chunks may overlap: there are several ranks, and rows for two chunks of `MIN_ROWS` rows.
+    """Returns whether chunks may save time: there are several ranks, and enough rows for two chunks.
+
+    A chunk has enough rows if it has at least `MIN_ROWS`.
 
     max_rows: number of rows (tokens times choices) of the rank with most rows.
     num_ranks: number of ranks.

@@ -192,18 +192,18 @@ def test_trials_take_no_more_memory_while_a_choice_with_less_memory_may_be_asked
     assert max(simulated.taken) <= PEAKS[16]
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_an_unclear_choice_is_compared_in_the_same_memory_while_one_with_less_may_be_asked_for(
     noise: float,
 ) -> None:
-    """n = 8 was fastest, but not clearly, so the next stage took its memory. There it was clearly fastest.
+    """n = 4 was fastest, but not clearly, so the next stage took its memory. There it was clearly fastest.
 
-    Then n = 16 was tried and taken, and later steps needed less memory than the trials.
+    Then n = 8 and 16 were tried and n = 16 was taken. Later steps needed less memory than the trials.
     """
     simulated = Machine(lambda share, n: machine(80, 60, 0.1, share, n), noise=noise)
-    times = simulated.search((1, 2, 4, 8))
-    assert min(times, key=lambda choice: times[choice].step).forward == 8
-    assert simulated.tried == ([[8, 4, 2], [8, 4]] if noise == 0.05 else [[8, 4, 2]])
+    times = simulated.search((1, 2, 4))
+    assert min(times, key=lambda choice: times[choice].step).forward == 4
+    assert simulated.tried == ([[4, 2, 1], [4, 2]] if noise else [[4, 2, 1]])
     assert max(simulated.taken) <= PEAKS[16]
 
 

@@ -59,9 +59,9 @@ QUICK = Setting(rows=2048, d_model=32, d_hidden=64, num_experts=4)
 
 
 def regret(result: Result, name: str) -> tuple[str, float]:
-    """Returns (name of the fastest candidate, regret of a chooser), by median times.
+    """Returns (name of the fastest run among the finalists, regret of a chooser), by median times.
 
-    The regret is (time of the layer that chose) / (time of the fastest candidate) - 1.
+    The regret is (time of the layer that chose) / (time of the fastest finalist) - 1.
 
     name: name of the chooser, such as "pipeline=True".
     """

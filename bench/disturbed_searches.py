@@ -55,7 +55,7 @@ from pmoe.planner.costs import LineCost
 from pmoe.planner.degree import DEGREES, Choice
 from pmoe.planner.granularity import GranularityTable
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.memory import bytes_before_rows, predict
+from pmoe.planner.memory import bytes_before_rows, peak_of_passes, predict
 from pmoe.planner.priced_choices import bound
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import PassRows
@@ -225,11 +225,15 @@ def even_peak(sizes: LayerSizes, tokens: int, choice: Choice) -> float:
 
     rows = rows_of(choice.forward)
     memory = predict(sizes, sizes.call(tokens), rows, rows_of(choice.backward), choice.restore)
-    return float(max(memory.forward_peak, memory.backward_peak))
+    return float(peak_of_passes(memory))
 
 
 def predicted_peaks(batch: SimulatedBatch, choices: Sequence[Choice]) -> list[float]:
     return [even_peak(batch.sizes, batch.counts.max_tokens, choice) for choice in choices]
+
+
+def own_gradients(batch: SimulatedBatch, choices: Sequence[Choice]) -> list[float]:
+    return [float(batch.sizes.trained_parameters * batch.sizes.element_size)] * len(choices)
 
 
 def routing_bytes(batch: SimulatedBatch) -> int:
@@ -267,6 +271,7 @@ def simulated(machine: StoredMachine) -> Iterator[None]:
         for module, name, stand_in in (
             (part_of_batch, "predicted_peaks", predicted_peaks),
             (part_of_batch, "own_peaks", predicted_peaks),
+            (part_of_batch, "own_gradients", own_gradients),
             (part_of_batch, "routing_bytes", routing_bytes),
             (part_of_batch, "_smallest_of_ranks", lambda batch, number: number),
             (part_of_batch, "first_tokens", SimulatedBatch.first_tokens),

@@ -21,6 +21,7 @@ from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
 from pmoe.kernels.operands import VECTOR_BYTES
 from pmoe.ordering.sorted import copies_bytes
+from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
 from pmoe.runners.features import Feature
 from pmoe.schedule.buffer_sizes import HiddenColumns
@@ -69,6 +70,18 @@ def rows_of_call(modules: LayerModules, num_tokens: int, degrees: Sequence[int])
     if getattr(modules.router, "mixes_tokens", False):
         return CallRows(tokens=num_tokens, inner=rows, slots=rows, choices=1, spread="mixed")
     return CallRows(tokens=num_tokens, inner=num_tokens, slots=rows, choices=options.num_experts)
+
+
+def counted_degrees(modules: LayerModules, choice: Choice) -> tuple[int, ...]:
+    """Returns the numbers of chunks for which a call with this choice counts its rows.
+
+    With ``pipeline="solve"`` these are the numbers of the choice, because the options allow too many to count
+    rows for all. Otherwise they are all numbers that the options allow.
+
+    modules: the modules and options of the layer.
+    choice: the numbers of chunks of both passes, and a restore pair.
+    """
+    return choice.degrees if modules.options.solves else modules.options.degrees
 
 
 def _runs_programs(modules: LayerModules, device_type: str, row_size: int) -> bool:

@@ -43,12 +43,13 @@ from pmoe.choose.trials import (
     Trial,
     TrialBatch,
     measure_trials,
+    own_gradients,
     own_peaks,
     predicted_peaks,
     routing_bytes,
     warn_of_dropped,
 )
-from pmoe.comm.agreement import largest
+from pmoe.comm.agreement import smallest
 from pmoe.comm.counts import CountsExchange, Fault
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
@@ -98,15 +99,23 @@ def measure_in_stages(
        they are slower. So the layer's later steps will need at least the memory of the fastest choice. The
        next stage may take this much memory. It tries the fastest choice again, and choices that need more
        memory.
+       But if the fastest choice is the one of ``choices`` that needs the least memory, the caller may ask for
+       a choice with still less memory, and take that one. So the next stage may take no more memory. It
+       compares only the two choices that need the least memory, which fit with more tokens.
     3. The stages end in one of four cases:
 
        - The fastest choice of a stage needs the least memory of all choices in this stage, and the stage
          could take as much memory as a step with this choice.
-       - The choice of ``choices`` that needs the least memory is clearly the fastest. The caller then asks
-         for a choice with still less memory, if there is one, and the later steps may run with it.
+       - The choice of ``choices`` that needs the least memory is clearly the fastest, or is the fastest in a
+         stage with only two choices. The caller may then ask for a choice with still less memory, and the
+         later steps may run with it. This case is skipped if ``one_is_taken``.
        - All choices that need more memory than the fastest choice were tried, and each of them took more than
          `NEAR` times as long as the fastest choice.
        - A later stage lacks memory. The result then has the choices of the stages before.
+
+    The caller may also ask for a choice with less memory because a prediction was wrong, or once more because
+    other work slowed its first trials. If this choice is taken, earlier trials may have needed more memory
+    than later steps.
 
     batch: the routed batch.
     choices: the numbers of chunks to try, with one restore pair, each once.
@@ -131,7 +140,7 @@ def measure_in_stages(
     parts: list[TrialsOfPart] = []
     while True:
         stage = _choices_of_stage(batch, remaining, peaks, allowed, most_choices)
-        share = share_of_tokens(batch, max(peaks[choice] for choice in stage), allowed)
+        share = share_of_tokens(batch, stage, allowed)
         try:
             part = _measure_part(batch, stage, share, allowed, most_rounds)
         except torch.OutOfMemoryError:
@@ -155,16 +164,19 @@ def measure_in_stages(
             return times
         if needs_least and largest_ratio(batch, least_of_step, allowed) <= ALIKE:
             return times
-        # A search asks for a choice with still less memory next, if the fastest choice is clearly faster than
-        # all others. Later steps may run with that choice. So the trials until then take no more memory.
+        # A search may ask for a choice with still less memory next, if the fastest choice is clearly faster
+        # than all others. Later steps may run with that choice. So the trials until then take no more memory.
+        less_may_follow = fastest == by_memory[0] and not one_is_taken
         others = [choice for choice in times if choice != fastest]
-        is_clear = all(times[choice].is_slower_than(times[fastest]) for choice in others)
-        if is_clear and fastest == by_memory[0] and not one_is_taken:
+        is_clear = bool(others) and all(times[choice].is_slower_than(times[fastest]) for choice in others)
+        if less_may_follow and (is_clear or len(stage) <= 2 or most_choices == 2):
             return times
         # If the choice that needs the least memory seems to be the fastest, it is compared with the next
-        # choice on more tokens: on few tokens, errors of measured seconds are large.
+        # choice on more tokens: on few tokens, errors of measured seconds are large. More tokens fit, because
+        # the stage then has only two choices, also if the allowed memory stays the same.
         most_choices = 2 if needs_least else STAGE
-        allowed = least_of_step
+        if not less_may_follow:
+            allowed = least_of_step
 
 
 def _choices_of_stage(
@@ -183,7 +195,7 @@ def _choices_of_stage(
 
     - If all choices in ``remaining`` need at most 8 % more memory than those of the stage, on every rank, the
       stage tries all of them.
-    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in a trial of the last choice,
+    - If fewer than `MIN_TOKENS` tokens would fit into the ``allowed`` memory in some trial of the stage,
       the stage tries only the first two choices, which need less memory.
 
     batch: the routed batch.
@@ -198,7 +210,7 @@ def _choices_of_stage(
     most_of_stage = max(peaks[choice] for choice in stage)
     if largest_ratio(batch, most_of_all, most_of_stage) <= ALIKE:
         return remaining
-    if share_of_tokens(batch, most_of_stage, allowed) * batch.counts.max_tokens >= MIN_TOKENS:
+    if share_of_tokens(batch, stage, allowed) * batch.counts.max_tokens >= MIN_TOKENS:
         return stage
     return remaining[:2]
 
@@ -238,14 +250,13 @@ def measure_in_little_memory(
     budget = batch.modules.options.budget
     if budget is not None and max(predicted_peaks(batch, choices)) <= budget:
         return measure_trials(batch, choices, most_rounds)
-    peaks = own_peaks(batch, choices)
     if budget is not None:
         allowed = budget / ALIKE
     elif one_is_taken:
-        allowed = min(peaks)
+        allowed = min(own_peaks(batch, choices))
     else:
         allowed = smallest_peak(batch)
-    share = share_of_tokens(batch, max(peaks), allowed)
+    share = share_of_tokens(batch, choices, allowed)
     part = _measure_part(batch, choices, share, allowed, most_rounds)
     return {} if part is None else times_of_whole([part])
 
@@ -299,7 +310,8 @@ def _part_with_memory(
 
     The first tokens may be routed less evenly than the whole batch. Half of the tokens then need more than
     half of the memory. So the peak is predicted from the row counts of these first tokens. If the peak is
-    above the allowed memory on any rank, fewer tokens are taken, at most `SHRINKS` times.
+    above the allowed memory on any rank, fewer tokens are taken, at most `SHRINKS` times. If the peak is then
+    still above the allowed memory, the result is None.
 
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs that will be tried on these tokens. A restore pair says
@@ -314,17 +326,15 @@ def _part_with_memory(
     if share == 1.0:
         return share, batch
     free = allowed - batch.inputs.x_TM.nbytes
-    part = _first_tokens(batch, share)
-    for _ in range(SHRINKS):
-        peak = max(own_peaks(part, choices))
-        fraction = _fraction_on_every_rank(batch, peak, free, beside=routing_bytes(batch))
+    for _ in range(1 + SHRINKS):
+        part = _first_tokens(batch, share)
+        fraction = _fraction_on_every_rank(batch, part, choices, free)
         if fraction == 1.0:
-            break
+            return share, part
         share *= fraction
         if share * batch.counts.max_tokens < MIN_TOKENS:
             return None
-        part = _first_tokens(batch, share)
-    return share, part
+    return None
 
 
 def _first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
@@ -351,8 +361,8 @@ def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
     choices: all choices that may be taken. They have the same restore pair: how backward gets the rows and
         the hidden activation.
     """
-    peaks = own_peaks(batch, choices)
-    return share_of_tokens(batch, max(peaks), min(peaks)) * batch.counts.max_tokens >= MIN_TOKENS
+    allowed = min(own_peaks(batch, choices))
+    return share_of_tokens(batch, choices, allowed) * batch.counts.max_tokens >= MIN_TOKENS
 
 
 def with_enough_memory(batch: TrialBatch, measured: Mapping[Choice, PassTimes]) -> dict[Choice, PassTimes]:
@@ -559,7 +569,7 @@ def largest_ratio(batch: TrialBatch, needed: float, allowed: float) -> float:
     return -_smallest_of_ranks(batch, -needed / allowed)
 
 
-def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
+def share_of_tokens(batch: TrialBatch, choices: Sequence[Choice], allowed: float) -> float:
     """Returns the fraction of the tokens on which trials can run within the allowed memory. Collective.
 
     A trial is a timed run of both passes. All ranks take the same fraction of their tokens: the smallest
@@ -568,31 +578,34 @@ def share_of_tokens(batch: TrialBatch, peak: float, allowed: float) -> float:
     tokens, only the first needs more memory for n = 2 on a fifth of the tokens than for a step with n = 16.
 
     batch: the routed batch.
-    peak: the predicted peak with all tokens, the largest of all choices that will be tried, in bytes on this
-        rank.
+    choices: the numbers of chunks and restore pairs that will be tried on these tokens. A restore pair says
+        how backward gets the rows and the hidden activation.
     allowed: bytes that trials may take on this rank: the lowest predicted peak of a step, over all choices
         that the layer may still take.
     """
-    # A trial keeps the layer's output until its end, and the predicted peak includes it. But a model may free
-    # the output before backward. Without it, a step needs the least memory.
+    # The predicted peak of a later step includes the layer's output. But a model may free the output before
+    # backward, and the step then needs less. A trial keeps its output, so it may take only the other bytes.
     free = allowed - batch.inputs.x_TM.nbytes
-    return _fraction_on_every_rank(batch, peak, free)
+    return _fraction_on_every_rank(batch, batch, choices, free)
 
 
-def _fraction_on_every_rank(batch: TrialBatch, peak: float, free: float, beside: float = 0.0) -> float:
-    """Returns the largest fraction of the tokens for which every rank has enough memory. Collective.
-
-    The numbers of bytes are those of this rank.
+def _fraction_on_every_rank(
+    batch: TrialBatch, part: TrialBatch, choices: Sequence[Choice], free: float
+) -> float:
+    """Returns the largest fraction of a part's tokens for which every rank has enough memory. Collective.
 
     batch: the routed batch of all tokens.
-    peak: the predicted peak of trials with the tokens of which the result is a fraction.
-    free: bytes of a later step that are free for trials.
-    beside: bytes that the call holds beside these trials, if they run on a part of the batch.
+    part: the tokens of which the result is a fraction: ``batch`` itself, or its first tokens. With its first
+        tokens, the memory must also be enough for the routing of the whole batch.
+    choices: the numbers of chunks and restore pairs of the trials.
+    free: bytes of a later step that are free for trials, on this rank.
     """
+    peak = max(own_peaks(part, choices))
+    routing = routing_bytes(batch)
+    beside = 0 if part is batch else routing
     fraction = 1.0
     if beside + peak > ALIKE * free:
-        gradients = batch.sizes.trained_parameters * batch.sizes.element_size
-        fraction = fraction_of_tokens(peak, free, routing_bytes(batch), gradients)
+        fraction = fraction_of_tokens(peak, free, routing, max(own_gradients(part, choices)))
     return _smallest_of_ranks(batch, fraction)
 
 
@@ -604,8 +617,7 @@ def _smallest_of_ranks(batch: TrialBatch, number: float) -> float:
     """
     device = batch.inputs.x_TM.device
     stage = "comparing the memory of trials on all ranks"
-    [negated] = largest(batch.modules.ranks, device, [-number], stage=stage)
-    return -negated
+    return smallest(batch.modules.ranks, device, number, stage=stage)
 
 
 def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
@@ -622,9 +634,8 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     """
     if batch.modules.options.budget is not None:
         return batch
-    [peak] = own_peaks(batch, [choice])
     allowed = smallest_peak(batch)
-    share = share_of_tokens(batch, peak, allowed)
+    share = share_of_tokens(batch, [choice], allowed)
     part = _part_with_memory(batch, [choice], share, allowed)
     return None if part is None else part[1]
 

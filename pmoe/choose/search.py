@@ -1,8 +1,9 @@
 """Chooses the number of chunks n for ``pipeline=True`` by trials: timed runs (MPipeMoE, Algorithm 1).
 
 A chunk is a micro-batch. Tables keep the results of trials: the fastest n for each number of tokens. Layers
-on one process group share a table if they are equal in everything that changes the seconds of a step
-(`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the tables in a file for later runs.
+whose groups have the same ranks in the same order share a table if they are equal in everything that changes
+the seconds of a step (`key_of_degrees`). If $PMOE_CACHE is set, rank 0 also keeps the tables in a file for
+later runs.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegre
     """Returns numbers of chunks with which a step has enough memory on every rank. Collective.
 
     The result is ``degrees`` if the memory is enough for these numbers. Otherwise the numbers are larger,
-    because more chunks need less memory. To test the memory, the predicted peak of a step is allocated and
-    freed again. Without this test, one rank could run out of memory in a step, and the other ranks would wait
-    for it.
+    because more chunks need less memory. To test the memory, most of a step's predicted peak is allocated and
+    freed again: `pmoe.choose.part_of_batch.TESTED` times the peak without the layer's output. Without this
+    test, one rank could run out of memory in a step, and the other ranks would wait for it.
 
     batch: the routed batch.
     restore: the restore pair of the call: whether dispatched rows and hidden activation are kept, offloaded
@@ -242,8 +243,9 @@ def learned_degrees(
 ) -> LearnedDegrees:
     """Returns the results of trials for this layer: the fastest numbers of chunks by number of tokens.
 
-    Trials are timed runs of both passes. Layers on one process group share the results if they have equal
-    keys. A key contains everything that changes the seconds of a step (`key_of_degrees`).
+    Trials are timed runs of both passes. Layers whose groups have the same ranks in the same order share the
+    results if they have equal keys. A key contains everything that changes the seconds of a step
+    (`key_of_degrees`).
 
     modules: the modules and options of the layer.
     path: a file whose results replace the present results (`pmoe.MoELayer.load_degrees`). If it is None, the
@@ -499,8 +501,8 @@ def _check_key(old_key: Any, current_key: Mapping[str, Any]) -> None:
 class LearnedDegrees:
     """The results of trials of one or more layers: the fastest number of chunks n by number of tokens.
 
-    A trial is a timed run of both passes. Layers of one process group with equal keys share one object. The
-    tables are equal on all ranks.
+    A trial is a timed run of both passes. Layers with equal keys share one object if their groups have the
+    same ranks in the same order. The tables are equal on all ranks.
 
     key: everything that changes the seconds of trials (`key_of_degrees`).
     tables: for each dtype of the rows, the fastest n of both passes by number of tokens.
@@ -615,8 +617,8 @@ def learned_in_this_process(ranks: Ranks, key: Mapping[str, Any], path: Path | N
 
     ranks: the process group of the layer.
     key: everything that changes the seconds of trials (`key_of_degrees`).
-    path: the file in which new results will be kept; None for no file. Only the first call for a key uses
-        ``path``.
+    path: the file in which new results will be kept; None for no file. Only the first call of this process
+        for these ranks and this key uses ``path``, also if the process group is made again later.
     """
     name = (str(ranks.members), json.dumps(key, sort_keys=True))
     return _LEARNED.setdefault(name, LearnedDegrees(key, path=path))

@@ -13,14 +13,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from pmoe.call.modules import LayerModules
-from pmoe.call.sizes import agreed_sizes, rows_of_call
-from pmoe.comm.agreement import largest
+from pmoe.call.sizes import agreed_sizes, counted_degrees, rows_of_call
+from pmoe.comm.agreement import largest, smallest
 from pmoe.comm.counts import RankCounts, cuts
 from pmoe.comm.failures import publishing_failures
 from pmoe.engine.buffers.arena import pool
@@ -34,7 +34,7 @@ from pmoe.measure.timing import begin_together, clock_of, in_rounds
 from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.degree import DEGREES, MAX_DEGREE, TRIED, Choice, all_choices
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
-from pmoe.planner.memory import bytes_before_rows, predict
+from pmoe.planner.memory import GRADIENTS, bytes_before_rows, peak_of_passes, predict
 from pmoe.planner.profile import Profile
 from pmoe.planner.rows_per_pass import counted_rows
 from pmoe.planner.timed_rounds import MOST_ROUNDS, PassTimes, timed_rounds
@@ -48,6 +48,18 @@ MIN_ROWS = 1024
 With fewer rows, matrix products are slower, and lose more time than the overlap of chunks saves. Measured by
 bench/bench_overlap.py: with 4096 rows on a rank, 2 to 4 chunks are best.
 """
+
+
+def may_overlap(max_rows: int, num_ranks: int) -> bool:
+    """Returns whether chunks may save time: there are several ranks, and enough rows for two chunks.
+
+    A chunk has enough rows if it has at least `MIN_ROWS`.
+
+    max_rows: number of rows (tokens times choices) of the rank with most rows.
+    num_ranks: number of ranks.
+    """
+    return num_ranks > 1 and max_rows >= 2 * MIN_ROWS
+
 
 MEASURING_SHARE = 0.4
 """Fraction of the lowest peak of a step that the measurement of a profile may take.
@@ -165,8 +177,7 @@ class TrialBatch:
         own = min(own_peaks(batch, choices))
         device = self.inputs.x_TM.device
         stage = "comparing the predicted memory of ranks"
-        [negated] = largest(self.modules.ranks, device, [-own], stage=stage)
-        return MEASURING_SHARE * -negated
+        return MEASURING_SHARE * smallest(self.modules.ranks, device, own, stage=stage)
 
     @functools.cached_property
     def peaks(self) -> dict[tuple[int, int, Restore], float]:
@@ -179,10 +190,10 @@ class TrialBatch:
         return {}
 
     @functools.cached_property
-    def peaks_of_rank(self) -> dict[tuple[int, int, Restore], float]:
-        """Cache of the predicted peaks of this rank, in bytes, with the same keys as `peaks`.
+    def memory_of_rank(self) -> dict[tuple[int, int, Restore], StepMemory]:
+        """Cache of the predicted memory of steps on this rank, with the same keys as `peaks`.
 
-        The cache is empty at first. `own_peaks` fills it.
+        The cache is empty at first. `own_memory` fills it.
         """
         return {}
 
@@ -300,15 +311,33 @@ def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]
 def own_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
     """Returns the predicted peak of a step with each choice, in bytes on this rank. Not collective.
 
-    The peaks are cached (`TrialBatch.peaks_of_rank`).
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs (`StepMemory.peak`).
+    """
+    return [memory.peak for memory in own_memory(batch, choices)]
+
+
+def own_gradients(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
+    """Returns the bytes of gradients in the peak of a step with each choice, on this rank. Not collective.
 
     batch: the routed batch.
-    choices: the numbers of chunks and restore pairs (`own_peak`).
+    choices: the numbers of chunks and restore pairs (`StepMemory.gradients`).
     """
-    known = batch.peaks_of_rank
+    return [memory.gradients for memory in own_memory(batch, choices)]
+
+
+def own_memory(batch: TrialBatch, choices: Sequence[Choice]) -> list[StepMemory]:
+    """Returns the predicted memory of a step with each choice on this rank. Not collective.
+
+    The predictions are cached (`TrialBatch.memory_of_rank`).
+
+    batch: the routed batch.
+    choices: the numbers of chunks and restore pairs (`predicted_memory`).
+    """
+    known = batch.memory_of_rank
     for choice in choices:
         if _key(choice) not in known:
-            known[_key(choice)] = own_peak(batch, choice)
+            known[_key(choice)] = predicted_memory(batch, choice)
     return [known[_key(choice)] for choice in choices]
 
 
@@ -326,7 +355,7 @@ def trials_pay(modules: LayerModules, max_rows: int) -> bool:
     max_rows: number of rows (tokens times choices) of the rank with most tokens.
     """
     shared = modules.shared_expert
-    is_worth_it = modules.ranks.size > 1 and max_rows >= 2 * MIN_ROWS
+    is_worth_it = may_overlap(max_rows, modules.ranks.size)
     are_modules = modules.experts.are_modules or (shared is not None and shared.are_modules)
     return is_worth_it and not (are_modules or modules.hooks is not None or modules.sequential)
 
@@ -338,23 +367,32 @@ def routing_bytes(batch: TrialBatch) -> int:
 
     batch: the routed batch of all tokens.
     """
-    modules = batch.modules
-    call = rows_of_call(modules, batch.inputs.x_TM.shape[0], modules.options.degrees)
+    # The rows of a call with pad_to_capacity depend on the numbers of chunks for which they were counted.
+    call = rows_of_call(batch.modules, batch.inputs.x_TM.shape[0], batch.degrees)
     return bytes_before_rows(batch.sizes, call)
 
 
-def own_peak(batch: TrialBatch, choice: Choice) -> float:
-    """Returns the predicted peak, in bytes on this rank, of a step with a choice.
+class StepMemory(NamedTuple):
+    """Predicted bytes of a step with one choice on this rank.
 
-    The peak includes the gradients of the experts' parameters, but not the gate's memory.
+    peak: the most bytes in use at once. It includes the gradients of parameters, but not the gate's memory.
+    gradients: bytes of the gradients of parameters that exist during the backward pass, part of ``peak``.
+        Sums of bfloat16 and float16 gradients may be float32. 0 if no gradients are needed.
+    """
+
+    peak: float
+    gradients: float
+
+
+def predicted_memory(batch: TrialBatch, choice: Choice) -> StepMemory:
+    """Predicts the bytes of a step with a choice on this rank.
 
     batch: the routed batch.
     choice: the numbers of chunks and the restore pair: how backward gets the rows and the hidden activation.
     """
     modules = batch.modules
     counts = batch.counts
-    counted = choice.degrees if modules.options.solves else modules.options.degrees
-    call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted)
+    call = rows_of_call(modules, batch.inputs.x_TM.shape[0], counted_degrees(modules, choice))
     sizes = replace(batch.sizes, rotates=batch.sizes.rotates or choice.rearranged)
     # A skewed batch is cut into more chunks than the choice says, so that each fits into its buffer.
     degrees = [
@@ -366,8 +404,8 @@ def own_peak(batch: TrialBatch, choice: Choice) -> float:
     memory = predict(sizes, call, forward, backward, choice.restore, rearranged=degrees[0] != degrees[1])
     if not counts.needs_grad:  # there is no backward pass, and forward saves nothing
         output = batch.inputs.x_TM.nbytes
-        return float(memory.forward_peak - memory.saved + output)
-    return float(max(memory.forward_peak, memory.backward_peak))
+        return StepMemory(float(memory.forward_peak - memory.saved + output), 0.0)
+    return StepMemory(float(peak_of_passes(memory)), float(memory.tensors[GRADIENTS]))
 
 
 DROPPED = (math.inf, math.inf)

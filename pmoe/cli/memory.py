@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pmoe.arguments import check_count, check_int
-from pmoe.choose.trials import MIN_ROWS
+from pmoe.choose.trials import may_overlap
 from pmoe.cli.arguments import DTYPES, add_allow, parse_device, restore_pair, whole_number
 from pmoe.cli.layer_arguments import (
     add_layer_sizes,
@@ -167,14 +167,15 @@ def _tried(args: argparse.Namespace, shape: LayerSizes, pairs: Sequence[Restore]
     """Returns the predictions for all choices that a layer with pipeline=True may try in a step.
 
     The list is empty if the layer would run no trials (timed runs of both passes): on one rank, and with few
-    tokens.
+    tokens. It is also empty if no trials can find the n of --n and --n-backward.
 
     args: the options of the command.
     shape: sizes of the layer.
     pairs: the restore pairs that may be tried. A pair says how backward gets the dispatched rows and the
         hidden activation of forward.
     """
-    if args.ranks == 1 or args.tokens * shape.top_k < 2 * MIN_ROWS:
+    numbers = {args.n, args.n_backward or args.n}
+    if not numbers <= set(DEGREES) or not may_overlap(args.tokens * shape.top_k, args.ranks):
         return []
     choices = all_choices([(n, n) for n in DEGREES], pairs)
     return [bound(shape, shape.call(args.tokens), choice, args.slack) for choice in choices]

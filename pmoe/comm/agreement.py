@@ -53,6 +53,19 @@ def largest(ranks: Ranks, device: torch.device, values: Sequence[float], *, stag
         return [float(value) for value in agreed.tolist()]
 
 
+def smallest(ranks: Ranks, device: torch.device, value: float, *, stage: str) -> float:
+    """Returns the smallest value that any rank passes.
+
+    Costs one all-reduce of one float64 number (`largest`).
+
+    stage: what the value is for, in words, for error messages.
+
+    Example: ranks with 1 and 3 -> 1.
+    """
+    [negated] = largest(ranks, device, [-value], stage=stage)
+    return -negated
+
+
 def same(ranks: Ranks, device: torch.device, values: Sequence[float], *, stage: str) -> list[bool]:
     """Returns a bool for each value: True if the value is equal on all ranks.
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from pmoe.arguments import check_count, check_int, check_kind, plain_int
 from pmoe.call.modules import LayerModules
 from pmoe.call.narrow_pairs import check_narrow, possible_pairs
-from pmoe.call.sizes import memory_shape, rows_of_call
+from pmoe.call.sizes import counted_degrees, memory_shape, rows_of_call
+from pmoe.choose.trials import trials_pay
 from pmoe.comm.counts import RankCounts, cuts
 from pmoe.planner.degree import MOST_CHUNKS, Choice, all_choices
 from pmoe.planner.layer_sizes import CopyNumbers, LayerSizes
@@ -53,7 +54,9 @@ def predict_memory(
         Restore; None takes the layer's own.
 
     If the layer itself chooses the numbers of chunks or memory_reuse, the result is the prediction for the
-    choice with the largest peak. Its ``candidates`` are the predictions for all choices.
+    choice with the largest peak. Its ``candidates`` are the predictions for all choices. If only one choice
+    is left, as with an argument for n and one for the pair, ``searching_peak`` is ``peak``: trials compare
+    choices.
     """
     for name, value in (("pipeline", pipeline), ("pipeline_backward", pipeline_backward)):
         if value is not None:
@@ -105,18 +108,18 @@ def _with_trials(
     row_counts: row counts of a batch; None if ``num_tokens`` is the largest number of any rank.
     memory_of: the prediction for each choice (numbers of chunks, and a restore pair) that the layer may take.
     """
-    from pmoe.choose.trials import trials_pay
-
     most_tokens = num_tokens if row_counts is None else row_counts.max_tokens
     if not trials_pay(modules, most_tokens * modules.options.top_k):
         return dict(memory_of)
-    call = rows_of_call(modules, num_tokens, modules.options.degrees)
     # The solver may try choices for which the rows were not counted.
     tried = None if modules.options.solves else memory_of.values()
+
+    def peak_of_search(choice: Choice, memory: PredictedMemory) -> int:
+        call = rows_of_call(modules, num_tokens, counted_degrees(modules, choice))
+        return searching_peak(memory, sizes, call, tried, modules.options.budget)
+
     return {
-        choice: replace(
-            memory, searching_peak=searching_peak(memory, sizes, call, tried, modules.options.budget)
-        )
+        choice: replace(memory, searching_peak=peak_of_search(choice, memory))
         for choice, memory in memory_of.items()
     }
 
@@ -237,7 +240,7 @@ def _of_choice(
     Raises ValueError if F is not a multiple of both numbers of chunks. Each chunk must consist of whole bins.
     """
     sizes = replace(sizes, rotates=sizes.rotates or choice.rearranged)
-    counted = choice.degrees if modules.options.solves else modules.options.degrees
+    counted = counted_degrees(modules, choice)
     call = rows_of_call(modules, num_tokens, counted)
     if counts is None:
         return bound(sizes, call, choice, modules.options.slack, modules.bins_for(counted))

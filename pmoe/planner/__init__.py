@@ -19,7 +19,8 @@ rates that were measured before (`pmoe.planner.profile`). Files, in the order in
     gradient_partition                     when gradients of other layers are all-reduced
     copies, copies_of_few_ranks            which ranks get copies of busy experts
     copy_groups, copy_rows                 which ranks pass a copy on, and which rows copies compute
-    copy_price, copy_work                  rows that a copy must save to pay; work that copies add to a pass
+    copy_price, copy_work                  how many rows a copy must save to be worth its messages; work that
+                                           copies add to a pass
     block_split                            which thread blocks of the fused kernels communicate
     timeline, drawing                      pictures
 

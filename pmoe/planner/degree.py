@@ -21,8 +21,8 @@ SOLVER_DEGREES = tuple(range(1, MAX_DEGREE + 1))
 MOST_CHUNKS = 1024
 """The largest number of chunks that a user may choose.
 
-A layer counts rows, makes a plan and sends messages for each chunk, also if the chunk has no rows. So far
-more chunks than this would exhaust memory, or seem to hang.
+A layer counts rows, makes a plan and sends messages for each chunk, also if the chunk has no rows. A much
+larger number would exhaust memory, or seem to hang.
 """
 
 MAX_COMMON = 256

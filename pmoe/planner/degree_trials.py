@@ -164,8 +164,10 @@ def hills(times: Mapping[PassDegrees, PassTimes]) -> list[PassDegrees]:
     """Returns the degrees that took clearly longer than the next smaller and the next larger degrees.
 
     Degrees are the numbers of chunks of both passes. As their number grows, the seconds of a step first fall,
-    because more is overlapped, and then rise, because each chunk has a cost of its own. So the seconds have
-    no hill, and other work on the machine has probably slowed every run of these degrees.
+    because more is overlapped, and then rise, because each chunk has a cost of its own. Usually the seconds
+    have no hill, so a hill usually means that other work on the machine has slowed every run of these
+    degrees. With ring slots (buffers that chunks share) a hill can be real
+    (`pmoe.planner.degree_search.best_degree`). It is then measured once more in vain.
 
     times: measured times of a step by degrees. Only degrees with equal numbers in both passes are compared.
 
@@ -236,7 +238,9 @@ def times_by_trials(
         beside = measure([fastest, *further], most_rounds)
         if fastest in beside:
             factor = times[fastest].step / beside[fastest].step
-            for degrees in beside.keys() - {fastest}:
-                timed = beside[degrees].scaled(factor)
-                times[degrees] = min(timed, times.get(degrees, timed), key=lambda each: each.step)
+            for degrees, timed in beside.items():
+                if degrees == fastest:
+                    continue
+                scaled = timed.scaled(factor)
+                times[degrees] = min(scaled, times.get(degrees, scaled), key=lambda timed: timed.step)
     return times

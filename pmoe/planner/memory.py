@@ -46,6 +46,9 @@ INDEX = 8
 SMALL = 4096
 """Bytes that stand for all tensors too small to list, such as scalars and counts, and for rounding up."""
 
+GRADIENTS = "parameters' gradients"
+"""Name in `PredictedMemory.tensors` of the parameters' gradients that exist during the backward pass."""
+
 # The gradient of a routing weight is an inner product over the hidden columns, which kernels sum in parts.
 DOT_COLUMNS = 128
 """Number of hidden columns in a group of columns that kernels sum separately, for each row, in float32.
@@ -73,7 +76,8 @@ class PredictedMemory:
     - host: bytes that are offloaded to host memory.
     - peak: the most bytes in use on the device at once, over both passes.
     - searching_peak: the most bytes in use in a step that finds n (number of chunks) or the restore pair by
-      trials, if it takes this choice. Equal to ``peak`` if the layer runs no trials, or if they need no more.
+      trials, if it takes this choice. Equal to ``peak`` if the layer runs no trials, if they need no more,
+      or if the arguments of the prediction fix both n and the pair.
     - forward_peak, backward_peak: the peak of each pass.
     - promised: the peak without the parameters' gradients. A memory budget limits this number.
     - is_bound: True if row counts were not known. All numbers are then upper bounds for any routing.
@@ -96,6 +100,11 @@ class PredictedMemory:
     tensors: dict[str, int] = field(default_factory=dict)
     unknown: tuple[str, ...] = ()
     candidates: Mapping[Choice, PredictedMemory] = field(default_factory=dict)
+
+
+def peak_of_passes(memory: PredictedMemory) -> int:
+    """Returns the predicted peak of both passes in bytes, without that of the gate."""
+    return max(memory.forward_peak, memory.backward_peak)
 
 
 def predict(
@@ -129,9 +138,8 @@ def predict(
     shared = call.tokens * sizes.element_size * sizes.shared_columns.hidden
     small = _saved_by_row(sizes, call, forward)
     small += rearranged * _plan_bytes(sizes, call, backward)
-    # Autocast makes copies of the parameters and tokens (in bfloat16, say), and a float32 gradient of tokens.
-    parameters = sizes.expert_parameters + sizes.shared_parameters
-    cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
+    # Autocast also makes a float32 gradient of tokens.
+    cast = _cast_bytes(sizes, call)
     wide_dx = call.tokens * (sizes.outer or sizes.d_model) * sizes.cast_from
     copies = copy_bytes(sizes, backward, restore)
     # SoftMoE saves the experts' results; if backward copies rows from T_I again, also the mixed rows.
@@ -212,7 +220,7 @@ def predict(
             "routing": small,
             "forward buffers": max(forward_held),
             "backward buffers": max(backward_held),
-            "parameters' gradients": expert_gradients,
+            GRADIENTS: expert_gradients + around.gradients,
         }
         | ({"shared T_M": shared} if shared else {})
         | ({"gathered experts": message + weights} if weights else {})
@@ -939,9 +947,20 @@ def bytes_before_rows(sizes: LayerSizes, call: CallRows) -> int:
     call: numbers of rows of the call.
     """
     rows_T = call.tokens * sizes.d_model * sizes.element_size
-    parameters = sizes.expert_parameters + sizes.shared_parameters
-    cast = (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
-    return _routing_bytes(sizes, call) + cast + rows_T * bool(sizes.outer)
+    return _routing_bytes(sizes, call) + _cast_bytes(sizes, call) + rows_T * bool(sizes.outer)
+
+
+def _cast_bytes(sizes: LayerSizes, call: CallRows) -> int:
+    """Returns the bytes of the copies that autocast makes of the tokens and parameters, in bfloat16, say.
+
+    With d_latent, the pass does not compute the shared expert, so its parameters do not count.
+
+    sizes: sizes of the layer.
+    call: numbers of rows of the call.
+    """
+    rows_T = call.tokens * sizes.d_model * sizes.element_size
+    parameters = sizes.expert_parameters + sizes.shared_parameters * (not sizes.outer)
+    return (parameters * sizes.element_size + rows_T) * bool(sizes.cast_from)
 
 
 def _plan_bytes(sizes: LayerSizes, call: CallRows, rows: PassRows) -> int:

@@ -56,9 +56,10 @@ much as `USUAL_RUNS` repeats, because a few repeats may agree by accident.
 USUAL_RUNS = 2
 
 SLOWED = 6.0
-"""A run counts as slowed if it differs from its choice's other runs SLOWED times as much as runs usually do.
+"""A run counts as slowed if it is slower than usual by more than SLOWED times the usual difference.
 
-Other work on the machine slowed the run, so the run says nothing about the choice (`longest_usual`).
+A run is compared with the lower median of its choice's runs. The usual difference is that of the runs of all
+choices. Other work on the machine slowed the run, so it says nothing about the choice (`longest_usual`).
 """
 
 LOWER_MEDIAN = 1.2

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable
 
 from pmoe.planner.layer_sizes import CallRows, LayerSizes
-from pmoe.planner.memory import PredictedMemory, bytes_before_rows
+from pmoe.planner.memory import PredictedMemory, bytes_before_rows, peak_of_passes
 
 ALIKE = 1.08
 """Factor up to which two amounts of memory count as about equal.
@@ -37,24 +37,20 @@ The rest is for the routing, and for first tokens that are routed less evenly th
 def fraction_of_tokens(peak: float, free: float, routing: float, gradients: float) -> float:
     """Returns the fraction of a batch's tokens on which a trial can run.
 
-    The gradients of the experts' parameters do not depend on the number of tokens; all other memory is
+    The gradients of parameters do not depend on the number of tokens; all other memory is
     assumed to be proportional to this number. The result is 0 if no token fits.
 
-    peak: the predicted peak in bytes of a trial with all tokens.
+    peak: the predicted peak in bytes of a trial with all tokens of this batch, which may itself be the first
+        tokens of a larger batch.
     free: bytes of a later step that are free for trials.
     routing: bytes that the call holds beside a trial on a part of its tokens.
-    gradients: bytes of the gradients of the experts' parameters, which are part of ``peak``.
+    gradients: bytes of the gradients of parameters, which are part of ``peak``.
 
     Example: of 1000 free bytes, 100 for gradients and 0.8 * 900 = 720 for the rest. A trial whose peak with
     all tokens is 1540 bytes, of which 100 are gradients, can run on 720 / 1440 = 0.5 of the tokens.
     """
     most = min(gradients + ROOM * (free - gradients), ALIKE * free - routing)
     return min(max(most - gradients, 0.0) / (peak - gradients), 1.0)
-
-
-def peak_of_passes(memory: PredictedMemory) -> int:
-    """Returns the predicted peak of both passes in bytes, without that of the gate."""
-    return max(memory.forward_peak, memory.backward_peak)
 
 
 def searching_peak(
@@ -67,7 +63,11 @@ def searching_peak(
     """Returns the most bytes of a step that runs trials and takes one choice: an upper bound on this rank.
 
     The step runs trials before its own passes, and a trial may need more memory than these. The bound holds
-    if later steps with about as many tokens take the same choice.
+    if later steps with about as many tokens take the same choice. There are two exceptions: the n that is
+    taken needs less memory than an earlier trial took, because
+
+    - a profile had predicted that this n is slow, and the trials contradicted the profile;
+    - other work slowed the first trials of this n, and it was measured once more.
 
     memory: the prediction for the choice that is taken.
     sizes: sizes of the layer.

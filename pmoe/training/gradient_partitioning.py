@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pmoe.choose.solve import operations_of, step_costs
 from pmoe.choose.trials import MEASURING_SHARE
-from pmoe.comm.agreement import from_first, largest
+from pmoe.comm.agreement import from_first, smallest
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.layer import MoELayer
@@ -256,8 +256,7 @@ def measuring_bytes(layers: Sequence[MoELayer], ranks: Ranks, device: torch.devi
     if not layers or any(layer.layer_modules.refusal("memory") is not None for layer in layers):
         return None
     own = min(_last_peak(layer) for layer in layers)
-    [negated] = largest(ranks, device, [-own], stage="comparing the predicted memory of layers")
-    return MEASURING_SHARE * -negated
+    return MEASURING_SHARE * smallest(ranks, device, own, stage="comparing the predicted memory of layers")
 
 
 def _last_peak(layer: MoELayer) -> float:

@@ -159,16 +159,16 @@ def predicting_job(rank: int, world: int) -> list[tuple[int, tuple[int, int]]]:
     """Returns (number of the batch, chunks) of each prediction of a peak in a step that searches."""
     predicted = []
     batches: list[Any] = []
-    own_peak = trials.own_peak
+    predicted_memory = trials.predicted_memory
 
-    def noted(batch: Any, choice: Any) -> float:
+    def noted(batch: Any, choice: Any) -> trials.StepMemory:
         if not any(batch is each for each in batches):
             batches.append(batch)
         number = next(at for at, each in enumerate(batches) if each is batch)
         predicted.append((number, (choice.forward, choice.backward)))
-        return own_peak(batch, choice)
+        return predicted_memory(batch, choice)
 
-    with mock.patch.object(trials, "own_peak", noted):
+    with mock.patch.object(trials, "predicted_memory", noted):
         job(rank, world, "torch", None, float("inf"), {"memory_reuse": "S4"})
     return predicted
 

@@ -202,7 +202,12 @@ def test_memory_says_the_peak_of_a_step_that_searches(capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "searching peak" in out and "of a step that finds n or the pair by trials" in out
     assert f"{row['searching_peak'] / 2**20:,.2f}" in out
-    for few in (["--ranks", "1"], ["--ranks", "4", "--tokens", "2047"]):  # such layers run no trials
+    for few in (
+        ["--ranks", "1"],  # such layers run no trials
+        ["--ranks", "4", "--tokens", "2047"],
+        ["--ranks", "4", "--n", "3"],  # no trial has this n
+        ["--ranks", "4", "--n-backward", "5"],
+    ):
         (row,) = printed(capsys, "memory", *options, *few)["pairs"]
         assert row["searching_peak"] == row["peak"]
         run("memory", *options, *few)

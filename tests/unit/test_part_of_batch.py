@@ -92,9 +92,11 @@ def test_a_slowed_run_of_a_far_slower_number_does_not_say_what_a_chunk_costs() -
 class Machine:
     """Stands in for trials: their seconds follow the formula. It records how much memory each stage takes."""
 
-    def __init__(self, seconds: Any, without_memory: Sequence[int] = ()) -> None:
+    def __init__(self, seconds: Any, without_memory: Sequence[int] = (), noise: float = 0.0) -> None:
         self.seconds = seconds
         self.without_memory = without_memory
+        self.noise = noise
+        self.of_other_rank = 1.0  # fraction of the tokens that another rank has memory for
         self.taken: list[float] = []
         self.tried: list[list[int]] = []
 
@@ -110,7 +112,11 @@ class Machine:
         runnable = [choice for choice in choices if choice.forward not in self.without_memory]
         if not runnable:
             raise torch.OutOfMemoryError
-        return {choice: passes(self.seconds(share, choice.forward)) for choice in runnable}
+        return {choice: passes(self.seconds(share, choice.forward), self.noise) for choice in runnable}
+
+    def smallest_of_ranks(self, _: Any, number: float) -> float:
+        """Returns the smaller number of two ranks. If the tokens fit on this rank, they fit on the other."""
+        return number if number == 1.0 else min(number, self.of_other_rank)
 
     def search(self, numbers: Sequence[int], one_is_taken: bool = False) -> dict[Choice, PassTimes]:
         batch: Any = SimpleNamespace(
@@ -128,8 +134,9 @@ class Machine:
         with (
             mock.patch.object(part_of_batch, "predicted_peaks", predicted),
             mock.patch.object(part_of_batch, "own_peaks", predicted),
+            mock.patch.object(part_of_batch, "own_gradients", lambda _, choices: [0.0] * len(choices)),
             mock.patch.object(part_of_batch, "routing_bytes", lambda _: 0.0),
-            mock.patch.object(part_of_batch, "_smallest_of_ranks", lambda _, number: number),
+            mock.patch.object(part_of_batch, "_smallest_of_ranks", self.smallest_of_ranks),
             mock.patch.object(part_of_batch, "first_tokens", lambda _, share: share),
             mock.patch.object(part_of_batch, "measure_trials", self.measure_trials),
         ):
@@ -183,6 +190,64 @@ def test_trials_take_no_more_memory_while_a_choice_with_less_memory_may_be_asked
     times = simulated.search((8, 16), one_is_taken=True)
     assert min(times, key=lambda choice: times[choice].step).forward == 16
     assert max(simulated.taken) <= PEAKS[16]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_an_unclear_choice_is_compared_in_the_same_memory_while_one_with_less_may_be_asked_for(
+    noise: float,
+) -> None:
+    """n = 4 was fastest, but not clearly, so the next stage took its memory. There it was clearly fastest.
+
+    Then n = 8 and 16 were tried and n = 16 was taken. Later steps needed less memory than the trials.
+    """
+    simulated = Machine(lambda share, n: machine(80, 60, 0.1, share, n), noise=noise)
+    times = simulated.search((1, 2, 4))
+    assert min(times, key=lambda choice: times[choice].step).forward == 4
+    assert simulated.tried == ([[4, 2, 1], [4, 2]] if noise else [[4, 2, 1]])
+    assert max(simulated.taken) <= PEAKS[16]
+
+
+def test_trials_run_on_the_tokens_for_which_every_rank_has_memory() -> None:
+    """This rank has memory for 0.42 of the tokens, another rank for a fifth of them."""
+    share = 0.8 * (13.5 - OUTPUT) / 24.0  # of the bytes of n = 16 without the output, for n = 2
+    for of_other_rank, expected in ((1.0, share), (0.2, 0.2)):
+        simulated = Machine(lambda share, n: machine(80, 60, 0.1, share, n))
+        simulated.of_other_rank = of_other_rank
+        simulated.search((1, 2, 4, 8))
+        assert simulated.taken == [pytest.approx(expected * (24.0 + OUTPUT))]
+
+
+class Shrinking:
+    """Makes parts of a batch of 4,096 tokens, of which at most the share ``fits_after`` has enough memory."""
+
+    def __init__(self, fits_after: float) -> None:
+        self.fits_after = fits_after
+        self.checked: list[int] = []
+
+    def part(self, share: float) -> Any:
+        batch: Any = SimpleNamespace(
+            counts=SimpleNamespace(max_tokens=4096), inputs=SimpleNamespace(x_TM=SimpleNamespace(nbytes=0.0))
+        )
+
+        def fraction(_: Any, tokens: Any, *__: Any) -> float:
+            self.checked.append(round(4096 * tokens))
+            return 1.0 if tokens <= self.fits_after else 0.5
+
+        with (
+            mock.patch.object(part_of_batch, "first_tokens", lambda _, tokens: tokens),
+            mock.patch.object(part_of_batch, "_fraction_on_every_rank", fraction),
+        ):
+            return part_of_batch._part_with_memory(batch, [choice_of(2)], share, 1.0)
+
+
+def test_the_tokens_of_the_last_reduction_are_checked_too() -> None:
+    """Before, trials ran on the tokens of the second reduction also if their predicted peak was too high."""
+    fits = Shrinking(fits_after=0.125)
+    assert fits.part(0.5) == (0.125, 0.125)
+    assert fits.checked == [2048, 1024, 512]
+    never_fits = Shrinking(fits_after=0.0)
+    assert never_fits.part(0.5) is None
+    assert never_fits.checked == [2048, 1024, 512]
 
 
 def test_if_all_fit_they_are_tried_on_the_whole_batch() -> None:

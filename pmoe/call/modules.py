@@ -204,8 +204,7 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        # As `parameters_own_first`, without a call. Most questions are answered by the first parameter,
-        # before a walk through submodules begins.
+        # As `parameters_own_first`, without a call.
         own = self.experts._parameters.values()
         for parameter in itertools.chain(own, self.experts.parameters(), self.gate.parameters()):
             if parameter is not None and parameter.is_floating_point():

@@ -68,7 +68,7 @@ A stage runs on as many tokens as fit for the choice that needs the most memory.
 would have to run on fewer tokens.
 """
 
-SHRINKS = 2
+SHRINKS = 6
 """How often the number of tokens of a trial is reduced if its predicted peak is above the allowed memory."""
 
 TESTED = 0.85
@@ -101,7 +101,7 @@ def measure_in_stages(
        memory.
        But if the fastest choice is the one of ``choices`` that needs the least memory, the caller may ask for
        a choice with still less memory, and take that one. So the next stage may take no more memory. It
-       compares only the two choices that need the least memory, which fit with more tokens.
+       compares the fastest choice with the next one that was not much slower. Usually more tokens fit.
     3. The stages end in one of four cases:
 
        - The fastest choice of a stage needs the least memory of all choices in this stage, and the stage
@@ -172,8 +172,8 @@ def measure_in_stages(
         if less_may_follow and (is_clear or len(stage) <= 2 or most_choices == 2):
             return times
         # If the choice that needs the least memory seems to be the fastest, it is compared with the next
-        # choice on more tokens: on few tokens, errors of measured seconds are large. More tokens fit, because
-        # the stage then has only two choices, also if the allowed memory stays the same.
+        # choice on more tokens: on few tokens, errors of measured seconds are large. Usually more tokens fit,
+        # because the stage has only two choices, also if the allowed memory stays the same.
         most_choices = 2 if needs_least else STAGE
         if not less_may_follow:
             allowed = least_of_step
@@ -311,7 +311,7 @@ def _part_with_memory(
     The first tokens may be routed less evenly than the whole batch. Half of the tokens then need more than
     half of the memory. So the peak is predicted from the row counts of these first tokens. If the peak is
     above the allowed memory on any rank, fewer tokens are taken, at most `SHRINKS` times. If the peak is then
-    still above the allowed memory, the result is None.
+    still above the allowed memory, the result is None, as if too few tokens fitted.
 
     batch: the routed batch of all tokens.
     choices: the numbers of chunks and restore pairs that will be tried on these tokens. A restore pair says

@@ -167,6 +167,7 @@ def search(
         return None
     predicted = predicted_seconds(batch, restore, numbers)
 
+    lacked_tokens = False
     too_large: list[PassDegrees] = []
     measured: set[PassDegrees] = set()
 
@@ -174,6 +175,7 @@ def search(
         return {PassDegrees(choice.forward, choice.backward): timed for choice, timed in times.items()}
 
     def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
+        nonlocal lacked_tokens
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
         # `times_by_trials` asks for further numbers together with the fastest number so far, so the step will
@@ -181,6 +183,7 @@ def search(
         one_is_taken = not measured.isdisjoint(tried)
         try:
             times = by_degrees(measure_in_stages(batch, choices, most_rounds, one_is_taken))
+            lacked_tokens = lacked_tokens or not (times or measured)
             measured.update(times)
             return times
         except torch.OutOfMemoryError:
@@ -196,6 +199,8 @@ def search(
             return {}
 
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
+    if lacked_tokens:
+        return None  # what was measured later had nothing to be compared with
     times = where_there_is_room(times)
     if not times and too_large:
         # More chunks need less memory, so the numbers of chunks that are larger than all failed numbers are

@@ -50,17 +50,6 @@ bench/bench_overlap.py: with 4096 rows on a rank, 2 to 4 chunks are best.
 """
 
 
-def may_overlap(max_rows: int, num_ranks: int) -> bool:
-    """Returns whether chunks may save time: there are several ranks, and enough rows for two chunks.
-
-    A chunk has enough rows if it has at least `MIN_ROWS`.
-
-    max_rows: number of rows (tokens times choices) of the rank with most rows.
-    num_ranks: number of ranks.
-    """
-    return num_ranks > 1 and max_rows >= 2 * MIN_ROWS
-
-
 MEASURING_SHARE = 0.4
 """Fraction of the lowest peak of a step that the measurement of a profile may take.
 
@@ -81,6 +70,15 @@ def adaptive_degree(max_rows: int, num_ranks: int) -> int:
     num_ranks: number of ranks.
     """
     return 1 if num_ranks == 1 else max(n for n in DEGREES if n == 1 or max_rows >= n * MIN_ROWS)
+
+
+def may_overlap(max_rows: int, num_ranks: int) -> bool:
+    """Returns whether chunks may save time: there are several ranks, and enough rows for two chunks.
+
+    max_rows: number of rows (tokens times choices) of the rank with most rows.
+    num_ranks: number of ranks.
+    """
+    return adaptive_degree(max_rows, num_ranks) > 1
 
 
 @dataclass(frozen=True)
@@ -376,7 +374,7 @@ class StepMemory(NamedTuple):
     """Predicted bytes of a step with one choice on this rank.
 
     peak: the most bytes in use at once. It includes the gradients of parameters, but not the gate's memory.
-    gradients: bytes of the gradients of parameters that exist during the backward pass, part of ``peak``.
+    gradients: bytes of the gradients of parameters that exist during the backward pass, at most ``peak``.
         Sums of bfloat16 and float16 gradients may be float32. 0 if no gradients are needed.
     """
 

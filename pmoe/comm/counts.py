@@ -562,7 +562,10 @@ def max_bins(num_experts: int) -> int:
 
 
 _in_steps = operator.attrgetter("in_steps")
-"""Returns whether an exchange sends rows in several collectives (`Exchange.in_steps`). No Python call."""
+"""Returns whether an exchange sends rows in several collectives (`Exchange.in_steps`).
+
+It is a C function, so it needs no Python call.
+"""
 
 MAX_BINS, MAX_COUNTS = 256, 2**16
 """Upper bounds of the number of bins F, and of the number of counts F * E for E experts.

@@ -44,8 +44,8 @@ theirs.
 
 The number of a call is the number of its exchange of row counts. The exchange is a collective, so a call has
 the same number on all ranks. Passes on a GPU are not recorded (`Ranks.expect_backward`), so no rank waits for
-the first reason there. A rank waits for the third reason on a GPU, too. If the others do not come, it raises
-an error after the group's timeout.
+the first reason there. A rank waits for the second and third reason there, too. If the others do not come, it
+raises an error after the group's timeout.
 """
 
 from __future__ import annotations

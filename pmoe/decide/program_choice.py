@@ -256,17 +256,19 @@ def _connected_on_all(
     stage = "connecting the ranks for pass programs"
     ranks = modules.ranks
     programs: Programs | None = None
-    error: Exception | None = None
+    failure = ""
+    unexpected: Exception | None = None
     try:
         programs = _connected(backend, modules, shape, x_TM)
-    except Exception as raised:
+    except Exception as error:
         if ranks.size > 1 and ranks.record.reason_left:
             raise  # a collective of the group failed: no other may follow
-        error = raised
+        failure = str(error) or type(error).__name__
+        # A RuntimeError is not kept: its traceback would keep the rows of the call in memory.
+        unexpected = None if isinstance(error, RuntimeError) else error
     with all_fail_together(ranks, stage=stage):
-        if error is not None and not isinstance(error, RuntimeError):
-            raise error
-    failure = "" if error is None else str(error) or type(error).__name__
+        if unexpected is not None:
+            raise unexpected
     failures = gathered(ranks, failure, stage=stage)
     of_others = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
     failure = failure or next(of_others, "")

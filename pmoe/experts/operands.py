@@ -32,7 +32,7 @@ DERIVED = ("_orig", "_g", "_v")
 
 
 _is_none = functools.partial(operator.is_, None)
-"""Returns whether a value is None. It is no Python function, so a filter calls it without Python."""
+"""Returns whether a value is None. It is a C function, so a filter calls it quickly."""
 
 
 def parameters_own_first(module: nn.Module) -> Iterator[Tensor]:

@@ -429,6 +429,7 @@ class MoELayer(OldAttributes, CalledLayer):
         from pmoe.decide.latent_call import latent_call
 
         decision, y_TM = latent_call(call)
+        # As in `_forward_plain`, past nn.Module.__setattr__.
         vars(self)["last"] = LastCall.of(decision)
         return shaped_output(decision, y_TM)
 

@@ -44,7 +44,7 @@ def fraction_of_tokens(peak: float, free: float, routing: float, gradients: floa
         tokens of a larger batch.
     free: bytes of a later step that are free for trials.
     routing: bytes that the call holds beside a trial on a part of its tokens.
-    gradients: bytes of the gradients of parameters, which are part of ``peak``.
+    gradients: bytes of the gradients of parameters, at most ``peak``.
 
     Example: of 1000 free bytes, 100 for gradients and 0.8 * 900 = 720 for the rest. A trial whose peak with
     all tokens is 1540 bytes, of which 100 are gradients, can run on 720 / 1440 = 0.5 of the tokens.

@@ -211,6 +211,29 @@ def pairs_job(rank: int, world: int) -> tuple[list[str], list[tuple[int, int]], 
     return sorted(learned.tables), taken, sorted(set(pairs_tried))
 
 
+def no_tokens_job(rank: int, world: int) -> tuple[tuple[int, int], int]:
+    """Returns n, and the number of stages, if too few tokens fit for the first stage of trials."""
+    stages = []
+    real = search.measure_in_stages
+
+    def measure(batch: Any, choices: Any, *limits: Any) -> Any:
+        stages.append(choices)
+        return real(batch, choices, *limits) if len(stages) > 1 else {}
+
+    search._LEARNED.clear()
+    with mock.patch.dict(os.environ, PMOE_CACHE=""), mock.patch.object(search, "measure_in_stages", measure):
+        ran = step(build(pipeline=True, memory_reuse="S4", top_k=1, slack=SLACK), rank)
+    search._LEARNED.clear()
+    return (ran.forward, ran.backward), len(stages)
+
+
+def test_without_results_of_the_first_trials_the_rule_gives_n() -> None:
+    """Before, n = 16 was taken, because it was tried next and had nothing to be compared with."""
+    for taken, stages in ranks(2).run(no_tokens_job):
+        assert taken == (2, 2)
+        assert stages == 2
+
+
 def test_one_table_holds_for_all_restore_pairs() -> None:
     for tables, (first, second), pairs_tried in ranks(2).run(pairs_job):
         assert tables == ["torch.float64"] and first == second

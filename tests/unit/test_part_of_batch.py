@@ -218,10 +218,14 @@ def test_trials_run_on_the_tokens_for_which_every_rank_has_memory() -> None:
 
 
 class Shrinking:
-    """Makes parts of a batch of 4,096 tokens, of which at most the share ``fits_after`` has enough memory."""
+    """Makes parts of a batch of 4,096 tokens, of which at most the share ``fits_after`` has enough memory.
 
-    def __init__(self, fits_after: float) -> None:
+    A part that needs too much memory is reduced to ``factor`` of its tokens.
+    """
+
+    def __init__(self, fits_after: float, factor: float = 0.5) -> None:
         self.fits_after = fits_after
+        self.factor = factor
         self.checked: list[int] = []
 
     def part(self, share: float) -> Any:
@@ -231,7 +235,7 @@ class Shrinking:
 
         def fraction(_: Any, tokens: Any, *__: Any) -> float:
             self.checked.append(round(4096 * tokens))
-            return 1.0 if tokens <= self.fits_after else 0.5
+            return 1.0 if tokens <= self.fits_after else self.factor
 
         with (
             mock.patch.object(part_of_batch, "first_tokens", lambda _, tokens: tokens),
@@ -247,7 +251,10 @@ def test_the_tokens_of_the_last_reduction_are_checked_too() -> None:
     assert fits.checked == [2048, 1024, 512]
     never_fits = Shrinking(fits_after=0.0)
     assert never_fits.part(0.5) is None
-    assert never_fits.checked == [2048, 1024, 512]
+    assert never_fits.checked == [2048, 1024, 512, 256], "fewer tokens say nothing"
+    slowly = Shrinking(fits_after=0.0, factor=0.9)
+    assert slowly.part(0.5) is None
+    assert len(slowly.checked) == 1 + part_of_batch.SHRINKS
 
 
 def test_if_all_fit_they_are_tried_on_the_whole_batch() -> None:

@@ -131,9 +131,16 @@ def test_the_counts_of_a_cut_have_rows_of_each_rank() -> None:
     [
         ({"ranks": 1}, r"ranks \(1\) must be at least 2"),
         ({"ranks": 4, "received": 2}, r"received \(2\) must be at least ranks - 1 \(3\)"),
+        ({"stays": 0}, r"stays \(0\) must be at least 1"),
     ],
 )
 def test_bounds_without_room_are_refused(change: dict[str, int], message: str) -> None:
     numbers = {"chunks": 2, "ranks": 2, "local_experts": 1, "sent": 4, "stays": 4, "received": 4, **change}
     with pytest.raises(ValueError, match=message):
         RowBounds(**numbers)
+
+
+def test_bounds_hold_at_least_the_rows_of_balanced_routing() -> None:
+    with pytest.raises(ValueError, match=r"slack \(0.9\) must be at least 1"):
+        bounds_of(ranks=2, n=1, slack=0.9)
+    assert bounds_of(ranks=4, n=1, slack=1.0, max_tokens=1).stays == 1

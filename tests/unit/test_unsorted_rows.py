@@ -34,7 +34,8 @@ def test_rows_stay_unsorted_only_if_the_memory_of_the_results_fits_too(
         reader_of_arrived=SimpleNamespace(takes=takes),
         received="T_DI",
         buffer=lambda name, i: arrived,
-        result_of=lambda i: out_NM,
+        places_results=True,
+        leaving_buffer=lambda i: out_NM,
     )
     regroup = torch.arange(4, dtype=index)
     assert CudaForward._gathers(cast(Any, forward), regroup, arrived, 0) == gathers

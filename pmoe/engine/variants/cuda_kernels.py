@@ -278,7 +278,9 @@ class CudaForward(_OnCuda, Forward):
         is_buffer = arrived.data_ptr() == self.buffer(self.received, i).data_ptr()
         if reader is None or regroup.dtype != torch.int32 or not is_buffer:
             return False
-        return reader.takes(regroup.numel(), arrived, self.result_of(i))
+        # Results that products cannot place go to new memory, which kernels can write.
+        result = self.leaving_buffer(i) if self.places_results else arrived
+        return reader.takes(regroup.numel(), arrived, result)
 
     def local(self, j: int) -> None:
         """Computes block j of the rows that stay on this rank, because their experts are on it (task L).

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from pmoe.engine.buffers.arena import Arena
 from pmoe.measure.step_memory import events_of
+from pmoe.planner.memory import GRADIENTS
 
 MARK = "pmoe allocation"
 OTHER = "other"
@@ -169,8 +170,6 @@ class StepMemory:
     without_gradients: int
     seconds: float
 
-
-GRADIENTS = "parameters' gradients"
 
 MakeInputs = Callable[[], tuple[Tensor, Tensor]]
 """A function that returns the input x of a step and the gradient dy of the module's output."""

@@ -28,6 +28,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.base import ExpertRows
 from pmoe.papers.assumptions import printed
 from pmoe.papers.mpipemoe_memory import activations, model_states, saved_each
+from pmoe.planner.memory import GRADIENTS
 from pmoe.schedule.restore import ALL_PAIRS, STRATEGIES
 
 FLOAT_BYTES = 4
@@ -187,7 +188,7 @@ PARTS = (
     "backward slots",
     "output",
     "dx",
-    "parameters' gradients",
+    GRADIENTS,
     OTHER,
 )
 """Parts of a step's memory, in the order in which pictures stack them, the lowest first."""
@@ -240,7 +241,7 @@ def named_step(layer: MoELayer, tokens: int) -> Allocations:
         moment("end")
         mark(x.grad, "dx")
         for parameter in layer.parameters():
-            mark(parameter.grad, "parameters' gradients")
+            mark(parameter.grad, GRADIENTS)
     layer.zero_grad(set_to_none=True)
     assert {allocation.name for allocation in seen.records} <= set(PARTS)
     return seen

@@ -26,6 +26,7 @@ from bench.memory import FLOAT_BYTES, MODELS, Model, arguments, named_step, one_
 from bench.pictures import plotting
 from bench.timing import counted, table, write_json
 from pmoe.papers.mpipemoe_memory import activations, buffers, model_states
+from pmoe.planner.memory import GRADIENTS
 
 KINDS = ("model states", "activations", "temporaries")
 COLOURS = ("#77aadd", "#ccbb44", "#ee6677")
@@ -41,7 +42,7 @@ def by_theory(model: Model, tokens: int, num_experts: int) -> dict[str, int]:
 def by_measuring(model: Model, tokens: int, n: int) -> dict[str, int]:
     layer = one_expert(model, n, False)
     seen = named_step(layer, tokens)
-    others = {allocation.name for allocation in seen.records} - {"parameters' gradients"}
+    others = {allocation.name for allocation in seen.records} - {GRADIENTS}
     # dy counts as a temporary buffer of backward, although it exists from the start.
     dy = tokens * model.d_model * FLOAT_BYTES
     activations = [bytes_ for when, bytes_ in seen.live_bytes(others) if when <= seen.moments["backward"]][
@@ -50,7 +51,7 @@ def by_measuring(model: Model, tokens: int, n: int) -> dict[str, int]:
     return {
         "model states": 4 * sum(parameter.nbytes for parameter in layer.parameters()),
         "activations": activations,
-        "temporaries": seen.peak_bytes(without=("parameters' gradients",)) - activations,
+        "temporaries": seen.peak_bytes(without=(GRADIENTS,)) - activations,
     }
 
 

@@ -32,9 +32,9 @@ class Scheduler {
       if (has_idle != had_idle && lane_ == 0) store_release(&state->has_idle_processor, has_idle ? 1u : 0u);
       had_idle = has_idle;
       has_ended = taken == 0 && ready_ == 0 && !is_busy && is_over(subscribers);
-      // `since` is the time at which the time limit began. The limit begins anew when a task is handed out,
-      // and as long as no task is ready or running. So an error is reported if tasks are ready or running,
-      // but no task was handed out for too long.
+      // `since` is the start of the time limit. The limit starts again when a task is handed out, and as long
+      // as no task is ready or running. So an error is reported if tasks are ready or running, but no task
+      // was handed out for too long.
       const uint64_t now = nanoseconds();
       if (taken > 0 || since == 0 || !(is_busy || ready_ > 0)) since = now;
       if (now - since > pass_.watch.bound) peers::report(pass_.watch, Wait::kDone, pass_.rank, 0, 0);

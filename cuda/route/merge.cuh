@@ -72,7 +72,8 @@ struct Merging {
 };
 
 // Compares the first kCount ranks of this lane with those of the lane whose index differs in the bit `mask`.
-// Of each two ranks, this lane keeps the larger or the smaller one.
+// A lane compares its rank with one rank of the other lane at a time, and keeps either the larger or the
+// smaller.
 //
 // kReversed: whether rank i of this lane is compared with rank kCount - 1 - i of the other lane. If not, it
 //     is compared with rank i of the other lane.

@@ -82,7 +82,8 @@ class BoundedMemory(ProgramCall):
 
     def make_room(self) -> None:
         """Replaces the memory whose size depends on row counts by memory with room for the most rows."""
-        bounds, rows = self.bounds, self.rows
+        bounds = self.bounds
+        rows = self.rows
         received, stays = bounds.chunks * bounds.received, bounds.chunks * bounds.stays
         weight_TK = self.call.inputs.weight_TK
         self.put(WEIGHT=torch.cat([weight_TK.flatten(), weight_TK.new_zeros(1)]))

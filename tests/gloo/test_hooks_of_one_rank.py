@@ -19,7 +19,7 @@ from tests.pool import Pool, ranks
 
 M, H, E = 8, 16, 4
 TIMEOUT_SECONDS = 25.0
-"""Of the groups. Each error must come much earlier."""
+"""The timeout of the process groups. Each error must come much earlier."""
 
 SOON_SECONDS = 12.0
 """How long an error may take on a busy machine; about 1.5 s on a quiet one."""

@@ -22,7 +22,10 @@ from tests.gpu.ladder.nccl import streams_of
 CALLS = 1000
 WARM_UP = 20
 LANE_OPERATIONS = 100
-"""Operations of a graph on two streams: about as many as a forward and a backward pass of a program."""
+"""The number of operations in the graph on two streams.
+
+A forward and a backward pass of a program have about as many.
+"""
 CLOCKS = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
 
 

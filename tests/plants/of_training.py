@@ -188,7 +188,7 @@ TRAINING = (
         name="rows-lost-without-a-word",
         breaks="a call that exceeds the bound is not noted, so its step counts",
         file=BOUNDED,
-        old="        self._bound.exceeded.add_(rows.fits.logical_not())\n",
+        old="        self.bound.exceeded.add_(rows.fits.logical_not())\n",
         new="",
         tests=BOUNDED_ROWS,
     ),

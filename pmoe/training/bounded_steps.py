@@ -171,7 +171,7 @@ class BoundedSteps(Generic[Batch, Result]):
             return self._step(batch)
 
     def _step(self, batch: Batch) -> Result:
-        """Runs one training step, as `step` does. The device has ended the step before."""
+        """Runs one training step, as `step` does. Its work on the device follows that of the step before."""
         number = self._next_number()
         step = _Step(number, batch, self._settings(), self._buffers(), random_states(self._device))
         result = self._run_bounded(step)

@@ -426,8 +426,8 @@ def without_heaps(layer: pmoe.MoELayer) -> None:
 UNBOUNDED: dict[str, tuple[dict[str, Any], Callable[[pmoe.MoELayer], None] | None, str]] = {
     "a feature": ({}, with_callbacks, "there are callbacks"),
     "offloading": ({"memory_reuse": "S2"}, None, "may offload"),
-    "a pair to choose": (
-        {"memory_reuse": True, "allow": ("S3", "S4")},
+    "chunks to choose": (
+        {"pipeline": True},
         None,
         'set pipeline to a number of chunks, and memory_reuse to one pair, such as "S4"',
     ),

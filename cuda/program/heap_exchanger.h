@@ -11,7 +11,7 @@
 //
 // A CUDA graph may hold passes. The host does not see a replay, so the graph itself waits for the last pass
 // outside of graphs, and records an event for which the next one waits. Replays of two graphs are not
-// ordered here: pmoe.BoundedSteps orders its steps, and other callers must replay on one stream.
+// ordered.
 #pragma once
 #include <algorithm>
 #include <cmath>

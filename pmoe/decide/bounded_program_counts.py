@@ -223,7 +223,11 @@ class BoundedProgramCounts(BoundedSource):
         bound = rows.bound
         assert isinstance(bound, ProgramBound)
         runner: Runner = BoundedProgramRunner(
-            modules, bound.programs, bound.restore, bound.bounds, rows.device_rows
+            programs=bound.programs,
+            modules=modules,
+            restore=bound.restore,
+            bounds=bound.bounds,
+            device_rows=rows.device_rows,
         )
         if rows.lacks_gradients:
             runner = NoGradientsProgramRunner(runner)

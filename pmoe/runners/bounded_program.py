@@ -15,38 +15,22 @@ from typing import ClassVar
 from torch import Tensor
 
 from pmoe.engine.autograd import Path
-from pmoe.engine.plan.plan import PassModules
-from pmoe.program.backend import CompiledPass, Programs
+from pmoe.program.backend import CompiledPass
 from pmoe.program.bounded import DeviceRows, RowBounds
 from pmoe.runners.fused import NoGradientsRunner
 from pmoe.runners.program import CallRows, PassRunner
-from pmoe.schedule.restore import Restore
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BoundedProgramRunner(PassRunner):
     """A runner that computes both passes by programs, if the host does not know the row counts.
 
-    layer_modules: the modules of the layer, with the experts to compute.
-    programs: the programs of the layer.
-    pair: the restore pair.
     bounds: the most rows of each chunk.
     device_rows: which rows exist.
     """
 
-    layer_modules: PassModules
-    programs: Programs
-    pair: Restore
     bounds: RowBounds
     device_rows: DeviceRows
-
-    @property
-    def modules(self) -> PassModules:
-        return self.layer_modules
-
-    @property
-    def restore(self) -> Restore:
-        return self.pair
 
     def rows(self) -> CallRows:
         bounds = self.bounds
@@ -67,7 +51,7 @@ class BoundedProgramRunner(PassRunner):
         )
 
     def compiled(self, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
-        restore = self.pair if keep else None
+        restore = self.restore if keep else None
         return self.programs.bounded(
             self.modules, self.bounds.chunks, direction, restore=restore, trained=trained
         )

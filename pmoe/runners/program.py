@@ -76,6 +76,7 @@ class CallRows(NamedTuple):
     rows_by_rank: Tensor | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class PassRunner(abc.ABC):
     """The base of runners that compute both passes by programs.
 
@@ -87,14 +88,8 @@ class PassRunner(abc.ABC):
     name: ClassVar[Path] = "program"
 
     programs: Programs
-
-    @property
-    @abc.abstractmethod
-    def modules(self) -> PassModules: ...
-
-    @property
-    @abc.abstractmethod
-    def restore(self) -> Restore: ...
+    modules: PassModules
+    restore: Restore
 
     @abc.abstractmethod
     def rows(self) -> CallRows:
@@ -154,28 +149,18 @@ class PassRunner(abc.ABC):
         return y_TM, Saved(tensors, _ProgramBackward(self, inputs.like([None] * len(inputs.all))))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProgramRunner(PassRunner):
     """A runner that computes both passes by programs, if the host knows the row counts.
 
-    plan: the chunks of both passes, which are the same, and the restore pair.
-    programs: the programs of the layer.
+    plan: the chunks of both passes, which are the same.
     send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
         rank, and rows that each rank has for each expert of this rank.
     """
 
     plan: Plan
-    programs: Programs
     send_nWE: Tensor
     recv_nWE: Tensor
-
-    @property
-    def modules(self) -> PassModules:
-        return self.plan.modules
-
-    @property
-    def restore(self) -> Restore:
-        return self.plan.restore
 
     def rows(self) -> CallRows:
         pass_plan = self.plan.forward

@@ -494,11 +494,9 @@ class _StepOrder:
             return
         if self._ended is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ended)
-        try:
-            yield
-        finally:
-            self._ended = torch.cuda.Event()
-            self._ended.record(torch.cuda.current_stream(self._device))
+        yield
+        self._ended = torch.cuda.Event()
+        self._ended.record(torch.cuda.current_stream(self._device))
 
 
 class _DroppedRows:

@@ -26,6 +26,7 @@ from pmoe.decide import bounded_program_counts
 from pmoe.decide.bounded_program_counts import graph_refusal
 from pmoe.experts.marks import is_expert
 from pmoe.program.bounded import RowBounds
+from pmoe.training import bounded_steps
 from tests.captured import Graph
 from tests.gloo.kit import counted_collectives, error_of
 from tests.gloo.test_bounded_rows import (
@@ -578,3 +579,45 @@ def test_a_process_that_ends_in_a_bounded_step_ends_the_others(in_graph: bool) -
     if not in_graph:
         assert "rank 0 of 2 failed in the exchange of bounded row counts of MoELayer" in told
         assert "a peer has died" in told
+
+
+# ---- the order of steps
+
+
+class Stream:
+    """A stand-in for a CUDA stream, which writes down the events for which it waits."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: Event) -> None:
+        self.log.append(f"{self.name} waits for the step on {event.recorded_on}")
+
+
+class Event:
+    """A stand-in for a CUDA event."""
+
+    recorded_on = ""
+
+    def record(self, stream: Stream) -> None:
+        self.recorded_on = stream.name
+
+
+def test_a_step_waits_for_the_step_before_on_any_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps may replay two graphs over one heap, which are not ordered against each other."""
+    log: list[str] = []
+    first, second = Stream("stream 1", log), Stream("stream 2", log)
+    current = first
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    order = bounded_steps._StepOrder(torch.device("cuda", 0))
+    for current in (first, second, first):
+        with order.one_step():
+            log.append(f"replay on {current.name}")
+    assert log == [
+        "replay on stream 1",
+        "stream 2 waits for the step on stream 1",
+        "replay on stream 2",
+        "stream 1 waits for the step on stream 2",
+        "replay on stream 1",
+    ]

@@ -123,7 +123,7 @@ class ProgramBound(AgreedBound):
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedRows:
-    """The rows of one call that is bounded. All tensors are on the device of the rows. Chunks are n.
+    """The rows of one call that is bounded, in n chunks. All tensors are on the device of the rows.
 
     fits: bool scalar, the same on all ranks: whether the rows of every rank fit.
     send_nPE: (n, W, E) int64, this rank's rows for each of W ranks and each of their E experts.

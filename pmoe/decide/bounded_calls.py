@@ -48,12 +48,12 @@ def warn_unbounded(why: str) -> None:
 def kind_of(call: Call) -> CallKind | None:
     """Returns a call's dtype and whether autograd is on, before routing; None if the input is no tensor."""
     x: object = call.x  # a user may pass anything
-    if not isinstance(x, Tensor):
-        return None
-    return CallKind(
-        dtype=cast_dtype(call.modules, x) or x.dtype,
-        has_grad=torch.is_grad_enabled(),
-    )
+    return kind_with(call.modules, x) if isinstance(x, Tensor) else None
+
+
+def kind_with(modules: LayerModules, x: Tensor) -> CallKind:
+    """Returns the kind of a call with an input, (..., M) with M = d_model."""
+    return CallKind(dtype=cast_dtype(modules, x) or x.dtype, has_grad=torch.is_grad_enabled())
 
 
 def was_bounded(call: Call) -> bool:
@@ -74,7 +74,7 @@ def kind_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gra
         return "its tasks are being timed, and captured kernels do not run during the capture"
     if not bound.is_on:
         return "its rows are not bounded here: capture it within BoundedSteps.bounded_calls()"
-    kind = CallKind(dtype=cast_dtype(modules, x_TM) or x_TM.dtype, has_grad=torch.is_grad_enabled())
+    kind = kind_with(modules, x_TM)
     agreed = bound.agreed.get(kind)
     if agreed is None:
         return (

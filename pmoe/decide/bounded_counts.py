@@ -49,7 +49,9 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
     if call.replay.is_replay:
         is_bounded = was_bounded(call)
     else:
-        is_bounded = bound.is_on and kind_of(call) in bound.agreed
+        kind = kind_of(call)
+        agreed = None if kind is None else bound.agreed.get(kind)
+        is_bounded = bound.is_on and isinstance(agreed, KernelBound)
     return BoundedCounts(call, bound) if is_bounded else FirstBoundedCounts(call, bound)
 
 
@@ -112,7 +114,7 @@ class FirstBoundedCounts(FusedCounts):
         needs_grad = counts.needs_grad or (known is not None and known.needs_grad)
         if known is not None:
             grows = max_tokens > known.max_tokens or needs_grad > known.needs_grad
-            if not grows and known.is_repeatable:
+            if not grows and known.is_repeatable and isinstance(known, KernelBound):
                 return
             max_tokens = max(max_tokens, known.max_tokens)
         if counts.max_rows is None or (needs_grad and fused_pair(modules) is None):

@@ -18,10 +18,17 @@ from torch import Tensor
 from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice, CountsSource, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
-from pmoe.call.row_bound import BoundedRows, CallKind, ProgramBound, RowBound
+from pmoe.call.row_bound import AgreedBound, BoundedRows, CallKind, ProgramBound, RowBound
 from pmoe.comm.counts import RankCounts
 from pmoe.comm.heap.program_heap import open_program_heap
-from pmoe.decide.bounded_calls import BoundedSource, kind_of, kind_refusal, warn_unbounded, was_bounded
+from pmoe.decide.bounded_calls import (
+    BoundedSource,
+    kind_of,
+    kind_refusal,
+    kind_with,
+    warn_unbounded,
+    was_bounded,
+)
 from pmoe.decide.program_choice import MOST_ROWS, layer_refusal
 from pmoe.decide.program_counts import ProgramCounts
 from pmoe.engine.autograd import Runner
@@ -54,7 +61,8 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
         kind = kind_of(call)
         agreed = None if kind is None else bound.agreed.get(kind)
         # A closed heap is not opened again: the ranks make a new one in a call that exchanges row counts.
-        is_bounded = bound.is_on and agreed is not None and agreed.is_repeatable
+        is_usable = agreed is not None and agreed.is_repeatable and _suits(modules, agreed)
+        is_bounded = bound.is_on and is_usable
     return BoundedProgramCounts(call, bound) if is_bounded else FirstBoundedProgramCounts(call, bound)
 
 
@@ -95,7 +103,39 @@ def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gr
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     needs_grad: whether autograd on this rank needs gradients of the call.
     """
-    return bound_refusal(modules) or kind_refusal(modules, bound, x_TM, needs_grad)
+    why = bound_refusal(modules) or kind_refusal(modules, bound, x_TM, needs_grad)
+    if why is None and not _suits(modules, bound.agreed[kind_with(modules, x_TM)]):
+        why = (
+            "pipeline, memory_reuse or slack was set after the last call of its kind: make one more call "
+            "before the capture"
+        )
+    return why
+
+
+def _bounds_for(modules: LayerModules, max_tokens: int) -> RowBounds:
+    """Returns the most rows of each chunk for which a layer with programs has room.
+
+    modules: the modules and options of the layer. The options fix the number of chunks.
+    max_tokens: the most tokens of a rank.
+    """
+    chunks = modules.options.fixed_degree
+    assert chunks is not None
+    return RowBounds.of(
+        max_tokens=max_tokens,
+        top_k=modules.options.top_k,
+        slack=modules.options.slack,
+        chunks=chunks,
+        ranks=modules.ranks.size,
+        local_experts=modules.experts.num_local_experts,
+    )
+
+
+def _suits(modules: LayerModules, agreed: AgreedBound) -> bool:
+    """Returns whether a bound is that of the layer's present options, which a user may have set since."""
+    if not isinstance(agreed, ProgramBound):
+        return False
+    is_same_room = agreed.bounds == _bounds_for(modules, agreed.max_tokens)
+    return is_same_room and agreed.restore == modules.pairs[0]
 
 
 class FirstBoundedProgramCounts(ProgramCounts):
@@ -127,34 +167,24 @@ class FirstBoundedProgramCounts(ProgramCounts):
         programs: the programs that run the call.
         """
         modules = self.call.modules
-        chunks = modules.options.fixed_degree
-        assert chunks is not None
         known = self._bound.agreed.get(kind)
         max_tokens = counts.max_tokens
         needs_grad = counts.needs_grad
         if known is not None:
             max_tokens = max(max_tokens, known.max_tokens)
             needs_grad = needs_grad or known.needs_grad
-        bounds = RowBounds.of(
-            max_tokens=max_tokens,
-            top_k=modules.options.top_k,
-            slack=modules.options.slack,
-            chunks=chunks,
-            ranks=modules.ranks.size,
-            local_experts=modules.experts.num_local_experts,
-        )
+        bounds = _bounds_for(modules, max_tokens)
         why = programs.backend.bounded_refusal(programs.communicator) or _rows_refusal(bounds)
         if why is not None:
             warn_unbounded(why)
             return
-        device = programs.device
         self._bound.agree(
             kind,
             ProgramBound(
                 programs=programs,
                 bounds=bounds,
                 restore=modules.pairs[0],
-                heap=open_program_heap(modules.ranks, device),
+                heap=open_program_heap(modules.ranks, programs.device),
                 max_tokens=max_tokens,
                 needs_grad=needs_grad,
             ),

@@ -1,8 +1,9 @@
-"""Training steps in a graph by layers over bounded programs: several ranks, kernels in the emulator, heaps in files.
+"""Training steps in a graph by layers over bounded programs: several ranks, kernels in the emulator.
 
 `tests.captured` takes the place of CUDA graphs: it repeats the launches of both passes with the arguments of
-their capture. The reference is a loop without a graph, whose programs have exact row counts. Bits are compared.
-The emulator repeats launches in the order of the capture, so the order between streams is not tested.
+their capture. Heaps are files. The reference is a loop without a graph, whose programs have exact row counts.
+Bits are compared. The emulator repeats launches in the order of the capture, so the order between streams is
+not tested.
 """
 
 from __future__ import annotations
@@ -63,7 +64,13 @@ class EmulatedBackend(CudaBackend):
         return STREAMS
 
     def load(
-        self, program: PassProgram, schedule: Schedule, *, experts: StackedExperts, communicator: Any, **_: Any
+        self,
+        program: PassProgram,
+        schedule: Schedule,
+        *,
+        experts: StackedExperts,
+        communicator: Any,
+        **_: Any,
     ) -> LoadedProgram:
         activation = experts.fused_activation
         assert activation is not None

@@ -359,6 +359,17 @@ class BoundedComputing(Computing):
         rows, out = self.rows(source, target)
         self.exchange(rows[: sum(send)], send, out[: sum(recv)], recv)
 
+    def indexed(self, memory: Memory, index: Memory) -> Memory:
+        """Returns a memory that an index reads or writes. Rows that do not exist have one line more there."""
+        index_N = self.index(index)
+        return replace(memory, rows=int(index_N.max()) + 1) if index_N.numel() else memory
+
+    def _take(self, call: Issue, source: Memory, index: Memory, target: Memory) -> None:
+        super()._take(call, self.indexed(source, index), index, target)
+
+    def _put(self, call: Issue, source: Memory, index: Memory, target: Memory) -> None:
+        super()._put(call, source, index, self.indexed(target, index))
+
     def _place(self, call: Issue, x: Memory, position: Memory, target: Memory) -> None:
         x_TM, out = self.rows(x, target)
         row_TK = self.index(position) - call.first

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pmoe.call.call import Call
+from pmoe.call.decision import AgreedChoice
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.call.row_bound import AgreedBound, CallKind, RowBound
@@ -58,7 +59,7 @@ def kind_with(modules: LayerModules, x: Tensor) -> CallKind:
 
 def was_bounded(call: Call) -> bool:
     """Returns whether the first run of a call was bounded, in the second run of activation checkpointing."""
-    agreed = call.replay.once(lambda: None)
+    agreed: AgreedChoice | None = call.replay.once(lambda: None)
     return agreed is not None and agreed.bounded is not None
 
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pmoe.engine.autograd import Path
+from pmoe.engine.passes.base import Inputs
 from pmoe.program.backend import CompiledPass
 from pmoe.program.bounded import DeviceRows, RowBounds
 from pmoe.runners.fused import NoGradientsRunner
@@ -66,6 +67,9 @@ class BoundedProgramRunner(PassRunner):
         # The program writes only the gradients of pairs that have rows, and one number more, as above.
         gradients = weight_TK.new_zeros(weight_TK.numel() + 1)
         return gradients, gradients[:-1].view(weight_TK.shape)
+
+    def count_traffic(self, direction: str, inputs: Inputs, like: Tensor) -> None:
+        """Counts nothing: the host does not know how many rows have travelled."""
 
 
 class NoGradientsProgramRunner(NoGradientsRunner):

@@ -118,8 +118,9 @@ class PassRunner(abc.ABC):
         weight_TK: (T, K), the routing weights.
         """
 
+    @abc.abstractmethod
     def count_traffic(self, direction: str, inputs: Inputs, like: Tensor) -> None:
-        """Counts the bytes that a pass has sent to other ranks. This method counts none.
+        """Counts the bytes that a pass has sent to other ranks.
 
         direction: "forward" or "backward".
         inputs: the tensors of the call.

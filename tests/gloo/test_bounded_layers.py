@@ -146,7 +146,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_values_are_those_of_exact_programs_for_other_chunks_and_pairs(name: str) -> None:
     case = CASES["several steps, the last among them"]
-    for wrong, repeated, _, _ in ranks(3).run(job, case, OTHERS[name]):
+    for wrong, repeated, _, _ in ranks(2).run(job, case, OTHERS[name]):
         assert not wrong
         assert repeated == case.repeated
 
@@ -306,12 +306,13 @@ def values(layer: pmoe.MoELayer, optimizer: torch.optim.Optimizer) -> dict[str, 
 def graph_job(rank: int, world: int, repeats: tuple[int, ...], n: int) -> tuple[list[str], int, int]:
     """Trains by graphs that take turns. Returns the values that differ from those of a loop without graphs.
 
-    Also returns the repeated steps, and the batches that a loop without a bound cut into more chunks.
+    Also returns the repeated steps, and the number of batches that do not fit.
 
     repeats: for each graph, how many times as many tokens it has.
     """
+    slack = 1.0 if n == 2 else 1.75
     with on_cpu(CpuBackend(seed=rank)):
-        layer = layer_of(pipeline=n)
+        layer = layer_of(pipeline=n, slack=slack)
         optimizer = OPTIMIZERS["fused AdamW"](layer.parameters())
         frees = len(repeats) == 1
 
@@ -323,7 +324,7 @@ def graph_job(rank: int, world: int, repeats: tuple[int, ...], n: int) -> tuple[
             optimizer.step()
         expected = values(layer, optimizer)
 
-        layer = layer_of(pipeline=n)
+        layer = layer_of(pipeline=n, slack=slack)
         optimizer = OPTIMIZERS["fused AdamW"](layer.parameters())
         inputs = [batch_of(index) for index in range(len(repeats))]
         graphs = [Graph() for _ in repeats]
@@ -480,7 +481,7 @@ def unbounded_job(rank: int, world: int, name: str) -> tuple[list[str], list[lis
 def test_a_layer_that_cannot_be_bounded_runs_exactly_and_says_why_once(name: str) -> None:
     for told, collectives, captured, path in ranks(2).run(unbounded_job, name):
         (message,) = told
-        assert message.startswith("BoundedSteps does not bound a layer, and the host reads row counts")
+        assert "BoundedSteps does not bound a layer, and the host reads row counts, because" in message
         assert UNBOUNDED[name][2] in message
         assert path == "program"
         assert all("all_gather_into_tensor" not in calls for calls in collectives)

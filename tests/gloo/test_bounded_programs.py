@@ -46,6 +46,7 @@ from tests.programs import (
 )
 from tests.unit.test_program_cuda import WIDTH
 
+
 def gathered(counts_nE: Tensor) -> Tensor:
     """Returns the row counts of all ranks, (W, n, E)."""
     everyone = counts_nE.new_empty(dist.get_world_size() * counts_nE.shape[0], counts_nE.shape[1])

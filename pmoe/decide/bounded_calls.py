@@ -1,4 +1,4 @@
-"""The parts that all calls under `pmoe.BoundedSteps` have in common, whatever computes them.
+"""The parts that bounded calls of all kinds share: routing, row counts, and reasons against a capture.
 
 A call is bounded if the device compares its rows with the room for them, and the host reads no row count. So
 a CUDA graph can hold the call. The room is a bound on which the ranks agreed in an earlier call. Two kinds of

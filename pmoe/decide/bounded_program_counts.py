@@ -45,13 +45,13 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
     bound: the layer's bound.
 
     Returns None if no call of this layer can be bounded: without a warning if the layer has a single rank,
-    otherwise with one warning for each reason (`bound_refusal`). All ranks get the same answer if they make
-    calls of the same kinds.
+    otherwise with one warning for each reason (`program_bound_refusal`). All ranks get the same answer if they
+    make calls of the same kinds.
     """
     modules = call.modules
     if modules.ranks.size == 1:
         return None  # all rows of a single rank fit
-    why = bound_refusal(modules)
+    why = program_bound_refusal(modules)
     if why is not None:
         warn_unbounded(why)
         return None
@@ -66,7 +66,7 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
     return BoundedProgramCounts(call, bound) if is_bounded else FirstBoundedProgramCounts(call, bound)
 
 
-def bound_refusal(modules: LayerModules) -> str | None:
+def program_bound_refusal(modules: LayerModules) -> str | None:
     """Returns why no call of a layer with programs can be bounded; None if its calls can.
 
     All ranks get the same answer.
@@ -95,7 +95,9 @@ def bound_refusal(modules: LayerModules) -> str | None:
     return None
 
 
-def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_grad: bool) -> str | None:
+def program_graph_refusal(
+    modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_grad: bool
+) -> str | None:
     """Returns why a CUDA graph cannot hold a call by bounded programs; None if it can.
 
     modules: the modules and options of the layer.
@@ -103,7 +105,7 @@ def graph_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gr
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
     needs_grad: whether autograd on this rank needs gradients of the call.
     """
-    why = bound_refusal(modules) or kind_refusal(modules, bound, x_TM, needs_grad)
+    why = program_bound_refusal(modules) or kind_refusal(modules, bound, x_TM, needs_grad)
     if why is None and not _suits(modules, bound.agreed[kind_with(modules, x_TM)]):
         why = (
             "pipeline, memory_reuse or slack was set after the last call of its kind: make one more call "

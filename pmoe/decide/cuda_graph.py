@@ -39,9 +39,9 @@ def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> N
 
         why = graph_refusal(modules, modules.cache.row_bound, x_TM, needs_grad)
     elif modules.cache.row_bound is not None and modules.options.switches.program and modules.ranks.size > 1:
-        from pmoe.decide.bounded_program_counts import graph_refusal
+        from pmoe.decide.bounded_program_counts import program_graph_refusal
 
-        why = graph_refusal(modules, modules.cache.row_bound, x_TM, needs_grad)
+        why = program_graph_refusal(modules, modules.cache.row_bound, x_TM, needs_grad)
     elif modules.options.pad_to_capacity:
         why = _padded_refusal(modules, x_TM, needs_grad)
     else:

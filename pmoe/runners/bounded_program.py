@@ -19,7 +19,7 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.program.backend import CompiledPass
 from pmoe.program.bounded import DeviceRows, RowBounds
 from pmoe.runners.fused import NoGradientsRunner
-from pmoe.runners.program import CallRows, PassRunner
+from pmoe.runners.program import PassRunner, ProgramRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class BoundedProgramRunner(PassRunner):
     bounds: RowBounds
     device_rows: DeviceRows
 
-    def rows(self) -> CallRows:
+    def rows(self) -> ProgramRows:
         bounds = self.bounds
         rows = self.device_rows
         send_nWE, recv_nWE = bounds.counts(self.modules.grid.all.rank)
-        return CallRows(
+        return ProgramRows(
             num_received=bounds.chunks * bounds.received,
             num_local=bounds.chunks * bounds.stays,
             ends=rows.ends,

@@ -48,7 +48,7 @@ SAVED = (
 """The memories that forward leaves for backward, in the order in which autograd saves them."""
 
 
-class CallRows(NamedTuple):
+class ProgramRows(NamedTuple):
     """The rows of a call, in the form in which programs read them.
 
     num_received, num_local: rows for which there is memory: rows that are received, and rows that stay.
@@ -92,7 +92,7 @@ class PassRunner(abc.ABC):
     restore: Restore
 
     @abc.abstractmethod
-    def rows(self) -> CallRows:
+    def rows(self) -> ProgramRows:
         """Returns the rows of the call, the same in both passes."""
 
     @abc.abstractmethod
@@ -163,7 +163,7 @@ class ProgramRunner(PassRunner):
     send_nWE: Tensor
     recv_nWE: Tensor
 
-    def rows(self) -> CallRows:
+    def rows(self) -> ProgramRows:
         pass_plan = self.plan.forward
         chunks, pieces = pass_plan.chunks, pass_plan.pieces
         sends = self.programs.shape.sends
@@ -171,7 +171,7 @@ class ProgramRunner(PassRunner):
         regroup = _regroup(pass_plan)
         message = pass_plan.weights
         regroup_weights = None if message is None else message.regroup
-        return CallRows(
+        return ProgramRows(
             num_received=sum(chunk.received.num_rows for chunk in chunks),
             num_local=sum(piece.groups.num_rows for piece in pieces),
             ends=_one_after_another([groups.ends_E for groups in units]),
@@ -286,7 +286,7 @@ class _PassCall:
         self.like: Tensor = inputs.x_TM if like is None else like
         self.pool = pool(self.like.device).device
         self.memory: dict[Base, Tensor] = {}
-        self.rows: CallRows = runner.rows()
+        self.rows: ProgramRows = runner.rows()
         for name, parameter in zip(_names(runner.modules), inputs.parameters, strict=True):
             self.put(Base[name.upper()], _readable(parameter))
         self.put(Base.ENDS, self.rows.ends)

@@ -228,7 +228,9 @@ def with_bounded_programs(features: Features) -> Iterator[str]:
             if bound.agreed:
                 yield f"bounded, but no graph holds it: {error}"
             elif not re.search(of_options, str(error)):
-                yield from wrong_refusal(str(error), "bounded programs", asked)
+                # A layer that also asks for fused kernels is refused as one that they compute.
+                component = "bounded rows" if layer.fused else "bounded programs"
+                yield from wrong_refusal(str(error), component, asked)
             return
     yield from differences(step, expected(layer))
     yield from [] if bound.agreed else ["captured without a bound"]

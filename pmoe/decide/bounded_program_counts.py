@@ -74,7 +74,7 @@ def program_bound_refusal(modules: LayerModules) -> str | None:
     modules: the modules and options of the layer.
     """
     options = modules.options
-    why = layer_refusal(modules) or modules.refusal("bounded programs")
+    why = modules.refusal("bounded programs") or layer_refusal(modules)
     if why is not None:
         return why
     if not options.switches.program_heaps:

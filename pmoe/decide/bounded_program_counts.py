@@ -45,8 +45,8 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
     bound: the layer's bound.
 
     Returns None if no call of this layer can be bounded: without a warning if the layer has a single rank,
-    otherwise with one warning for each reason (`program_bound_refusal`). All ranks get the same answer if they
-    make calls of the same kinds.
+    otherwise with one warning for each reason (`program_bound_refusal`). All ranks get the same answer if
+    they make calls of the same kinds.
     """
     modules = call.modules
     if modules.ranks.size == 1:

@@ -263,6 +263,42 @@ def test_a_checkpoint_may_be_around_the_layer() -> None:
         assert repeated == 1
 
 
+def forward_job(rank: int, world: int) -> tuple[bool, list[int], tuple[object, ...]]:
+    """Calls a layer without autograd: exactly, bounded, and by a graph for another batch.
+
+    Returns whether results are equal, how often each call gathered counts on the device, and how it ran.
+    """
+    gathers = []
+    with on_cpu(CpuBackend(seed=rank)), torch.no_grad():
+        layer = layer_of(slack=4.0)
+        steps = pmoe.BoundedSteps(layer, OPTIMIZERS["AdamW"](layer.parameters()), layer)
+        x, other = (batch(rank, world, index, False, False) for index in (0, 3))
+        wanted = [layer(x), layer(other)]
+        graph = Graph()
+        found = []
+        with counted_collectives() as calls, steps.bounded_calls():
+            found.append(layer(x))
+        gathers.append(calls.count("all_gather_into_tensor"))
+        with counted_collectives() as calls, steps.bounded_calls(), graph.capture():
+            y = layer(x)
+        gathers.append(calls.count("all_gather_into_tensor"))
+        x.copy_(other)
+        graph.replay()
+        found.append(y)
+        ran = layer.ran
+        counts = layer.row_counts
+        assert ran is not None and counts is not None
+        is_equal = all(map(torch.equal, found, wanted)) and counts.sent_rows.sum() == TOP_K * len(x)
+    return is_equal, gathers, (ran.path, ran.forward, ran.backward, ran.restore)
+
+
+def test_calls_without_autograd_are_bounded_too() -> None:
+    for is_equal, gathers, ran in ranks(2).run(forward_job):
+        assert is_equal
+        assert gathers == [1, 1]
+        assert ran == ("program", 2, None, None)
+
+
 # ---- steps that a graph repeats
 
 TOKENS = (16, 0, 9, 16)

@@ -168,12 +168,13 @@ def job(
 @pytest.mark.parametrize(
     "world, path, n, tokens, mib",
     [
-        (2, "sm_80", 4, (8, 8), "1"),
+        (2, "sm_80", 2, (8, 8), "1"),
+        pytest.param(2, "sm_80", 4, (8, 8), "1", marks=pytest.mark.nightly),
         pytest.param(2, "sm_90a", 2, (8, 8), "1", marks=pytest.mark.nightly),
         (3, "sm_80", 2, (8, 0, 8), "1"),
         pytest.param(2, "sm_80", 2, (8, 8), "0", marks=pytest.mark.nightly),
     ],
-    ids=["2", "2 on Hopper", "3, one without tokens", "2, rows in pieces"],
+    ids=["2", "2 in four chunks", "2 on Hopper", "3, one without tokens", "2, rows in pieces"],
 )
 def test_a_graph_of_launches_trains_as_a_loop_without_it(
     kernels: Path, world: int, path: str, n: int, tokens: tuple[int, ...], mib: str

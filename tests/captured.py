@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from pmoe.decide import begin
 from pmoe.kernels import flashdmoe, heap
 from pmoe.kernels.comet import launcher
+from pmoe.program.on_cuda import LoadedProgram
+from tests import programs
 
 READ = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 """Operators with which the host reads values of the device, so that no graph can hold them."""
@@ -40,19 +42,33 @@ class Graph:
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
         """Captures what the block does. Layers take their calls for those of a graph."""
-        launch = flashdmoe.launch_pass
         kernels = self._kernels
+        compute = programs.issue
 
-        def captured_launch(*arguments: Any) -> None:
-            assert kernels is not None
-            first = kernels.stub_num_captured()
-            kernels.stub_capture(True)
-            launch(*arguments)
-            kernels.stub_capture(False)
-            self._work += [partial(kernels.stub_replay, i) for i in range(first, kernels.stub_num_captured())]
+        def captured(launch: Callable[..., None]) -> Callable[..., None]:
+            """Returns a function that captures the launches of another one."""
+
+            def captured_launch(*arguments: Any) -> None:
+                assert kernels is not None
+                first = kernels.stub_num_captured()
+                kernels.stub_capture(True)
+                launch(*arguments)
+                kernels.stub_capture(False)
+                launches = range(first, kernels.stub_num_captured())
+                self._work += [partial(kernels.stub_replay, number) for number in launches]
+
+            return captured_launch
+
+        def captured_compute(*arguments: Any) -> None:
+            """Captures the recorded calls of a pass program, which are not operators of the graph."""
+            with _disable_current_modes():
+                compute(*arguments)
+            self._work.append(partial(compute, *arguments))
 
         with pytest.MonkeyPatch.context() as patch, _Operators(self._work):
-            patch.setattr(flashdmoe, "launch_pass", captured_launch)
+            patch.setattr(flashdmoe, "launch_pass", captured(flashdmoe.launch_pass))
+            patch.setattr(LoadedProgram, "run", captured(LoadedProgram.run))
+            patch.setattr(programs, "issue", captured_compute)
             patch.setattr(begin, "is_for_graph", lambda _: True)
             for module in (launcher, heap):
                 patch.setattr(module, "records_graph", lambda _: True)

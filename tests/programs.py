@@ -12,7 +12,7 @@ import ctypes
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -42,7 +42,7 @@ from pmoe.experts.stacked import StackedExperts
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.program.compiler import BEGIN, NO_TASK, compile_pass
 from pmoe.program.layer_shape import LayerShape
-from pmoe.program.records import Base, PassProgram
+from pmoe.program.records import Base, Kernel, PassProgram
 from pmoe.runners.pipeline import PipelineRunner
 from pmoe.schedule.tasks import Lane, Schedule
 from tests.kept import digest, kept
@@ -321,6 +321,71 @@ class Computing:
         return total
 
 
+WITH_ENDS = frozenset(
+    {Kernel.HIDDEN, Kernel.OUTPUT, Kernel.RECOMPUTE, Kernel.HIDDEN_GRADIENT, Kernel.BIAS_DOTS}
+    | {Kernel.INPUT_GRADIENT, Kernel.WEIGHT_GRADIENT, Kernel.BIAS_GRADIENT}
+)
+"""Kernels whose last operand says where each expert's rows end."""
+
+
+@dataclass
+class BoundedComputing(Computing):
+    """Computes the recorded calls of bounded programs (`pmoe.program.bounded`): only rows that exist.
+
+    program: returns the program of the calls.
+    table: `pmoe.program.bounded.DeviceRows.rows_by_rank`.
+    """
+
+    program: Callable[[], PassProgram] | None = None
+    table: Tensor | None = None
+
+    def run(self, call: Issue) -> None:
+        if call.kernel in WITH_ENDS:
+            num_rows = call.operands[0].rows
+            total = int(self.index(call.operands[-1])[0, -1])
+            assert total <= num_rows
+            call = replace(
+                call,
+                operands=tuple(
+                    replace(each, rows=total) if each.rows == num_rows else each for each in call.operands
+                ),
+            )
+        super().run(call)
+
+    def _exchange(self, call: Issue, source: Memory, target: Memory) -> None:
+        assert self.program is not None and self.table is not None
+        record = self.program().records[call.record]
+        send, recv = self.table[record.send_line].tolist(), self.table[record.recv_line].tolist()
+        rows, out = self.rows(source, target)
+        self.exchange(rows[: sum(send)], send, out[: sum(recv)], recv)
+
+    def indexed(self, memory: Memory, index: Memory) -> Memory:
+        """Returns a memory that an index reads or writes. Rows that do not exist have one line more there."""
+        index_N = self.index(index)
+        return replace(memory, rows=int(index_N.max()) + 1) if index_N.numel() else memory
+
+    def _take(self, call: Issue, source: Memory, index: Memory, target: Memory) -> None:
+        super()._take(call, self.indexed(source, index), index, target)
+
+    def _put(self, call: Issue, source: Memory, index: Memory, target: Memory) -> None:
+        super()._put(call, source, index, self.indexed(target, index))
+
+    def _place(self, call: Issue, x: Memory, position: Memory, target: Memory) -> None:
+        x_TM, out = self.rows(x, target)
+        row_TK = self.index(position) - call.first
+        token_N, choice_N = torch.where((row_TK >= 0) & (row_TK < out.shape[0]))
+        out[row_TK[token_N, choice_N]] = x_TM[token_N]
+
+    def _sum(self, call: Issue, source: Memory, position: Memory, target: Memory) -> None:
+        _, out = self.rows(source, target)
+        exists_TK = self.index(position) >= 0
+        if exists_TK.all():
+            super()._sum(call, source, position, target)
+        else:
+            assert not exists_TK.any(), "either all rows fit, or none exists"
+            out.zero_()
+
+
 # ---- layers whose passes are programs
 
 
@@ -363,12 +428,33 @@ class CpuProgram:
         self.lender.give_back_arena()
 
     def run(
-        self, cut: CpuCut, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int
+        self,
+        cut: CpuCut,
+        bases: Mapping[Base, int],
+        streams: Mapping[Lane, int],
+        workspace: int,
+        device_rows: int = 0,
     ) -> None:
         calls = self.recorded.run(bases)
         assert order_problem(calls, self.program, self.schedule) is None
-        for call in in_some_order(calls, self.generator):
-            self.computing.run(call)
+        issue(self, calls, device_rows)
+
+
+def issue(loaded: CpuProgram, calls: Calls, device_rows: int) -> None:
+    """Computes the recorded calls of a pass. A CUDA graph's stand-in (`tests.captured`) repeats this.
+
+    device_rows: the address of the rows that travel, if the host does not know them; else 0.
+    """
+    computing = loaded.computing
+    if device_rows:
+        program = loaded.program
+        lines = Memory(device_rows, 2 * program.chunks + 2, program.ranks, 8 * program.ranks)
+        computing = BoundedComputing(
+            computing.experts, computing.exchange, computing.dtype, lambda: program,
+            tensor_at(lines, torch.int64),
+        )  # fmt: skip
+    for call in in_some_order(calls, loaded.generator):
+        computing.run(call)
 
 
 class CpuBackend:
@@ -395,6 +481,9 @@ class CpuBackend:
             wait_for(all_to_all(rows.contiguous(), send, out, recv, ranks.group), ranks.group)
 
         return exchange
+
+    def bounded_refusal(self, communicator: Exchange) -> str | None:
+        return None
 
     def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
         return {}

@@ -9,6 +9,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,6 +185,57 @@ def by_programs(features: Features) -> Iterator[str]:
         yield from wrong_refusal(messages[0], "program", asked)
 
 
+def with_bounded_programs(features: Features) -> Iterator[str]:
+    """As `with_bounded_rows`, for layers whose passes run by programs over heaps, with room for all rows."""
+    slots = {Feature.ROTATES} if featured.fit({*features, Feature.PROGRAM, Feature.ROTATES}) else set()
+    layer = built({*features, Feature.PROGRAM, *slots})
+    if isinstance(layer, list):
+        yield from layer
+        return
+    layer.switches = replace(layer.options.switches, program_heaps=True)
+    if layer.ranks.size > 1:
+        layer.slack = 8.0
+    warn.GIVEN.clear()
+    exceeded = torch.zeros((), dtype=torch.int64)
+    bound = layer.cache.row_bound = RowBound(exceeded)
+    bound.is_on = True
+    with on_cpu(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found(layer)
+        step = found(layer)
+    yield from differences(step, expected(layer))
+    yield from ["rows were dropped"] if exceeded else []
+    asked = {*layer.layer_modules.features}
+    not_taken = refused("bounded programs", asked)
+    messages = [
+        str(each.message) for each in told if re.search(r"does not bound|program \(True\)", str(each.message))
+    ]
+    of_options = "memory_reuse=False|the same chunks|leave a choice to the host"
+    if layer.ranks.size == 1:
+        yield from ["bounded on one rank"] if bound.agreed else []
+        return
+    if bound.agreed:
+        yield from [] if not_taken is None else [f"bounded, though {not_taken.name} is not taken"]
+    elif not messages:
+        yield "not bounded, and no reason given"
+    elif not re.search(of_options, messages[0]):
+        component = "program" if "program (True)" in messages[0] else "bounded programs"
+        yield from wrong_refusal(messages[0], component, asked)
+    with on_cpu(), capturing():
+        try:
+            step = found(layer)
+        except RuntimeError as error:
+            if bound.agreed:
+                yield f"bounded, but no graph holds it: {error}"
+            elif not re.search(of_options, str(error)):
+                # A layer that also asks for fused kernels is refused as one that they compute.
+                component = "bounded rows" if layer.fused else "bounded programs"
+                yield from wrong_refusal(str(error), component, asked)
+            return
+    yield from differences(step, expected(layer))
+    yield from [] if bound.agreed else ["captured without a bound"]
+
+
 def by_one_ranks_kernels(features: Features) -> Iterator[str]:
     layer = built(features)
     if isinstance(layer, list):
@@ -307,6 +359,7 @@ COMPUTED: dict[str, Callable[[Features], Iterator[str]]] = {
     "persistent": by_persistent_kernels,
     "bounded rows": with_bounded_rows,
     "program": by_programs,
+    "bounded programs": with_bounded_programs,
     "one rank": by_one_ranks_kernels,
     "few rows": by_few_rows,
     "graph of one rank": in_a_graph,

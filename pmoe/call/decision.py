@@ -159,6 +159,8 @@ class Decision(NamedTuple):
     restore   the restore pair: how backward gets the experts' input and hidden activation. None if every
               buffer has memory of its own (no ring slots) and kernels are not fused
     balance   what copies of busy experts do in the call; None if the layer has no ``balance``
+    degree    number of chunks of both passes, if they are cut without a plan: `pmoe.BoundedSteps` bounds the
+              call, so the host does not know its row counts. Else None
     """
 
     call: Call
@@ -169,6 +171,7 @@ class Decision(NamedTuple):
     plan: Plan | None = None
     restore: Restore | None = None
     balance: BalanceReport | None = None
+    degree: int | None = None
 
     @property
     def needs_grad(self) -> bool:
@@ -264,8 +267,8 @@ class LastCall:
             num_slots=routing.expert.numel() if routing.token is None and routing.mix is None else None,
             dtype=rows_TM.dtype,
             device=rows_TM.device,
-            forward=len(plan.forward.chunks) if plan is not None and path in IN_CHUNKS else None,
-            backward=len(plan.backward.chunks) if plan is not None and needs_grad else None,
+            forward=decision.degree if plan is None or path not in IN_CHUNKS else len(plan.forward.chunks),
+            backward=(decision.degree if plan is None else len(plan.backward.chunks)) if needs_grad else None,
             restore=decision.restore if needs_grad else None,
             balance=decision.balance,
         )

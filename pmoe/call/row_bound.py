@@ -1,9 +1,10 @@
 """The bound on the rows that a rank receives in a call, if the host does not read row counts.
 
-A layer with fused="persistent" receives rows in a heap, memory of fixed size that all ranks can write. To
-find out whether the rows fit, the ranks usually exchange row counts before each call, and the host waits for
-the counts. Within `pmoe.BoundedSteps` the device finds it out. If the rows of any rank do not fit, no rank
-sends any row:
+Two kinds of layers have memory of fixed size for the rows that a rank receives: layers with
+fused="persistent", and layers whose passes run as programs over heaps. A heap is memory that all ranks can
+write. To find out whether the rows fit, the ranks usually exchange row counts before each call, and the host
+waits for the counts. Within `pmoe.BoundedSteps` the device finds it out. If the rows of any rank do not fit,
+no rank sends any row:
 
     rows of the ranks, room for 8     7 6    5 9        8 8
     what the layer computes           all    nothing    all
@@ -12,16 +13,20 @@ sends any row:
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from pmoe.comm.heap.program_heap import ProgramHeap
     from pmoe.kernels.comet.backend import Steps
-    from pmoe.kernels.heap import Heap
+    from pmoe.program.backend import Programs
+    from pmoe.program.bounded import DeviceRows, RowBounds
+    from pmoe.schedule.restore import Restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,39 +41,106 @@ class CallKind:
     has_grad: bool
 
 
+class BoundedHeap(Protocol):
+    """The interface of a heap that kernels of bounded calls use: memory that all ranks can write.
+
+    is_open: whether the heap has not been closed.
+    failures: int32 scalar on the device: not 0 if a kernel of this rank waited too long for another rank. It
+        must not be read after the heap was closed.
+    """
+
+    @property
+    def is_open(self) -> bool: ...
+    @property
+    def failures(self) -> Tensor: ...
+    def raise_if_failed(self) -> None:
+        """Raises HeapError, with the awaited rank, if a kernel of this rank has waited too long."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class AgreedBound:
+class AgreedBound(abc.ABC):
     """The numbers on which the ranks agreed in a call whose row counts they exchanged.
 
-    steps: the operators that launch the persistent kernel, on the heap of that call.
-    max_tokens: the most tokens of a rank for which the heap has room.
-    room: the most rows that a rank may receive.
+    max_tokens: the most tokens of a rank for which there is room.
     needs_grad: whether any rank needed gradients.
     """
 
-    steps: Steps
     max_tokens: int
-    room: int
     needs_grad: bool
+
+    @property
+    @abc.abstractmethod
+    def is_repeatable(self) -> bool:
+        """Whether a CUDA graph can hold calls with this bound. If not, their heap was closed."""
+
+    @abc.abstractmethod
+    def repeatable(self) -> Iterable[BoundedHeap]:
+        """Returns the heaps of calls with this bound, ready for a CUDA graph. May be a collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelBound(AgreedBound):
+    """The bound of calls by the persistent kernel.
+
+    steps: the operators that launch the persistent kernel, on the heap of the call in which ranks agreed.
+    room: the most rows that a rank may receive.
+    """
+
+    steps: Steps
+    room: int
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.steps.is_repeatable
+
+    def repeatable(self) -> Iterable[BoundedHeap]:
+        return self.steps.repeatable()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramBound(AgreedBound):
+    """The bound of calls that run as pass programs, in chunks.
+
+    programs: the programs of the call in which ranks agreed.
+    bounds: the most rows of each chunk.
+    restore: the restore pair: how backward gets the experts' input and hidden activation.
+    heap: the heap of the programs; None if a backend without heaps runs them. A closed heap is not opened
+        again: the next call outside of a CUDA graph agrees on a bound with a new heap.
+    """
+
+    programs: Programs
+    bounds: RowBounds
+    restore: Restore
+    heap: ProgramHeap | None
+
+    @property
+    def is_repeatable(self) -> bool:
+        return self.heap is None or self.heap.is_open
+
+    def repeatable(self) -> Iterable[BoundedHeap]:
+        return () if self.heap is None or not self.heap.is_open else (self.heap,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedRows:
-    """The rows of one call that is bounded. All tensors are on the device of the rows.
+    """The rows of one call that is bounded, in n chunks. All tensors are on the device of the rows.
 
-    fits: bool scalar, the same on all ranks: whether the rows of every rank fit into its heap.
-    send_1PE: (1, W, E) int64, this rank's rows for each of W ranks and each of their E experts.
-    recv_1PE: (1, W, E) int64, the rows from each of W ranks for each of this rank's E experts.
+    fits: bool scalar, the same on all ranks: whether the rows of every rank fit.
+    send_nPE: (n, W, E) int64, this rank's rows for each of W ranks and each of their E experts.
+    recv_nPE: (n, W, E) int64, the rows from each of W ranks for each of this rank's E experts.
     bound: the numbers on which the ranks agreed before.
     lacks_gradients: whether this rank needs gradients, and no rank needed any when the ranks agreed. All
         ranks then drop all rows, and no kernel takes part in a backward pass.
+    device_rows: which rows exist, for pass programs; None for the persistent kernel, which computes this
+        itself and has one chunk.
     """
 
     fits: Tensor
-    send_1PE: Tensor
-    recv_1PE: Tensor
+    send_nPE: Tensor
+    recv_nPE: Tensor
     bound: AgreedBound
     lacks_gradients: bool
+    device_rows: DeviceRows | None = None
 
 
 class RowBound:
@@ -83,7 +155,7 @@ class RowBound:
     exceeded: Tensor
     is_on: bool
     agreed: dict[CallKind, AgreedBound]
-    heaps: set[Heap]
+    heaps: set[BoundedHeap]
 
     def __init__(self, exceeded: Tensor) -> None:
         self.exceeded = exceeded
@@ -91,15 +163,14 @@ class RowBound:
         self.agreed = {}
         self.heaps = set()
 
-    def agree(self, kind: CallKind, bound: AgreedBound, heaps: Iterable[Heap]) -> None:
-        """Stores the numbers on which the ranks agreed for a kind of call.
+    def agree(self, kind: CallKind, bound: AgreedBound) -> None:
+        """Stores the numbers on which the ranks agreed for a kind of call. May be a collective.
 
         kind: the kind.
         bound: the numbers.
-        heaps: the heaps on which ``bound.steps`` launches kernels.
         """
         self.agreed[kind] = bound
-        self.heaps = {*self.open_heaps, *heaps}
+        self.heaps = {*self.open_heaps, *bound.repeatable()}
 
     def find_heaps(self) -> None:
         """Finds the heaps of bounded calls again, if those on which the ranks agreed were closed. Collective.
@@ -108,13 +179,13 @@ class RowBound:
         heap then serves the calls of the closed one, too.
         """
         for bound in self.agreed.values():
-            if not bound.steps.is_repeatable:
-                self.heaps = {*self.open_heaps, *bound.steps.repeatable()}
+            if not bound.is_repeatable:
+                self.heaps = {*self.open_heaps, *bound.repeatable()}
 
     @property
-    def open_heaps(self) -> list[Heap]:
+    def open_heaps(self) -> list[BoundedHeap]:
         """The heaps of bounded calls that `pmoe.comm.heap.close_heaps` has not closed."""
-        return [heap for heap in self.heaps if heap.release is not None]
+        return [heap for heap in self.heaps if heap.is_open]
 
     def raise_if_failed(self) -> None:
         """Raises HeapError, with the awaited rank, if a kernel of a bounded call has waited too long.

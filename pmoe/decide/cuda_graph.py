@@ -38,18 +38,23 @@ def check_capturable(modules: LayerModules, x: Tensor, mask: Tensor | None) -> N
         from pmoe.decide.bounded_counts import graph_refusal
 
         why = graph_refusal(modules, modules.cache.row_bound, x_TM, needs_grad)
+    elif modules.cache.row_bound is not None and modules.options.switches.program and modules.ranks.size > 1:
+        from pmoe.decide.bounded_program_counts import program_graph_refusal
+
+        why = program_graph_refusal(modules, modules.cache.row_bound, x_TM, needs_grad)
     elif modules.options.pad_to_capacity:
         why = _padded_refusal(modules, x_TM, needs_grad)
     else:
         why = kernels_refusal(modules, x_TM, needs_grad)
     if why is not None:
         raise RuntimeError(
-            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold three kinds of "
+            f"pmoe: a CUDA graph cannot hold this call of a MoELayer: {why}. It can hold four kinds of "
             "calls, if the same call was made once before the capture. (1) Calls on one rank with gate "
             '"topk" or "switch", "ffn" or "swiglu" experts in bfloat16 or float16, products that are '
             "computed by pmoe's kernels, and no option that changes what runs. (2) Calls on any number of "
             "ranks with pad_to_capacity=True that offload nothing. (3) Calls on several ranks with "
-            'fused="persistent" whose rows pmoe.BoundedSteps bounds'
+            'fused="persistent" whose rows pmoe.BoundedSteps bounds. (4) The same with '
+            "Switches(program=True, program_heaps=True) in place of fused"
         )
 
 

@@ -64,5 +64,12 @@ def _by_programs(decision: Decision, agreed: AgreedChoice) -> Decision:
         return decision
     assert len(plan.forward.chunks) == len(plan.backward.chunks) and not plan.forward.has_drops
     counts = decision.counts.shared.joined(len(plan.forward.chunks))
-    send_nWE, recv_nWE = counts.send.contiguous(), counts.recv.contiguous()
-    return decision._replace(runner=ProgramRunner(plan, agreed.programs, send_nWE, recv_nWE))
+    runner = ProgramRunner(
+        programs=agreed.programs,
+        modules=plan.modules,
+        restore=plan.restore,
+        plan=plan,
+        send_nWE=counts.send.contiguous(),
+        recv_nWE=counts.recv.contiguous(),
+    )
+    return decision._replace(runner=runner)

@@ -7,19 +7,21 @@ from pmoe.call.decision import CountsSource
 
 
 def counts_source(call: Call) -> CountsSource:
-    """Routes a call and returns the source of its row counts: the first of eight that is possible.
+    """Routes a call and returns the source of its row counts: the first of nine that is possible.
 
-    Row counts say how many rows each rank sends to each expert. These are the eight sources, in the order in
+    Row counts say how many rows each rank sends to each expert. These are the nine sources, in the order in
     which they are tried:
 
         OneRankCounts   only one rank takes part, and GPU kernels compute the call. The counts stay on the
                         device
+        BoundedProgramCounts
+                        `pmoe.BoundedSteps` bounds the layer's rows, and ranks have agreed on the bound of its
+                        compiled programs: the counts stay on the device
         ProgramCounts   compiled programs may run the call: ranks exchange counts, and agree on the programs
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
                         rank, they exchange counts a second time
-        BoundedCounts   `pmoe.BoundedSteps` bounds the layer's rows, and ranks have agreed on the bound: the
-                        counts stay on the device
+        BoundedCounts   the same for a layer with fused="persistent": the counts stay on the device
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
         SolverCounts    the layer has pipeline="solve": ranks exchange counts for the last call's numbers of
                         chunks. If the solver then chooses other numbers, they exchange counts a second time
@@ -50,6 +52,12 @@ def _special_source(call: Call) -> CountsSource:
         from pmoe.decide.program_counts import ProgramCounts, ProgramSolverCounts
 
         if takes_layer(call.modules):
+            if call.modules.cache.row_bound is not None:
+                from pmoe.decide.bounded_program_counts import bounded_program_source
+
+                bounded = bounded_program_source(call, call.modules.cache.row_bound)
+                if bounded is not None:
+                    return bounded
             return (ProgramSolverCounts if call.modules.options.solves else ProgramCounts)(call)
     if call.modules.options.pad_to_capacity:
         from pmoe.decide.padded_counts import PaddedCounts

@@ -390,6 +390,11 @@ class Heap:
         self._process_stays = True
 
     @property
+    def is_open(self) -> bool:
+        """Whether the heap has not been closed."""
+        return self.release is not None
+
+    @property
     def bound_nanoseconds(self) -> int:
         """The most nanoseconds that a kernel may wait for another rank."""
         return round(self.bound_seconds * 1e9)

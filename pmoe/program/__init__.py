@@ -47,6 +47,8 @@ to call: addresses, streams and row counts. From the row counts ``cuda/program/c
 of each chunk begin and end, and ``cuda/program/interpreter.h`` then issues all records of the pass.
 
     `pmoe.runners.program.ProgramRunner`   runs a call of the layer
+    `pmoe.runners.bounded_program.BoundedProgramRunner`
+                                           the same if the host knows no row count (`pmoe.program.bounded`)
     `pmoe.program.backend.Programs`        finds the call's program, or compiles it
     `pmoe.program.on_cuda`                 passes the program to C++, and lists the Python calls for this
 

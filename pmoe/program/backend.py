@@ -17,12 +17,14 @@ from torch import Tensor
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import plan_schedule
-from pmoe.engine.plan.plan import Plan
+from pmoe.engine.plan.plan import PassModules, Plan
 from pmoe.experts.stacked import StackedExperts
 from pmoe.program.compiler import compile_pass
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.records import Base, PassProgram
-from pmoe.schedule.tasks import Lane, Schedule
+from pmoe.schedule.restore import Restore
+from pmoe.schedule.ring_buffers import rotating
+from pmoe.schedule.tasks import Lane, Schedule, sequential
 
 
 class PassCut(Protocol):
@@ -68,13 +70,22 @@ class LoadedPass(Protocol):
         cut: the numbers of the call, from `cut`.
         """
 
-    def run(self, cut: Any, bases: Mapping[Base, int], streams: Mapping[Lane, int], workspace: int) -> None:
+    def run(
+        self,
+        cut: Any,
+        bases: Mapping[Base, int],
+        streams: Mapping[Lane, int],
+        workspace: int,
+        device_rows: int = 0,
+    ) -> None:
         """Enqueues all work of a pass. The host does not wait for the device.
 
         cut: the numbers of the call, from `cut`.
         bases: for each `Base`, the address of its memory; 0 if the pass does not use it.
         streams: the stream of each lane that the pass uses.
         workspace: address of the scratch memory, `workspace_bytes` bytes on the device.
+        device_rows: address of `pmoe.program.bounded.DeviceRows.rows_by_rank`, if the host does not know the
+            row counts; else 0.
 
         Raises RuntimeError for an error of the device or of a collective. The message names the record, for
         example "C1: hidden".
@@ -108,6 +119,12 @@ class ProgramBackend(Protocol):
             have heaps.
 
         Raises RuntimeError on all ranks if there can be no communicator.
+        """
+
+    def bounded_refusal(self, communicator: Any) -> str | None:
+        """Returns why the host must know the row counts of all passes; None if the device may know them.
+
+        communicator: the result of `connect`.
         """
 
     def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
@@ -179,16 +196,55 @@ class Programs:
         key = (direction, n, restore, trained, modules.stages, modules.sequential)
         found = self._compiled.get(key)
         if found is None:
-            found = self._compiled[key] = self._load(plan, direction, keep=keep, trained=trained)
+            schedule = plan_schedule(plan, direction, keep)
+            found = self._compiled[key] = self._load(schedule, modules, restore, trained)
         return found
 
-    def _load(self, plan: Plan, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
-        schedule = plan_schedule(plan, direction, keep)
-        if direction == "backward" and not trained:
+    def bounded(
+        self,
+        modules: PassModules,
+        n: int,
+        direction: str,
+        *,
+        restore: Restore | None,
+        trained: frozenset[str],
+    ) -> CompiledPass:
+        """Returns the program of a pass whose row counts stay on the device (`pmoe.program.bounded`).
+
+        Compiles and loads the program when it is first needed.
+
+        modules: the modules of one of the layers. Chunks take turns in ring slots.
+        n: number of chunks.
+        direction: "forward" or "backward".
+        restore: the restore pair; None for a forward pass without a backward pass.
+        trained: names of the experts' parameters of which backward computes gradients.
+        """
+        key = ("bounded", direction, n, restore, trained, modules.stages, modules.sequential)
+        found = self._compiled.get(key)
+        if found is None:
+            schedule = rotating(direction, n, modules.stages, restore=restore)
+            schedule = sequential(schedule) if modules.sequential else schedule
+            found = self._compiled[key] = self._load(schedule, modules, restore, trained, bounded=True)
+        return found
+
+    def _load(
+        self,
+        schedule: Schedule,
+        modules: PassModules,
+        restore: Restore | None,
+        trained: frozenset[str],
+        *,
+        bounded: bool = False,
+    ) -> CompiledPass:
+        """Compiles and loads a program.
+
+        The arguments are those of `bounded`, and the schedule of the pass.
+        """
+        if schedule.direction == "backward" and not trained:
             schedule = schedule.frozen
         shape = replace(self.shape, trained=trained)
-        program = compile_pass(schedule, shape, plan.restore if keep else None)
-        experts = plan.modules.experts
+        program = compile_pass(schedule, shape, restore, bounded=bounded)
+        experts = modules.experts
         assert isinstance(experts, StackedExperts)
         loaded = self.backend.load(
             program,

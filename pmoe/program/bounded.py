@@ -142,7 +142,14 @@ class DeviceRows:
     rows_by_rank: Tensor
 
 
-def rows_on_device(expert_TK: Tensor, counts_WnE: Tensor, bounds: RowBounds, rank: int) -> DeviceRows:
+def rows_on_device(
+    expert_TK: Tensor,
+    counts_WnE: Tensor,
+    bounds: RowBounds,
+    rank: int,
+    *,
+    is_allowed: Tensor | None = None,
+) -> DeviceRows:
     """Computes which rows of a call exist. The host does not wait for the device.
 
     Each (token, choice) pair must have a row: no choice may be dropped by a capacity or a mask.
@@ -152,10 +159,14 @@ def rows_on_device(expert_TK: Tensor, counts_WnE: Tensor, bounds: RowBounds, ran
         (`pmoe.ordering.sorted.count_rows`), which the ranks have gathered.
     bounds: for how many rows there is room.
     rank: this rank.
+    is_allowed: bool scalar on the device, the same on all ranks. If it is False, no row exists, as if the
+        rows did not fit. None means True.
     """
     n = bounds.chunks
     counts_WnWL = counts_WnE.view(bounds.ranks, n, bounds.ranks, bounds.local_experts)
     fits = _fits(counts_WnWL.sum(3), bounds)
+    if is_allowed is not None:
+        fits = fits & is_allowed
     counts_WnWL = counts_WnWL * fits
     sent_nWL = counts_WnWL[rank].clone()
     stays_nL = sent_nWL[:, rank].clone()

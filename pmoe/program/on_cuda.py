@@ -71,6 +71,11 @@ class CudaBackend:
                 warn_once(f"programs send rows by NCCL, because there are no heaps: {error}")
         return make_communicator(ranks, device)
 
+    def bounded_refusal(self, communicator: Any) -> str | None:
+        if isinstance(communicator, extension.module().HeapExchanger):
+            return None
+        return "rows of its programs travel by NCCL, and the host tells NCCL how many: they need heaps"
+
     def streams(self, device: torch.device, schedule: Schedule) -> Mapping[Lane, int]:
         lanes = {
             lane: CudaLanes.stream_of(device, lane).cuda_stream for lane in schedule.lanes - {Lane.COMPUTE}

@@ -125,6 +125,12 @@ SUPPORTED: dict[str, frozenset[Feature]] = {
         {F.RANKS, F.ROTATES, F.OFFLOADS, F.CHUNKS, F.NO_CAPACITY, F.CHECK_FINITE, F.OTHER_GATE}
         | {F.GATE_MODULE, F.SHARED_EXPERT, F.PERSISTENT}
     ),
+    # Calls by pass programs over heaps whose row counts the host does not read (`pmoe.BoundedSteps`). Rows
+    # for this rank's own experts stay there, and nothing is copied to the host.
+    "bounded programs": frozenset(
+        {F.PROGRAM, F.RANKS, F.ROTATES, F.CHUNKS, F.NO_CAPACITY, F.CHECK_FINITE, F.SEQUENTIAL, F.ONE_LANE}
+        | {F.OTHER_GATE, F.GATE_MODULE}
+    ),
     # ---- predictions, and calls in a CUDA graph
     # The bytes of a budget are guaranteed, so "memory budget" supports less than "memory" below: that
     # prediction may leave memory out, and says so.

@@ -14,10 +14,11 @@ Letters: T tokens, K choices of a token, N received rows, M = d_model, G columns
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +28,13 @@ from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.buffers.host_pool import HostMemoryError
 from pmoe.engine.passes.base import Inputs
-from pmoe.engine.plan.plan import PassPlan, Plan
+from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.products import GradientSum
-from pmoe.experts.stacked import OPERANDS
+from pmoe.experts.stacked import OPERANDS, StackedExperts
 from pmoe.kernels.operands import VECTOR_BYTES
 from pmoe.program.backend import CompiledPass, Programs
 from pmoe.program.records import Base
-from pmoe.schedule.restore import GATHERED_AGAIN
+from pmoe.schedule.restore import GATHERED_AGAIN, Restore
 from pmoe.warn import warn_once
 
 SAVED = (
@@ -47,25 +48,87 @@ SAVED = (
 """The memories that forward leaves for backward, in the order in which autograd saves them."""
 
 
-@dataclass(frozen=True)
-class ProgramRunner:
-    """A runner that computes both passes by programs.
+class ProgramRows(NamedTuple):
+    """The rows of a call, in the form in which programs read them.
 
-    plan: the chunks of both passes, which are the same, and the restore pair.
+    num_received, num_local: rows for which there is memory: rows that are received, and rows that stay.
+    ends, position, pair_by_number: int32 tensors, as `Base` describes them.
+    regroup: int32 tensor, as `Base.REGROUP`; None if all rows arrive sorted by expert.
+    regroup_weights: int32 tensor, as `Base.REGROUP_WEIGHTS`; None if all weights arrive sorted.
+    sends_weights: whether routing weights are sent.
+    send_nWE, recv_nWE: (n, W, E_local) int64 on the host, the row counts from which the program computes
+        addresses: rows that this rank has for each expert of each rank, and rows that each rank has for each
+        expert of this rank.
+    rows_by_rank: the rows that travel, on the device (`pmoe.program.bounded.DeviceRows`); None if those of
+        ``send_nWE`` and ``recv_nWE`` travel.
+    """
+
+    num_received: int
+    num_local: int
+    ends: Tensor
+    position: Tensor
+    pair_by_number: Tensor
+    regroup: Tensor | None
+    regroup_weights: Tensor | None
+    sends_weights: bool
+    send_nWE: Tensor
+    recv_nWE: Tensor
+    rows_by_rank: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassRunner(abc.ABC):
+    """The base of runners that compute both passes by programs.
+
     programs: the programs of the layer.
-    send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
-        rank, and rows that each rank has for each expert of this rank.
+    modules: the modules of the layer, with the experts to compute.
+    restore: the restore pair: how backward gets the experts' input and hidden activation.
     """
 
     name: ClassVar[Path] = "program"
 
-    plan: Plan
     programs: Programs
-    send_nWE: Tensor
-    recv_nWE: Tensor
+    modules: PassModules
+    restore: Restore
+
+    @abc.abstractmethod
+    def rows(self) -> ProgramRows:
+        """Returns the rows of the call, the same in both passes."""
+
+    @abc.abstractmethod
+    def compiled(self, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
+        """Returns the program of a pass.
+
+        direction: "forward" or "backward".
+        keep: whether a backward pass may follow; True in backward.
+        trained: names of the experts' parameters of which backward computes gradients.
+        """
+
+    @abc.abstractmethod
+    def weights(self, weight_TK: Tensor) -> Tensor:
+        """Returns the routing weights as the program reads them (`Base.WEIGHT`).
+
+        weight_TK: (T, K), the routing weights of T tokens with K choices.
+        """
+
+    @abc.abstractmethod
+    def weight_gradients(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns memory for the gradients of the routing weights (`Base.DWEIGHT`), and its view (T, K).
+
+        weight_TK: (T, K), the routing weights.
+        """
+
+    @abc.abstractmethod
+    def count_traffic(self, direction: str, inputs: Inputs, like: Tensor) -> None:
+        """Counts the bytes that a pass has sent to other ranks.
+
+        direction: "forward" or "backward".
+        inputs: the tensors of the call.
+        like: a tensor with the dtype and width of the rows.
+        """
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        with publishing_failures(self.plan.modules.grid.all, "a forward pass"):
+        with publishing_failures(self.modules.grid.all, "a forward pass"):
             return self._forward(inputs, keep)
 
     def _forward(self, inputs: Inputs, keep: bool) -> tuple[Tensor, Saved | None]:
@@ -74,17 +137,74 @@ class ProgramRunner:
         y_TM = call.new(*x_TM.shape)
         call.put(Base.T_I, _readable(x_TM))
         call.put(Base.T_O, y_TM)
-        call.put(Base.WEIGHT, _readable(inputs.weight_TK))
+        call.put(Base.WEIGHT, self.weights(inputs.weight_TK))
         call.put_weights("WEIGHT", arrived=Base.WEIGHT_ARRIVED)
         if keep:
             call.put_saved()
-        call.run(self.programs.of(self.plan, "forward", keep=keep, trained=frozenset(OPERANDS)))
+        call.run(self.compiled("forward", keep=keep, trained=frozenset(OPERANDS)))
         if not keep:
             return y_TM, None
         tensors = [*inputs.all, *(call.memory.get(base) for base in SAVED)]
-        if self.plan.restore.dispatched not in GATHERED_AGAIN:
+        if self.restore.dispatched not in GATHERED_AGAIN:
             tensors[0] = None  # backward does not read the input
         return y_TM, Saved(tensors, _ProgramBackward(self, inputs.like([None] * len(inputs.all))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramRunner(PassRunner):
+    """A runner that computes both passes by programs, if the host knows the row counts.
+
+    plan: the chunks of both passes, which are the same.
+    send_nWE, recv_nWE: (n, W, E_local) int64 on the host: rows that this rank has for each expert of each
+        rank, and rows that each rank has for each expert of this rank.
+    """
+
+    plan: Plan
+    send_nWE: Tensor
+    recv_nWE: Tensor
+
+    def rows(self) -> ProgramRows:
+        pass_plan = self.plan.forward
+        chunks, pieces = pass_plan.chunks, pass_plan.pieces
+        sends = self.programs.shape.sends
+        units = [chunk.received for chunk in chunks if sends] + [piece.groups for piece in pieces]
+        regroup = _regroup(pass_plan)
+        message = pass_plan.weights
+        regroup_weights = None if message is None else message.regroup
+        return ProgramRows(
+            num_received=sum(chunk.received.num_rows for chunk in chunks),
+            num_local=sum(piece.groups.num_rows for piece in pieces),
+            ends=_one_after_another([groups.ends_E for groups in units]),
+            position=pass_plan.position.int(),
+            pair_by_number=_pair_by_number(pass_plan).int(),
+            regroup=None if regroup is None else regroup.int(),
+            regroup_weights=None if regroup_weights is None else regroup_weights.int(),
+            sends_weights=message is not None,
+            send_nWE=self.send_nWE,
+            recv_nWE=self.recv_nWE,
+        )
+
+    def compiled(self, direction: str, *, keep: bool, trained: frozenset[str]) -> CompiledPass:
+        return self.programs.of(self.plan, direction, keep=keep, trained=trained)
+
+    def weights(self, weight_TK: Tensor) -> Tensor:
+        return _readable(weight_TK)
+
+    def weight_gradients(self, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+        gradients_TK = torch.empty_like(weight_TK, memory_format=torch.contiguous_format)
+        return gradients_TK, gradients_TK
+
+    def count_traffic(self, direction: str, inputs: Inputs, like: Tensor) -> None:
+        message = self.plan.forward.weights
+        if message is None:
+            return
+        own = self.modules.grid.all.rank
+        sent = sum(message.send) - message.send[own]
+        received = sum(message.recv) - message.recv[own]
+        again = direction == "backward" and self.restore.dispatched == "communicate"
+        traffic = self.modules.traffic
+        traffic.add(like, sent * (1 + again) + received)
+        traffic.add(inputs.weight_TK[0:0].view(-1), sent if direction == "forward" else received)
 
 
 @dataclass(frozen=True)
@@ -95,11 +215,11 @@ class _ProgramBackward:
     emptied: the inputs of the call with None in place of each tensor, because autograd saves the tensors.
     """
 
-    runner: ProgramRunner
+    runner: PassRunner
     emptied: Inputs
 
     def __call__(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
-        with publishing_failures(self.runner.plan.modules.grid.all, "a backward pass"):
+        with publishing_failures(self.runner.modules.grid.all, "a backward pass"):
             return self._gradients(tensors, wanted, grad_TM)
 
     def _gradients(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> list[Tensor | None]:
@@ -107,7 +227,7 @@ class _ProgramBackward:
         num_inputs = len(self.emptied.all)
         inputs = self.emptied.like(tensors[:num_inputs])
         parameters_wanted = inputs.like(wanted).parameters
-        names = _names(runner.plan)
+        names = _names(runner.modules)
         trained = frozenset(name for name, wants in zip(names, parameters_wanted, strict=True) if wants)
         call = _PassCall(runner, inputs, "backward", like=grad_TM)
         for base, tensor in zip(SAVED, tensors[num_inputs:], strict=True):
@@ -116,12 +236,12 @@ class _ProgramBackward:
         if inputs.x_TM is not None:
             call.put(Base.T_I, _readable(inputs.x_TM))
         grad_x_TM = call.new(*grad_TM.shape)
-        grad_weight_TK = torch.empty_like(inputs.weight_TK, memory_format=torch.contiguous_format)
+        grad_weights, grad_weight_TK = runner.weight_gradients(inputs.weight_TK)
         call.put(Base.DT_O, _readable(grad_TM))
         call.put(Base.DT_I, grad_x_TM)
-        call.put(Base.DWEIGHT, grad_weight_TK)
+        call.put(Base.DWEIGHT, grad_weights)
         call.put_weights("DWEIGHT", arrived=Base.DWEIGHT_LEAVING)
-        compiled = runner.programs.of(runner.plan, "backward", keep=True, trained=trained)
+        compiled = runner.compiled("backward", keep=True, trained=trained)
         sums: list[GradientSum | None] = []
         for name, parameter in zip(names, inputs.parameters, strict=True):
             # The second argument, 2, stands for "several additions": programs always sum in float32 if the
@@ -141,9 +261,11 @@ class _ProgramBackward:
         return gradients
 
 
-def _names(plan: Plan) -> Sequence[str]:
+def _names(modules: PassModules) -> Sequence[str]:
     """Returns the names of the experts' parameters, in the order of `Inputs.parameters`."""
-    names: Sequence[str] = plan.modules.experts.operand_names
+    experts = modules.experts
+    assert isinstance(experts, StackedExperts)
+    names: Sequence[str] = experts.operand_names
     return names
 
 
@@ -156,32 +278,24 @@ class _PassCall:
     """
 
     def __init__(
-        self, runner: ProgramRunner, inputs: Inputs, direction: str, like: Tensor | None = None
+        self, runner: PassRunner, inputs: Inputs, direction: str, like: Tensor | None = None
     ) -> None:
         self.runner = runner
         self.direction = direction
-        self.plan = runner.plan
-        self.pass_plan: PassPlan = runner.plan.forward
         self.inputs = inputs
         self.like: Tensor = inputs.x_TM if like is None else like
         self.pool = pool(self.like.device).device
         self.memory: dict[Base, Tensor] = {}
-        shape = runner.programs.shape
-        chunks, pieces = self.pass_plan.chunks, self.pass_plan.pieces
-        self.num_received = sum(chunk.received.num_rows for chunk in chunks)
-        self.num_local = sum(piece.groups.num_rows for piece in pieces)
-        for name, parameter in zip(_names(self.plan), inputs.parameters, strict=True):
+        self.rows: ProgramRows = runner.rows()
+        for name, parameter in zip(_names(runner.modules), inputs.parameters, strict=True):
             self.put(Base[name.upper()], _readable(parameter))
-        units = [chunk.received for chunk in chunks if shape.sends] + [piece.groups for piece in pieces]
-        self.put(Base.ENDS, _one_after_another([groups.ends_E for groups in units]))
-        self.put(Base.POSITION, self.pass_plan.position.int())
-        self.put(Base.PAIR_BY_NUMBER, _pair_by_number(self.pass_plan).int())
-        regroup = _regroup(self.pass_plan)
-        if regroup is not None:
-            self.put(Base.REGROUP, regroup.int())
-        message = self.pass_plan.weights
-        if message is not None and message.regroup is not None:
-            self.put(Base.REGROUP_WEIGHTS, message.regroup.int())
+        self.put(Base.ENDS, self.rows.ends)
+        self.put(Base.POSITION, self.rows.position)
+        self.put(Base.PAIR_BY_NUMBER, self.rows.pair_by_number)
+        if self.rows.regroup is not None:
+            self.put(Base.REGROUP, self.rows.regroup)
+        if self.rows.regroup_weights is not None:
+            self.put(Base.REGROUP_WEIGHTS, self.rows.regroup_weights)
 
     def new(self, rows: int, columns: int) -> Tensor:
         """Returns uninitialised memory (rows, columns) of the rows' dtype and device."""
@@ -203,21 +317,21 @@ class _PassCall:
         """
         weight_TK = self.inputs.weight_TK
         self.put(Base[f"{kind}_BY_NUMBER"], weight_TK.new_empty(self.memory[Base.PAIR_BY_NUMBER].shape[0]))
-        if self.pass_plan.weights is not None:
-            self.put(Base[f"{kind}_RECEIVED"], weight_TK.new_empty(self.num_received))
+        if self.rows.sends_weights:
+            self.put(Base[f"{kind}_RECEIVED"], weight_TK.new_empty(self.rows.num_received))
             if Base.REGROUP_WEIGHTS in self.memory:
-                self.put(arrived, weight_TK.new_empty(self.num_received))
+                self.put(arrived, weight_TK.new_empty(self.rows.num_received))
 
     def put_saved(self) -> None:
         """Allocates the memory in which T_DI and T_M stay until backward: on the device, or on the host."""
-        restore = self.plan.restore
+        restore = self.runner.restore
         columns = self.runner.programs.shape.columns.hidden
         for fate, tensor, width in (
             (restore.dispatched, "T_DI", self.like.shape[1]),
             (restore.hidden, "T_M", columns),
         ):
             if fate in ("keep", "offload"):
-                for ending, rows in (("", self.num_received), ("_L", self.num_local)):
+                for ending, rows in (("", self.rows.num_received), ("_L", self.rows.num_local)):
                     place = self._on_host if fate == "offload" else self.new
                     self.put(Base[f"SAVED_{tensor}{ending}"], place(rows, width))
 
@@ -236,9 +350,11 @@ class _PassCall:
         """
         runner = self.runner
         programs = runner.programs
-        ranks = self.plan.modules.grid.all
+        ranks = runner.modules.grid.all
         loaded = compiled.loaded
-        cut = loaded.cut(self.like.shape[0], ranks.rank, runner.send_nWE, runner.recv_nWE)
+        cut = loaded.cut(self.like.shape[0], ranks.rank, self.rows.send_nWE, self.rows.recv_nWE)
+        table = self.rows.rows_by_rank
+        device_rows = 0 if table is None else table.data_ptr()
         lent = loaded.take_arena(cut)
         arena: Tensor | None = None
         if not lent:
@@ -249,26 +365,13 @@ class _PassCall:
             streams = programs.backend.streams(programs.device, compiled.schedule)
             with at_stage(f"the program of a {self.direction} pass", ranks):
                 bases[Base.ARENA] = lent if arena is None else arena.data_ptr()
-                loaded.run(cut, bases, streams, workspace.data_ptr())
+                loaded.run(cut, bases, streams, workspace.data_ptr(), device_rows)
         finally:
             if lent:
                 loaded.give_back_arena()
             else:
                 self.pool.give_back(self)
-        self._count_traffic()
-
-    def _count_traffic(self) -> None:
-        """Counts the bytes that the pass has sent to other ranks."""
-        message = self.pass_plan.weights
-        if message is None:
-            return
-        own = self.plan.modules.grid.all.rank
-        sent = sum(message.send) - message.send[own]
-        received = sum(message.recv) - message.recv[own]
-        again = self.direction == "backward" and self.plan.restore.dispatched == "communicate"
-        traffic = self.plan.modules.traffic
-        traffic.add(self.like, sent * (1 + again) + received)
-        traffic.add(self.inputs.weight_TK[0:0].view(-1), sent if self.direction == "forward" else received)
+        runner.count_traffic(self.direction, self.inputs, self.like)
 
 
 def _readable(tensor: Tensor) -> Tensor:

@@ -1,10 +1,13 @@
 """Training with a bound on the rows of a call. A step that exceeds the bound is repeated.
 
-The host reads no row counts in two kinds of layers, so a CUDA graph can hold their calls. Both have a bound:
+The host reads no row counts in three kinds of layers, so a CUDA graph can hold their calls. All have a bound:
 
     pad_to_capacity=True    sends the same number of rows in every call, and drops rows beyond the capacity
     fused="persistent"      sends only rows that exist, into memory for ``slack`` times the rows of balanced
                             routing (`pmoe.call.row_bound`). If they do not fit, it computes nothing
+    Switches(program=True, program_heaps=True)
+                            the same for passes in chunks, which run as compiled programs. Each chunk has room
+                            for ``slack`` times its rows of balanced routing
 
 `BoundedSteps` is for bounds that are exceeded rarely. It repeats each step that exceeded a bound, so the
 model is trained as if nothing had ever been dropped. Example, in which a row of batch 3 does not fit:
@@ -61,15 +64,18 @@ class BoundedSteps(Generic[Batch, Result]):
         steps.finish()
 
     Parameters, buffers and the optimizer's state become those of a training run whose layers have neither
-    ``capacity_factor`` nor ``pad_to_capacity``. Two kinds of layers have a bound, others stay as they are:
+    ``capacity_factor`` nor ``pad_to_capacity``. Three kinds of layers have a bound, others stay as they are:
 
         pad_to_capacity=True                      ``capacity_factor`` is the bound
         fused="persistent", without a capacity    ``slack`` is the bound. The first call of each kind (such as
                                                   training) is not bounded: in this call the ranks agree on
                                                   the size of their memory
+        Switches(program=True,                    the same. ``pipeline`` must be a number, and
+            program_heaps=True),                  ``memory_reuse`` one pair that offloads nothing
+            without a capacity
 
     Args:
-        model: a model with at least one `MoELayer` of these two kinds.
+        model: a model with at least one `MoELayer` of these three kinds.
         optimizer: the optimizer of the model's parameters. With torch's Adam or AdamW and ``fused=True`` the
             host reads one step late whether rows were dropped. With any other optimizer the host waits
             for the answer in each step.
@@ -94,7 +100,7 @@ class BoundedSteps(Generic[Batch, Result]):
 
     The attribute ``repeated`` is the number of steps that were repeated so far.
 
-    Raises TypeError for arguments of other types, and ValueError if no layer is of one of the two kinds.
+    Raises TypeError for arguments of other types, and ValueError if no layer is of one of the three kinds.
     """
 
     def __init__(
@@ -127,8 +133,9 @@ class BoundedSteps(Generic[Batch, Result]):
         if not bounded:
             raise ValueError(
                 "model must have a MoELayer with pad_to_capacity (True) and a capacity_factor, which bounds "
-                'the rows of each expert, or one with fused ("persistent"), whose slack bounds the rows of a '
-                "rank; other layers drop nothing that a step could repeat"
+                'the rows of each expert; or one with fused ("persistent") or with switches '
+                "(Switches(program=True, program_heaps=True)), whose slack bounds the rows of a rank. Other "
+                "layers drop nothing that a step could repeat"
             )
         self._device = _device_of(next(iter(bounded.values())))
         self._rows = _DroppedRows(bounded, self._device)
@@ -137,6 +144,7 @@ class BoundedSteps(Generic[Batch, Result]):
             layer.cache.row_bound = RowBound(self._rows.dropped)
             self._bounds.append(layer.cache.row_bound)
         self._skips = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._order = _StepOrder(self._device)
         self._unread: _Step[Batch] | None = None
         self._hooks = [
             *self._rows.hooks,
@@ -159,6 +167,11 @@ class BoundedSteps(Generic[Batch, Result]):
         step before has waited too long for another rank. Raises RuntimeError if the device has not finished a
         step within the group's timeout; a single rank has no timeout.
         """
+        with self._order.one_step():
+            return self._step(batch)
+
+    def _step(self, batch: Batch) -> Result:
+        """Runs one training step, as `step` does. Its work on the device follows that of the step before."""
         number = self._next_number()
         step = _Step(number, batch, self._settings(), self._buffers(), random_states(self._device))
         result = self._run_bounded(step)
@@ -173,7 +186,7 @@ class BoundedSteps(Generic[Batch, Result]):
             self._repeat(before)
             self._unread = None
             set_random_states(step.random_states, self._device)
-            return self.step(batch)
+            return self._step(batch)
         self._unread = step
         return result
 
@@ -186,7 +199,8 @@ class BoundedSteps(Generic[Batch, Result]):
         last = self._unread
         if last is not None and self._exceeded_bound(last):
             states = random_states(self._device)
-            self._repeat(last)
+            with self._order.one_step():
+                self._repeat(last)
             set_random_states(states, self._device)
         self._unread = None
 
@@ -458,6 +472,33 @@ class _Step(Generic[Batch]):
         self.was_copied.record(torch.cuda.current_stream(answer.device))
 
 
+class _StepOrder:
+    """Lets the device run one step after the other, also if the host launches them on several streams.
+
+    Two steps may replay two CUDA graphs whose passes use the same heap, memory that all ranks can write. The
+    graphs themselves are not ordered. Within a step, ``run`` must wait on its stream for all that it launches
+    on other streams.
+
+    device: the device of the model. On the CPU nothing must be ordered.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ended: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def one_step(self) -> Iterator[None]:
+        """Returns a with-block whose work on the current stream runs after that of the block before."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._ended is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._ended)
+        yield
+        self._ended = torch.cuda.Event()
+        self._ended.record(torch.cuda.current_stream(self._device))
+
+
 class _DroppedRows:
     """Counts calls of bounded layers, and rows that layers with ``pad_to_capacity`` drop, by forward hooks.
 
@@ -505,7 +546,9 @@ class _DroppedRows:
 
 def _is_bounded_by_heap(layer: MoELayer) -> bool:
     """Returns whether ``slack`` bounds the rows of a layer, which travel through heaps between ranks."""
-    return layer.fused == "persistent" and layer.capacity_factor is None
+    switches = layer.options.switches
+    by_programs = switches.program and switches.program_heaps and not (layer.fused or layer.pad_to_capacity)
+    return (layer.fused == "persistent" or by_programs) and layer.capacity_factor is None
 
 
 def _device_of(layer: MoELayer) -> torch.device:

@@ -7,7 +7,7 @@ other routing, and give what programs with exact row counts give, to the bit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 import pmoe
 from bench.bench_program import host_calls
-from bench.recorded_program import Issue, Memory
 from pmoe import Restore
 from pmoe.comm.heap import close_heaps, program_heap
 from pmoe.comm.heap.program_heap import ARENA_MIB
@@ -26,7 +25,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.ordering.sorted import count_rows
 from pmoe.program.bounded import DeviceRows, RowBounds, rows_on_device
 from pmoe.program.compiler import compile_pass
-from pmoe.program.records import Base, Kernel, PassProgram
+from pmoe.program.records import Base, PassProgram
 from pmoe.schedule.restore import ALL_PAIRS, KEEP, STRATEGIES
 from pmoe.schedule.tasks import Schedule
 from tests.device_programs import DeviceCall, stand_ins
@@ -36,7 +35,7 @@ from tests.heaps import CPU, FileMemory
 from tests.kit import build, loss_of, tokens
 from tests.pool import ranks
 from tests.programs import (
-    Computing,
+    BoundedComputing,
     EngineCall,
     ProgramCall,
     check_against_engine,
@@ -46,12 +45,6 @@ from tests.programs import (
     unset,
 )
 from tests.unit.test_program_cuda import WIDTH
-
-WITH_ENDS = frozenset(
-    {Kernel.HIDDEN, Kernel.OUTPUT, Kernel.RECOMPUTE, Kernel.HIDDEN_GRADIENT, Kernel.BIAS_DOTS}
-    | {Kernel.INPUT_GRADIENT, Kernel.WEIGHT_GRADIENT, Kernel.BIAS_GRADIENT}
-)
-"""Kernels whose last operand says where each expert's rows end."""
 
 
 def gathered(counts_nE: Tensor) -> Tensor:
@@ -113,43 +106,6 @@ class BoundedMemory(ProgramCall):
 # ---- in float64
 
 
-@dataclass
-class BoundedComputing(Computing):
-    """Computes the recorded calls of bounded programs: only rows that exist.
-
-    call: the call, with its program and its row counts.
-    """
-
-    call: BoundedMemory | None = None
-
-    def run(self, call: Issue) -> None:
-        if call.kernel in WITH_ENDS:
-            num_rows = call.operands[0].rows
-            total = int(self.index(call.operands[-1])[0, -1])
-            assert total <= num_rows
-            call = replace(
-                call,
-                operands=tuple(
-                    replace(each, rows=total) if each.rows == num_rows else each for each in call.operands
-                ),
-            )
-        super().run(call)
-
-    def _exchange(self, call: Issue, source: Memory, target: Memory) -> None:
-        assert self.call is not None
-        record = self.call.program.records[call.record]
-        table = self.call.rows.rows_by_rank
-        send, recv = table[record.send_line].tolist(), table[record.recv_line].tolist()
-        rows, out = self.rows(source, target)
-        self.exchange(rows[: sum(send)], send, out[: sum(recv)], recv)
-
-    def _place(self, call: Issue, x: Memory, position: Memory, target: Memory) -> None:
-        x_TM, out = self.rows(x, target)
-        row_TK = self.index(position) - call.first
-        token_N, choice_N = torch.where((row_TK >= 0) & (row_TK < out.shape[0]))
-        out[row_TK[token_N, choice_N]] = x_TM[token_N]
-
-
 class BoundedCall(BoundedMemory):
     """Both passes of a call by bounded programs whose recorded calls compute in float64."""
 
@@ -159,7 +115,9 @@ class BoundedCall(BoundedMemory):
         super().__init__(call, rank, *bounds.counts(rank), all_to_all, seed=seed)
         self.bounds, self.rows = bounds, rows
         self.shape = replace(self.shape, places=places)
-        self.computing = BoundedComputing(self.computing.experts, all_to_all, call=self)
+        self.computing = BoundedComputing(
+            self.computing.experts, all_to_all, program=lambda: self.program, table=rows.rows_by_rank
+        )
         self.make_room()
 
 

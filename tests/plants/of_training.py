@@ -13,6 +13,8 @@ STATE = "pmoe/training/checkpoint_state.py"
 CONVERT, LAYOUTS = "pmoe/convert/state_dicts.py", "tests/unit/test_convert.py"
 BOUNDED = "pmoe/decide/bounded_counts.py"
 BOUNDED_ROWS = "tests/gloo/test_bounded_rows.py -k without_a_bound or together"
+BOUNDED_PROGRAMS = "pmoe/decide/bounded_program_counts.py"
+BOUNDED_LAYERS = "tests/gloo/test_bounded_layers.py -k exact_programs_to_the_bit or together"
 FILES, FOREIGN = "pmoe/training/checkpoint_files.py", "tests/unit/test_foreign_files.py"
 
 TRAINING = (
@@ -188,9 +190,25 @@ TRAINING = (
         name="rows-lost-without-a-word",
         breaks="a call that exceeds the bound is not noted, so its step counts",
         file=BOUNDED,
-        old="        self._bound.exceeded.add_(rows.fits.logical_not())\n",
+        old="        self.bound.exceeded.add_(rows.fits.logical_not())\n",
         new="",
         tests=BOUNDED_ROWS,
+    ),
+    Plant(
+        name="rows-of-programs-lost-without-a-word",
+        breaks="a call by programs that exceeds the bound is not noted, so its step counts",
+        file=BOUNDED_PROGRAMS,
+        old="        self.bound.exceeded.add_(rows.fits.logical_not())\n",
+        new="",
+        tests=BOUNDED_LAYERS,
+    ),
+    Plant(
+        name="gradients-that-one-rank-lacks",
+        breaks="programs compute a call although a rank needs gradients that the others do not compute",
+        file=BOUNDED_PROGRAMS,
+        old="            is_allowed=gathered.is_allowed,\n",
+        new="",
+        tests=BOUNDED_LAYERS + " or freeze",
     ),
     Plant(
         name="example-never-trains-its-experts",

@@ -60,6 +60,7 @@ LOCAL_IMPORTS: dict[str, str] = {
     "pmoe.comm.topology": "Only layers on a device mesh or with hierarchical exchanges need it.",
     "pmoe.comm.wire": "Only layers that may keep T_M in e4m3 need it.",
     "pmoe.decide.balanced_counts": "Only a layer with balance on several ranks needs it.",
+    "pmoe.decide.bounded_program_counts": "It loads pass programs, and only pmoe.BoundedSteps needs it.",
     "pmoe.decide.bounded_counts": "It loads the fused kernels, and only pmoe.BoundedSteps needs it.",
     "pmoe.decide.cuda_graph": (
         "Only a call that a CUDA graph captures is checked, and the checks load the kernels."

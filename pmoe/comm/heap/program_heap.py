@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pmoe.comm.heap.providers import CollectiveSteps, NoHeapError, call_all, quietly, wait_seconds
 from pmoe.comm.ranks import Ranks
-from pmoe.kernels.heap import REPORT_WORDS, DeviceMemory, loaded_extension, synchronize
+from pmoe.kernels.heap import REPORT_WORDS, DeviceMemory, HeapError, loaded_extension, synchronize
 
 ARENA_MIB = "PMOE_PROGRAM_HEAP_MIB"
 """Name of the environment variable with the size of a heap's arena, in MiB."""
@@ -34,21 +34,44 @@ DEFAULT_ARENA_MIB = 256
 MOST_ARENA_MIB = 1 << 20
 
 
-@dataclass
+@dataclass(eq=False)
 class ProgramHeap:
-    """One rank's heap for pass programs.
+    """One rank's heap for pass programs. Implements `pmoe.call.row_bound.BoundedHeap`.
 
     exchanger: exchanges rows through the heap: ``HeapExchanger`` of the extension.
-    report: (8,) int32 in host memory, in which kernels report that they waited too long for another rank.
+    report: (8,) int32 in host memory that the device can write (`Report` of cuda/peers/watch.h). The first
+        number is not 0 if a kernel of this rank has waited too long for another rank.
     steps: frees the memory.
+    is_open: whether the heap has not been closed.
     """
 
     exchanger: Any
     report: Tensor
     steps: _HeapSteps
+    is_open: bool = True
+
+    @property
+    def failures(self) -> Tensor:
+        """int32 scalar on the device: not 0 if a kernel of this rank waited too long for another rank.
+
+        The copy from the host's memory follows all work that was enqueued on the current stream before. So it
+        sees the report of a kernel in a CUDA graph, too.
+        """
+        return self.report[0].to(self.steps.device, non_blocking=True)
+
+    def raise_if_failed(self) -> None:
+        """Raises HeapError, with the awaited rank, if a kernel has reported that it waited too long.
+
+        The host does not wait for kernels that still run.
+        """
+        try:
+            self.exchanger.throw_failure()
+        except RuntimeError as error:
+            raise HeapError(f"pmoe: {error}") from None
 
     def close(self) -> None:
         """Refuses all later passes, and frees the memory. Collective."""
+        self.is_open = False
         self.exchanger.close()
         self.steps.release()
 
@@ -126,6 +149,15 @@ def close_program_heaps(ranks: Ranks) -> None:
     for heap in heaps.values():
         _open_heaps.remove(heap)
     call_all([heap.close for heap in heaps.values()])
+
+
+def open_program_heap(ranks: Ranks, device: torch.device) -> ProgramHeap | None:
+    """Returns the open heap of a group for pass programs; None if there is none. It makes no heap.
+
+    ranks: the ranks of a layer.
+    device: this rank's device.
+    """
+    return None if ranks.group is None else _heaps.get(ranks.group, {}).get(device)
 
 
 def check_program_heaps(ranks: Ranks) -> None:

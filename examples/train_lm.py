@@ -256,8 +256,9 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
     loss = backward(run)
     share_gradients(model, ranks)
 
-    experts = [parameter for parameter in model.parameters() if is_expert(parameter)]
-    others = [parameter for parameter in model.parameters() if not is_expert(parameter)]
+    parameters = list(model.parameters())
+    experts = [parameter for parameter in parameters if is_expert(parameter)]
+    others = [parameter for parameter in parameters if not is_expert(parameter)]
     square = squared_norm(others, ranks.device) / ranks.world + squared_norm(experts, ranks.device)
     stop = torch.tensor(float(stop_here), device=ranks.device)
     numbers = torch.stack([loss, square, stop]).double()
@@ -269,7 +270,7 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
             f"step {run.step + 1}: loss {mean_loss}, gradient norm {norm}; try a smaller --lr"
         )
     if norm > arguments.clip:
-        gradients = [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # Scales all gradients in one operation. torch has no public function for it.
         torch._foreach_mul_(gradients, arguments.clip / norm)  # pyright: ignore[reportPrivateImportUsage]
     run.optimizer.step()

@@ -174,8 +174,8 @@ def reduce_gradients(
             - DP, the number of copies of the dense part. Use it if all ranks of "mp" compute the same loss,
               from an output that is a gathered DTensor. torch then counts the gradient of this loss once,
               not once for each rank of "mp", so there are DP losses to average.
-            - 1 for the sum of the losses. The gradients are then not divided. If each rank divides its loss by
-              P before backward, the sum is the mean of the losses.
+            - 1 for the sum of the losses. The gradients are then not divided. If each rank divides its loss
+              by P before backward, the sum is the mean of the losses.
             - The number of all ranks' tokens, possibly a scalar tensor, if each loss is a sum over tokens.
         experts_only: True reduces the experts' gradients only. Use it if something else, for example
             DistributedDataParallel, reduces the dense part. DistributedDataParallel must then ignore the

@@ -643,20 +643,14 @@ def mark_all(model: nn.Module) -> None:
             module.mark_parameters()
 
 
-def row_dot(
-    a_NX: Tensor, b_NX: Tensor, product_NX: Tensor | None = None, out_N: Tensor | None = None
-) -> Tensor:
+def row_dot(a_NX: Tensor, b_NX: Tensor, product_NX: Tensor | None = None) -> Tensor:
     """Returns the inner product of each row of a with the same row of b, (N,) for N rows.
 
     The sum is computed in float32 or a wider dtype.
 
     a_NX, b_NX: (N, X), with any number X of columns.
     product_NX: (N, X), memory for the products of the elements; None allocates it.
-    out_N: (N,), memory for the result, of any floating-point dtype; None allocates it.
     """
     narrow = a_NX.dtype in (torch.bfloat16, torch.float16)
     product_NX = torch.mul(a_NX, b_NX, out=product_NX)
-    dtype = torch.float32 if narrow else product_NX.dtype
-    if out_N is None or out_N.dtype == dtype:
-        return torch.sum(product_NX, -1, dtype=dtype, out=out_N)
-    return out_N.copy_(product_NX.sum(-1, dtype=dtype))
+    return product_NX.sum(-1, dtype=torch.float32 if narrow else None)

@@ -437,10 +437,8 @@ class StackedExperts(Experts):
             grad_active_NH = _first(grad_hidden_NG, num_hidden, 1)
             self.input_product(grad_NM, w2, groups, out=grad_active_NH)
             rows = self._scratch_rows(grad_NM.device.type)
-            block_rows = min(rows, grad_NM.shape[0])
             if in_place:
-                scratch = expert_rows.new("scratch", num_hidden, block_rows)
-            products = expert_rows.new("products", num_hidden, block_rows)
+                scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
             row_tensors = (hidden_NG, active_NH, grad_hidden_NG, grad_active_NH, grad_weight_N, scale_N1)
             # Computes a block of rows at a time, so that the block stays in the cache. grad_bH is a view of
             # the first columns of grad_bG. It has the gradient of the activated hidden. At the end of the
@@ -450,12 +448,13 @@ class StackedExperts(Experts):
             ):
                 block_bH = _first(scratch, hidden_bG.shape[0], 0) if in_place else active_bH
                 self.activate(hidden_bG, block_bH)
-                row_dot(block_bH, grad_bH, _first(products, grad_bH.shape[0], 0), grad_weight_b)
+                grad_weight_b.copy_(
+                    row_dot(block_bH, grad_bH, expert_rows.new("products", num_hidden, grad_bH.shape[0]))
+                )
                 grad_bH.mul_(scale_b1)
                 self.activation_gradient(grad_bG, hidden_bG)
                 if in_place:
                     active_bH.copy_(block_bH)
-            del products  # frees it before memory for the gradient of the rows is allocated
         if b2 is not None and not self.shard.index:
             b2_M = b2.unbind()
             for expert, grad, grad_weight in groups.rows_by_expert(grad_NM, grad_weight_N):

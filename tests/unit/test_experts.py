@@ -12,7 +12,7 @@ from pmoe.experts import FFNExperts
 from pmoe.experts.base import ExpertRows
 from pmoe.experts.ffn import ACTIVATIONS, find_activation
 from pmoe.experts.products import GradientSum
-from pmoe.experts.stacked import SCRATCH_BYTES, StackedExperts
+from pmoe.experts.stacked import StackedExperts
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.registry import LOOP, PMOE, PRODUCTS
 from tests.kit import D_HIDDEN, D_MODEL
@@ -113,36 +113,6 @@ def test_stacked_experts_equal_autograd(kind: str, bias: bool, counts: tuple[int
             for name, a, b in zip(["rows", "weight", *named], got, expected, strict=True):
                 assert relative_error(a, b) < 1e-13, name
         assert all(torch.equal(a, b) for a, b in zip(hidden.tensors, kept, strict=True))
-
-
-@pytest.mark.parametrize("expendable", [True, False])
-def test_all_blocks_of_a_chunk_multiply_in_the_same_memory(
-    expendable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Backward goes through a chunk in blocks of rows. Each block asked for memory of its own."""
-    experts = stacked_experts("gelu", bias=True)
-    parameters = [parameter.detach() for parameter in experts.parameters()]
-    groups = groups_of(11, 0, 20, 9)
-    rows, grad = torch.randn(2, 40, D_MODEL, dtype=torch.float64)
-    weight = torch.rand(40, dtype=torch.float64)
-    memory: list[tuple[str, int]] = []
-
-    def space(name: str, num_rows: int, columns: int) -> Tensor:
-        memory.append((name, num_rows))
-        return torch.full((num_rows, columns), NAN, dtype=torch.float64)
-
-    def gradients() -> list[Tensor]:
-        given = ExpertRows(rows, groups, parameters, space)
-        hidden = experts.compute(given, weight)[1]._replace(expendable=expendable)
-        memory.clear()
-        return list(experts.input_gradient(grad.clone(), given, weight, hidden)[:2])
-
-    in_one_block = gradients()
-    assert ("products", 40) in memory
-    monkeypatch.setitem(SCRATCH_BYTES, "cpu", 1)  # the least: blocks of 16, 16 and 8 rows
-    in_blocks = gradients()
-    assert [num_rows for name, num_rows in memory if name == "products"] == [16]
-    assert all(torch.equal(one, other) for one, other in zip(in_one_block, in_blocks, strict=True))
 
 
 def a_step(experts: StackedExperts, dtype: torch.dtype, expendable: bool) -> list[Tensor]:

@@ -145,7 +145,7 @@ def test_groups_give_the_rows_of_each_expert_that_has_some() -> None:
 
 
 def test_a_weight_gradient_transposes_once_for_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop over experts made a transposed view for each of them: 64 views in a backward pass of 32 experts."""
+    """The loop over experts made a view for each of them: 64 in a backward pass of 32 experts."""
     counts = (3, 0, 5, 1, 2)
     grad, rows = torch.randn(11, 4), torch.randn(11, 6)
     transposed: list[Tensor] = []

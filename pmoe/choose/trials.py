@@ -281,6 +281,26 @@ class TrialBatch:
         return self._orders.plan(self.counts, choice)
 
 
+def first_inputs(inputs: Inputs, count: int, num_rows: int) -> Inputs:
+    """Returns the inputs of a call with only the first tokens, detached from the graph.
+
+    inputs: the inputs of a call.
+    count: number of tokens.
+    num_rows: number of lines of ``weight_TK`` for these tokens: ``count``, unless the gate picks tokens.
+    """
+    shared_weight_T = inputs.shared_weight_T
+    return inputs._replace(
+        x_TM=_first(inputs.x_TM, count),
+        weight_TK=_first(inputs.weight_TK, num_rows),
+        shared_weight_T=None if shared_weight_T is None else _first(shared_weight_T, count),
+    )
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Returns the first ``count`` rows of a tensor, detached, but with the tensor's ``requires_grad``."""
+    return tensor.detach()[:count].requires_grad_(tensor.requires_grad)
+
+
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
     """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs the most.
 

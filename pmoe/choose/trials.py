@@ -435,20 +435,35 @@ def measure_trials(
 ) -> dict[Choice, PassTimes]:
     """Runs and times both passes with each choice. Returns the seconds of each choice. Collective.
 
+    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
+    warns once.
+
+    The arguments are those of `run_trials`.
+
+    Raises OutOfMemoryError on every rank if no choice is left.
+    """
+    times, failed = run_trials(batch, choices, most_rounds)
+    warn_of_dropped(batch, failed, len(choices))
+    return times
+
+
+def run_trials(
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> tuple[dict[Choice, PassTimes], list[Trial]]:
+    """Runs and times both passes with each choice. Collective.
+
+    Returns the seconds of each choice, and the trials in which some rank ran out of memory. Both are for the
+    same choices on all ranks. The choices of these trials have no seconds.
+
     First a step runs with each choice, to warm up. Then come timed rounds, each with one step of every choice
     that may still be the fastest, until it is clear which choice is (`pmoe.planner.timed_rounds`). After each
     round the ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the next
     round. The bytes that trials send do not count in the layer's statistics of traffic.
 
-    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
-    warns once.
-
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets
         the rows and the hidden activation.
     most_rounds: largest number of timed rounds.
-
-    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
@@ -469,8 +484,7 @@ def measure_trials(
 
     times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
-    return times
+    return times, [trial for trial in trials.values() if trial.has_failed]
 
 
 class Trial:

@@ -658,15 +658,29 @@ def _left_out_hint(ranks: Ranks) -> str:
     )
 
 
-CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
-"""Texts that distinguish errors of torch's allocator on the CPU from other RuntimeErrors."""
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "not enough memory",
+    "error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "_STATUS_ALLOC_FAILED",
+)
+"""Texts that distinguish errors of too little memory from other RuntimeErrors.
+
+Only torch's allocator on a GPU raises `torch.OutOfMemoryError`. The first two texts are of torch's allocator
+on the CPU. "CUDA error: out of memory" comes from pinned memory and from kernels that need memory of their
+own, "cudaErrorMemoryAllocation" from pmoe's extension, and "CUBLAS_STATUS_ALLOC_FAILED" from a library that
+allocates a workspace. The device can still be used after these errors.
+"""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
     """Returns whether an error says that this rank's device or host has too little memory."""
     if isinstance(error, PeerError):  # it quotes the error of another rank
         return False
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in CPU_ALLOCATOR)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error) for text in OUT_OF_MEMORY_TEXTS
+    )
 
 
 def _why_failed(error: RuntimeError, ranks: Ranks) -> str:

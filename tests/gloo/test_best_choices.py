@@ -339,14 +339,14 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         sizes = memory_shape(batch.modules)
         seconds = step_seconds(sizes, profile(**lanes), COUNT, each)
         step = times * most * seconds
-        return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
+        return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}, []
 
     open_choice._compared.clear()
     warn.GIVEN.clear()
     rows_of = (Ranks().name, torch.device("cpu"), tokens(COUNT, rank).dtype)
     with (
         mock.patch.dict(open_choice.PROFILES, {rows_of: profile(**lanes)}),
-        mock.patch.object(open_choice, "measure_trials", tried),
+        mock.patch.object(open_choice, "run_trials", tried),
         warnings.catch_warnings(record=True) as given,
     ):
         warnings.simplefilter("always")

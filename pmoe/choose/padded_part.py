@@ -1,6 +1,6 @@
-"""The first tokens of a batch with ``pad_to_capacity``, on which trials run. A trial is a timed step.
+"""Cuts off the first tokens of a batch with ``pad_to_capacity``. Trials run on them: timed steps.
 
-In such a layer every rank sends every expert the same number of rows, the capacity, whatever the routing is
+In such a layer every rank sends every expert the same number of rows, the capacity, with any routing
 (`pmoe.engine.variants.padding`). The capacity follows from the number of tokens. So fewer tokens also mean
 fewer rows, and no row counts are exchanged.
 

@@ -21,7 +21,7 @@ from pmoe.gates.logits import router_logits, router_z_loss
 from pmoe.gates.sigmoid import sigmoid_shares
 from pmoe.kernels.route import top_indices
 
-SumOverRanks = Callable[[Tensor, dist.ProcessGroup | None, str], None]
+SumOfLoads = Callable[[Tensor, dist.ProcessGroup | None, str], None]
 """The type of a function that replaces a tensor by its sum over the ranks of a group, which is a collective.
 
 The third argument says what the sum is for, in words. A layer gives its gate a function that raises an error
@@ -30,7 +30,12 @@ if other ranks do not come to the sum.
 
 
 def all_reduce(values: Tensor, group: dist.ProcessGroup | None, doing: str) -> None:
-    """Replaces each value by its sum over the ranks of a group (`SumOverRanks`). A collective."""
+    """Replaces each value by its sum over the ranks of a group. A collective (`SumOfLoads`).
+
+    values: a tensor of any shape, (E,) for the loads of E experts.
+    group: the ranks; None for the default group.
+    doing: what the sum is for, in words. It is not used here.
+    """
     dist.all_reduce(values, group=group)
 
 
@@ -45,6 +50,8 @@ class DeepSeekGate(TopKRouter):
     bias: buffer (E,) float32, the b_e, part of the state dict. It stays float32 if the module is cast.
     load: buffer (E,) int64, how often each expert was chosen in training mode since the last `update_bias`,
         including choices that the layer drops. It is not part of the state dict.
+    sum_over_ranks: function by which `update_bias` sums ``load``, (E,), over ranks. A layer sets one that
+        raises an error if other ranks do not come to the sum.
 
     Args:
         num_groups, top_groups: neighbouring experts form ``num_groups`` groups of equal size. A token only
@@ -82,7 +89,7 @@ class DeepSeekGate(TopKRouter):
     sequence_length: int | None
 
     saved_scores = 3
-    sum_over_ranks: SumOverRanks = staticmethod(all_reduce)  # a layer sets another function (`SumOverRanks`)
+    sum_over_ranks: SumOfLoads = staticmethod(all_reduce)
     # In bfloat16, a step of 0.001 would be lost in a bias of 1, and a load of 257 would be rounded to 256.
     bias: KeptType = KeptType(torch.float32)
     load: KeptType = KeptType(torch.int64)

@@ -153,7 +153,7 @@ class Trials:
         for module, name, kind in (
             (search, "measure_in_stages", "search"),
             (open_choice, "measure_in_little_memory", "other"),
-            (open_choice, "measure_trials", "other"),
+            (open_choice, "run_trials", "other"),
         ):
             measured = functools.partial(self.measured, getattr(module, name), kind)
             stack.enter_context(mock.patch.object(module, name, measured))

@@ -170,3 +170,19 @@ def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} ({value!r}) must be one of {', '.join(allowed)}")
+
+
+def ranks_in_environment(name: str, default: int) -> int:
+    """Returns the number of ranks that a launcher has written into an environment variable.
+
+    name: the variable, such as LOCAL_WORLD_SIZE, which torchrun sets.
+    default: the result if the variable is not set.
+
+    Raises ValueError if the variable is not a number of at least 1.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name} ({text!r}) must be a number of ranks, at least 1")
+    return int(text)

@@ -15,6 +15,11 @@ ERRORS = {
     "the CPU's allocator": RuntimeError(
         "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
     ),
+    "a kernel": RuntimeError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+    ),
+    "pmoe's extension": RuntimeError("pmoe._cuda: cudaMalloc: cudaErrorMemoryAllocation (2): out of memory"),
+    "a library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "Python": MemoryError(),
     "the system": OSError(12, "Cannot allocate memory"),
 }

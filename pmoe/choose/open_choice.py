@@ -31,7 +31,7 @@ from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
 from pmoe.choose.search import degrees_by_search
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
-from pmoe.choose.trials import TrialBatch, measure_trials
+from pmoe.choose.trials import TrialBatch, run_trials
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.buffers.arena import pool
@@ -256,8 +256,8 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
 
     The prediction uses a profile: the measured rates of this machine. If the measured and the predicted
     seconds differ by more than the factor `WRONG`, rank 0 warns that the profile may be wrong. Nothing is
-    measured if there is no profile, if this profile was compared before, or if trials (timed runs of both
-    passes) may not run. Collective.
+    compared if there is no profile, if this profile was compared before, if trials (timed runs of both
+    passes) may not run, or if a rank runs out of memory in the trial. Collective.
 
     batch: the routed batch, on which the step runs.
     choice: the numbers of chunks and the restore pair that were chosen. The restore pair says how backward
@@ -276,7 +276,10 @@ def _check_profile_with_a_step(batch: TrialBatch, choice: Choice) -> Choice:
     if part is None:
         return choice
     counts = part.counts
-    timed = measure_trials(part, [choice], 1)[choice]
+    times, failed = run_trials(part, [choice], 1)
+    if failed:  # the same on all ranks. Only a comparison is lost, so the step goes on with its choice
+        return choice
+    timed = times[choice]
     seconds = step_seconds(part.sizes, profile, counts.max_tokens, choice)
     [rows] = largest(ranks, x_TM.device, [float(counts.recv.sum())], stage="comparing a profile with a step")
     # The prediction is for even routing; the measured step waits for the rank that receives most rows.

@@ -36,12 +36,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.optimize import nnls
-from torch import Tensor
 
+from pmoe.choose.padded_part import first_padded_tokens
 from pmoe.choose.slots import requested_slots
 from pmoe.choose.trials import (
     Trial,
     TrialBatch,
+    first_inputs,
     measure_trials,
     own_gradients,
     own_peaks,
@@ -646,6 +647,8 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     batch: the routed batch of all tokens.
     share: the fraction of each rank's tokens to take, between 0 and 1, the same on every rank.
     """
+    if batch.orders.padding is not None:
+        return first_padded_tokens(batch, share)
     modules = batch.modules
     inputs = batch.inputs
     orders = batch.orders
@@ -677,15 +680,5 @@ def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     # the rank's own experts stay where they are.
     if orders.modules.copies is not None:
         exchange.num_staying = len(orders.modules.staying)
-    shared_weight = inputs.shared_weight_T
-    part = inputs._replace(
-        x_TM=_first(inputs.x_TM, count),
-        weight_TK=_first(inputs.weight_TK, num_rows),
-        shared_weight_T=None if shared_weight is None else _first(shared_weight, count),
-    )
+    part = first_inputs(inputs, count, num_rows)
     return replace(batch, counts=exchange.finish(), inputs=part, orders=orders, rows_for=None)
-
-
-def _first(tensor: Tensor, count: int) -> Tensor:
-    """Returns the first ``count`` rows of a tensor, detached, but with the tensor's ``requires_grad``."""
-    return tensor.detach()[:count].requires_grad_(tensor.requires_grad)

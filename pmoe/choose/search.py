@@ -176,6 +176,8 @@ def search(
 
     def measure(tried: Sequence[PassDegrees], most_rounds: int) -> dict[PassDegrees, PassTimes]:
         nonlocal lacked_tokens
+        if lacked_tokens:
+            return {}  # results of further trials would have nothing to be compared with
         log.info("pipeline=True tries n=%s for %d tokens a rank", ", ".join(map(str, tried)), max_tokens)
         choices = [Choice(**vars(degrees), restore=restore) for degrees in tried]
         # `times_by_trials` asks for further numbers together with the fastest number so far, so the step will
@@ -200,7 +202,7 @@ def search(
 
     times = times_by_trials(known, max_tokens, numbers, measure, predicted=predicted, apart=apart)
     if lacked_tokens:
-        return None  # what was measured later had nothing to be compared with
+        return None
     times = where_there_is_room(times)
     if not times and too_large:
         # More chunks need less memory, so the numbers of chunks that are larger than all failed numbers are

@@ -53,7 +53,7 @@ from pmoe.planner.degree_search import (
 )
 from pmoe.planner.granularity import PassDegrees
 from pmoe.planner.layer_sizes import LayerSizes
-from pmoe.planner.priced_choices import TriedBy, evaluate, rounded_up, within_budget
+from pmoe.planner.priced_choices import TriedBy, evaluate, rounded_up, roundings_up, within_budget
 from pmoe.planner.profile import Operations, alphas
 from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
@@ -655,8 +655,8 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     remembers the list.
 
     The second result is the number of tokens of the rank with most tokens. It is rounded up, so that batches
-    of similar sizes share a list. If the budget allows no pair for the rounded number, the exact number
-    is used.
+    of similar sizes share a list. If the budget allows no pair for the rounded number, the number is rounded
+    up less (`roundings_up`).
 
     batch: the routed batch.
     restore: the restore pair of the call: how backward gets the rows and the hidden activation.
@@ -671,14 +671,11 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
     if options.budget is None:
         return pairs, rounded_up(max_tokens)
     allowed = modules.cache.choosers
-    for tokens in (rounded_up(max_tokens), max_tokens):
+    choices = all_choices(pairs, [restore])
+    for tokens in roundings_up(max_tokens):
         key = ("within the budget", options, restore, batch.sizes, tokens)
         if key not in allowed:
-            candidates = evaluate(
-                batch.sizes, tokens, all_choices(pairs, [restore]), profile=None, slack=options.slack
-            )
-            if tokens == max_tokens:
-                within_budget(candidates, options.budget)  # raises ValueError if no pair is within the budget
+            candidates = evaluate(batch.sizes, tokens, choices, profile=None, slack=options.slack)
             allowed[key] = [
                 (choice.forward, choice.backward)
                 for choice in candidates
@@ -686,4 +683,6 @@ def _allowed_degrees(batch: TrialBatch, restore: Restore) -> tuple[Sequence[tupl
             ]
         if allowed[key]:
             return allowed[key], tokens
-    raise AssertionError("unreachable: the exact number of tokens has a pair within the budget, or raises")
+    candidates = evaluate(batch.sizes, max_tokens, choices, profile=None, slack=options.slack)
+    within_budget(candidates, options.budget)  # raises ValueError: even the exact number does not fit
+    raise AssertionError("unreachable: no pair is within the budget")

@@ -281,6 +281,26 @@ class TrialBatch:
         return self._orders.plan(self.counts, choice)
 
 
+def first_inputs(inputs: Inputs, count: int, num_rows: int) -> Inputs:
+    """Returns the inputs of a call with only the first tokens, detached from the graph.
+
+    inputs: the inputs of a call.
+    count: number of tokens.
+    num_rows: number of lines of ``weight_TK`` for these tokens: ``count``, unless the gate picks tokens.
+    """
+    shared_weight_T = inputs.shared_weight_T
+    return inputs._replace(
+        x_TM=_first(inputs.x_TM, count),
+        weight_TK=_first(inputs.weight_TK, num_rows),
+        shared_weight_T=None if shared_weight_T is None else _first(shared_weight_T, count),
+    )
+
+
+def _first(tensor: Tensor, count: int) -> Tensor:
+    """Returns the first ``count`` rows of a tensor, detached, but with the tensor's ``requires_grad``."""
+    return tensor.detach()[:count].requires_grad_(tensor.requires_grad)
+
+
 def predicted_peaks(batch: TrialBatch, choices: Sequence[Choice]) -> list[float]:
     """Returns the predicted peak of a step with each choice, in bytes, on the rank that needs the most.
 
@@ -415,20 +435,35 @@ def measure_trials(
 ) -> dict[Choice, PassTimes]:
     """Runs and times both passes with each choice. Returns the seconds of each choice. Collective.
 
+    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
+    warns once.
+
+    The arguments are those of `run_trials`.
+
+    Raises OutOfMemoryError on every rank if no choice is left.
+    """
+    times, failed = run_trials(batch, choices, most_rounds)
+    warn_of_dropped(batch, failed, len(choices))
+    return times
+
+
+def run_trials(
+    batch: TrialBatch, choices: Sequence[Choice], most_rounds: int = MOST_ROUNDS
+) -> tuple[dict[Choice, PassTimes], list[Trial]]:
+    """Runs and times both passes with each choice. Collective.
+
+    Returns the seconds of each choice, and the trials in which some rank ran out of memory. Both are for the
+    same choices on all ranks. The choices of these trials have no seconds.
+
     First a step runs with each choice, to warm up. Then come timed rounds, each with one step of every choice
     that may still be the fastest, until it is clear which choice is (`pmoe.planner.timed_rounds`). After each
     round the ranks agree on the seconds of the slowest rank, so all ranks time the same choices in the next
     round. The bytes that trials send do not count in the layer's statistics of traffic.
 
-    If any rank runs out of memory with a choice, all ranks leave the choice out of the result, and rank 0
-    warns once.
-
     batch: the routed batch.
     choices: the numbers of chunks and restore pairs to try, each once. A restore pair says how backward gets
         the rows and the hidden activation.
     most_rounds: largest number of timed rounds.
-
-    Raises OutOfMemoryError on every rank if no choice is left.
     """
     ranks = batch.modules.ranks
     device = batch.inputs.x_TM.device
@@ -449,8 +484,7 @@ def measure_trials(
 
     times = timed_rounds(choices, run_round, most_rounds)
     vars(traffic).update(vars(traffic_before))
-    warn_of_dropped(batch, [trial for trial in trials.values() if trial.has_failed], len(trials))
-    return times
+    return times, [trial for trial in trials.values() if trial.has_failed]
 
 
 class Trial:

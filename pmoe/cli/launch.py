@@ -9,13 +9,17 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from pmoe.arguments import ranks_in_environment
 from pmoe.cli.arguments import parse_device
 from pmoe.comm.ranks import Ranks
 
 
 def world_size() -> int:
-    """Returns the number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns the number of processes that torchrun started; 1 without torchrun.
+
+    Raises ValueError if WORLD_SIZE is not a number of at least 1.
+    """
+    return ranks_in_environment("WORLD_SIZE", 1)
 
 
 def own_device(text: str) -> torch.device:
@@ -63,7 +67,7 @@ def split_by_node(ranks: Ranks, size: int | None) -> tuple[Ranks | None, Ranks |
     Raises ValueError if ``size`` does not divide the number of ranks.
     """
     if size is None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+        local = ranks_in_environment("LOCAL_WORLD_SIZE", ranks.size)
         size = ranks.size if ranks.size % local else local
     if ranks.size % size:
         raise ValueError(f"--inside ({size}) must divide the number of ranks ({ranks.size})")

@@ -52,7 +52,9 @@ from pmoe.comm.meeting import (
     LAST_PAUSE_SECONDS,
     Meeting,
     left_out,
+    not_waiting,
     other_passes,
+    waiting_in_sum,
 )
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.shared_gpu import shared_gpu_hint
@@ -332,6 +334,57 @@ def reduce_to_largest(values: Tensor, group: dist.ProcessGroup | None) -> None:
     """
     collectives.begun += 1
     wait_for(dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True), group, values.is_cuda)
+
+
+def sum_between_calls(values: Tensor, group: dist.ProcessGroup | None, doing: str) -> None:
+    """Replaces each value by its sum over the ranks of a group, between calls of layers. A collective.
+
+    Statistics and some gates need such sums. A rank may ask for a sum while its peers do not, and call a
+    layer. None of them would ever go on:
+
+        rank 0   waits in the sum                 writes so into the store after `LOOK_AFTER`
+        rank 1   waits in the call of a layer     reads this: both raise
+
+    On a GPU the host does not wait for the sum, and no rank finds out that its peers do not come.
+
+    values: a tensor of any shape, which is overwritten.
+    group: the ranks; None for the default group.
+    doing: what the sum is for, in words, such as "summing statistics".
+
+    Raises RuntimeError on the CPU if a peer does not come to the sum, or has published a failure.
+    """
+    ranks = Ranks(group)
+    if ranks.group is None or ranks.size == 1:
+        return
+    ranks.record.sums += 1
+    with at_stage(doing, ranks):
+        work = dist.all_reduce(values, group=ranks.group, async_op=True)
+        if values.is_cuda or not hasattr(work, "is_completed"):
+            work.wait()
+            return
+        try:
+            work.wait(LOOK_AFTER)
+            return
+        except RuntimeError:
+            pass  # the sum takes longer, or has failed: the next lines find out which
+        members = set(ranks.members)
+        # A peer outside of `ranks` may call a layer in the meantime, and rightly waits for this rank.
+        groups = [
+            (record, known.rank())
+            for known, record in known_groups()
+            if members.issuperset(dist.get_process_group_ranks(known))
+        ]
+        why = (
+            f"waits for other ranks in {doing}, and they do not come: every rank must come to it between the "
+            "same calls of layers"
+        )
+        try:
+            for record, rank in groups:
+                _write(waiting_in_sum(record, rank, ranks.record, why))
+            wait_or_peer_failure(work, ranks.group)
+        finally:
+            for record, rank in groups:
+                _write(not_waiting(record, rank))
 
 
 def wait_for_device(is_done: Callable[[], bool], ranks: Ranks, number: int) -> None:
@@ -658,15 +711,29 @@ def _left_out_hint(ranks: Ranks) -> str:
     )
 
 
-CPU_ALLOCATOR = ("can't allocate memory", "not enough memory")
-"""Texts that distinguish errors of torch's allocator on the CPU from other RuntimeErrors."""
+OUT_OF_MEMORY_TEXTS = (
+    "can't allocate memory",
+    "not enough memory",
+    "error: out of memory",
+    "cudaErrorMemoryAllocation",
+    "_STATUS_ALLOC_FAILED",
+)
+"""Texts that distinguish errors of too little memory from other RuntimeErrors.
+
+Only torch's allocator on a GPU raises `torch.OutOfMemoryError`. The first two texts are of torch's allocator
+on the CPU. "CUDA error: out of memory" comes from pinned memory and from kernels that need memory of their
+own, "cudaErrorMemoryAllocation" from pmoe's extension, and "CUBLAS_STATUS_ALLOC_FAILED" from a library that
+allocates a workspace. The device can still be used after these errors.
+"""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
     """Returns whether an error says that this rank's device or host has too little memory."""
     if isinstance(error, PeerError):  # it quotes the error of another rank
         return False
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in CPU_ALLOCATOR)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error) for text in OUT_OF_MEMORY_TEXTS
+    )
 
 
 def _why_failed(error: RuntimeError, ranks: Ranks) -> str:

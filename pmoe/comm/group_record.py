@@ -53,6 +53,7 @@ class GroupRecord:
         the number of its exchange.
     steps: how many steps of all `pmoe.BoundedSteps` this rank has begun over the group. Equal on all of its
         ranks.
+    sums: how many sums between calls of layers this rank has begun over the group. Equal on all of its ranks.
     begun_before: how many collectives the layers of this process had begun before the group's last exchange
         of row counts.
     open_calls: the calls on the CPU that may still have a backward pass, by their numbers. Numbers ascend.
@@ -89,6 +90,7 @@ class GroupRecord:
     message_bytes: set[int] = field(default_factory=set)
     exchanges: int = 0
     steps: int = 0
+    sums: int = 0
     begun_before: int = 0
     open_calls: dict[int, OpenCall] = field(default_factory=dict)
     thread: threading.Thread | None = None

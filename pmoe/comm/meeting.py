@@ -58,7 +58,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from pmoe.comm.group_record import GroupRecord
+from pmoe.comm.group_record import GroupRecord, known_groups
 
 CURE = (
     "every rank must call backward on the same outputs of the layer as the other ranks, in the same order "
@@ -97,9 +97,9 @@ class Meeting:
         NUMBER/passes     `GroupRecord.passes` of the first rank that came to this meeting
         NUMBER/differ     is set if a rank has come whose digest of passes is a different one
         waiting           is set when a rank has waited for long in any meeting of the group
-        waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has four
+        waiting/RANK      is written by a rank that waits, and emptied when the rank goes on. It has five
                           lines: the call's number, NUMBER, the layers of `GroupRecord.open_calls` in JSON,
-                          and why the rank waits
+                          the sum in which the rank waits (`waiting_in_sum`; "" for none), and why it waits
 
     record: this rank's record of the group.
     why: why this rank waits and what all ranks must do, as the end of a sentence that begins with "rank 3".
@@ -168,10 +168,8 @@ class Meeting:
         Peers read this record with `left_out`. A peer that will not make that call raises an error.
         """
         if not self._is_published:
-            calls = json.dumps({number: call.layer for number, call in self._record.open_calls.items()})
-            text = f"{self._call}\n{self._number}\n{calls}\n{self._why}"
-            self._store.set(f"{self._folder}/waiting/{self._rank}", text)
-            self._store.set(f"{self._folder}/waiting", "")
+            for key, text in _waiting(self._record, self._rank, self._call, self._number, self._why).items():
+                self._store.set(key, text)
             self._is_published = True
 
     @property
@@ -195,6 +193,51 @@ class Meeting:
         return bool(self._store.check([self._key_of_comparison(self._number)]))
 
 
+def _waiting(
+    record: GroupRecord, rank: int, call: int, meeting: int, why: str, in_sum: str = ""
+) -> dict[str, str]:
+    """Returns what a rank writes into the store while it waits, by the keys (`Meeting`).
+
+    record: this rank's record of the group.
+    rank: this rank's number in the group.
+    call, meeting: the numbers of the next call and of the meeting.
+    why: why this rank waits.
+    in_sum: the sum in which this rank waits (`waiting_in_sum`); "" for a meeting.
+    """
+    folder = _folder(record)
+    calls = json.dumps({number: open_call.layer for number, open_call in record.open_calls.items()})
+    text = f"{call}\n{meeting}\n{calls}\n{in_sum}\n{why}"
+    return {f"{folder}/waiting/{rank}": text, f"{folder}/waiting": ""}
+
+
+def waiting_in_sum(record: GroupRecord, rank: int, of_sum: GroupRecord, why: str) -> dict[str, str]:
+    """Returns what a rank writes into the store while it waits in a sum between calls of layers.
+
+    A peer that makes a call in the meantime reads it (`left_out`): neither of the two would ever go on.
+
+    record: this rank's record of a group of layers, whose ranks all take part in the sum.
+    rank: this rank's number in the group.
+    of_sum: this rank's record of the group of the sum.
+    why: what this rank waits for, as the end of a sentence that begins with "rank 3".
+    """
+    in_sum = f"{of_sum.sums} {of_sum.name}"
+    return _waiting(record, rank, record.exchanges + 1, record.meetings + 1, why, in_sum)
+
+
+def not_waiting(record: GroupRecord, rank: int) -> dict[str, str]:
+    """Returns what a rank writes into the store when it goes on after `waiting_in_sum`."""
+    return {f"{_folder(record)}/waiting/{rank}": ""}
+
+
+def _has_come(in_sum: str) -> bool:
+    """Returns whether this rank has begun the sum in which a peer waits.
+
+    in_sum: the number of the sum, and the name of its group; "" for no sum.
+    """
+    number, _, name = in_sum.partition(" ")
+    return any(record.name == name and record.sums >= int(number) for _, record in known_groups())
+
+
 def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[str]:
     """Returns a sentence about each peer that waits for a call in which this rank will not take part.
 
@@ -215,9 +258,9 @@ def left_out(record: GroupRecord, own_rank: int, ranks: Sequence[int]) -> list[s
         text = store.get(key).decode() if store.check([key]) else ""
         if not text:
             continue
-        call, meeting, calls, why = text.split("\n", 3)
-        if int(meeting) <= record.left_meetings:
-            continue  # all ranks came to that meeting: the peer is slow to leave it, and will come, too
+        call, meeting, calls, in_sum, why = text.split("\n", 4)
+        if int(meeting) <= record.left_meetings or _has_come(in_sum):
+            continue  # all ranks came to that meeting or sum: the peer is slow to leave it, and will come
         layers = {int(number): layer for number, layer in json.loads(calls).items()}
         skipped = [number for number in layers if record.has_closed(number)]
         if skipped and int(call) > record.exchanges and why == IN_HOOK:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pmoe.arguments import check_kind, is_int
+from pmoe.arguments import check_kind, is_int, ranks_in_environment
 from pmoe.comm.agreement import gathered
 from pmoe.comm.grid import Grid
 from pmoe.comm.group_options import options_like, share_timeout
@@ -203,12 +203,8 @@ def node_ids(nodes: Nodes, global_ranks: Sequence[int]) -> list[Hashable]:
     Raises ValueError or TypeError if ``nodes`` is invalid.
     """
     if nodes is None:
-        text = os.environ.get(LOCAL_WORLD_SIZE)
-        if text is None:
-            return [0] * len(global_ranks)
-        if not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"{LOCAL_WORLD_SIZE} ({text!r}) must be a number of ranks, at least 1")
-        nodes = int(text)
+        # Without the variable, all ranks are on one node.
+        nodes = ranks_in_environment(LOCAL_WORLD_SIZE, max(global_ranks) + 1)
     if is_int(nodes):
         if nodes < 1:
             raise ValueError(f"nodes ({nodes}) must be at least 1 rank a node")

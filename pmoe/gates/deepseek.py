@@ -8,6 +8,7 @@ Letters: G groups of experts, X experts of a group, B sequences.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,23 @@ from pmoe.gates.base import KeptType, Routing, TopKRouter, without_autocast
 from pmoe.gates.logits import router_logits, router_z_loss
 from pmoe.gates.sigmoid import sigmoid_shares
 from pmoe.kernels.route import top_indices
+
+SumOfLoads = Callable[[Tensor, dist.ProcessGroup | None, str], None]
+"""The type of a function that replaces a tensor by its sum over the ranks of a group, which is a collective.
+
+The third argument says what the sum is for, in words. A layer gives its gate a function that raises an error
+if other ranks do not come to the sum.
+"""
+
+
+def all_reduce(values: Tensor, group: dist.ProcessGroup | None, doing: str) -> None:
+    """Replaces each value by its sum over the ranks of a group. A collective (`SumOfLoads`).
+
+    values: a tensor of any shape, (E,) for the loads of E experts.
+    group: the ranks; None for the default group.
+    doing: what the sum is for, in words. It is not used here.
+    """
+    dist.all_reduce(values, group=group)
 
 
 class DeepSeekGate(TopKRouter):
@@ -32,6 +50,8 @@ class DeepSeekGate(TopKRouter):
     bias: buffer (E,) float32, the b_e, part of the state dict. It stays float32 if the module is cast.
     load: buffer (E,) int64, how often each expert was chosen in training mode since the last `update_bias`,
         including choices that the layer drops. It is not part of the state dict.
+    sum_over_ranks: function by which `update_bias` sums ``load``, (E,), over ranks. A layer sets one that
+        raises an error if other ranks do not come to the sum.
 
     Args:
         num_groups, top_groups: neighbouring experts form ``num_groups`` groups of equal size. A token only
@@ -69,6 +89,7 @@ class DeepSeekGate(TopKRouter):
     sequence_length: int | None
 
     saved_scores = 3
+    sum_over_ranks: SumOfLoads = staticmethod(all_reduce)
     # In bfloat16, a step of 0.001 would be lost in a bias of 1, and a load of 257 would be rounded to 256.
     bias: KeptType = KeptType(torch.float32)
     load: KeptType = KeptType(torch.int64)
@@ -175,7 +196,7 @@ class DeepSeekGate(TopKRouter):
         check_kind((dist.ProcessGroup, type(None)), "None or a process group", group=group)
         self._leave_meta(self.bias.device)
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self.load, group=group)
+            self.sum_over_ranks(self.load, group, "summing the loads of DeepSeekGate.update_bias")
         below_mean_E = self.load.sum() - self.load * self.load.numel()  # exact, in integers
         self.bias.add_(self.update_speed * below_mean_E.sign())
         self.load.zero_()

@@ -22,7 +22,7 @@ from torch import nn
 
 from pmoe.arguments import check_flag, check_kind, check_module
 from pmoe.call.decision import IN_CHUNKS, BalanceReport, RunReport
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import sum_between_calls
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.dense_values import DENSE, SAME_VALUES, dense_values
 from pmoe.engine.buffers.arena import pool
@@ -425,8 +425,7 @@ def _over_ranks(
     numbers.append([float(power) for own in marks for mark in own for power in (mark, mark**2)])
     device = next((parameter.device for layer in layers for parameter in layer.parameters()), "cpu")
     summed = torch.tensor([number for own in numbers for number in own], dtype=torch.float64, device=device)
-    with at_stage("summing statistics", ranks):
-        dist.all_reduce(summed, group=ranks.group)
+    sum_between_calls(summed, ranks.group, "summing statistics")
     *parts, powers = summed.cpu().split([len(own) for own in numbers])
     # n numbers are all equal if and only if n * sum(x**2) = sum(x)**2. So sums are enough to compare the
     # ranks.

@@ -18,11 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pmoe.arguments import check_flag, check_kind, check_not_negative, check_place
+from pmoe.call.module_calls import gate_inside
 from pmoe.call.modules import LayerModules
 from pmoe.call.narrow_pairs import check_narrow
 from pmoe.call.options import LayerOptions, Switches
 from pmoe.comm.base import Combine, Dispatch, Exchange
-from pmoe.comm.failures import publish_construction
+from pmoe.comm.failures import publish_construction, sum_between_calls
 from pmoe.comm.grid import Grid
 from pmoe.comm.ranks import Ranks
 from pmoe.experts import ExpertName, initialise, make_stacked
@@ -30,6 +31,7 @@ from pmoe.experts.base import Experts
 from pmoe.experts.ffn import ActivationName, find_activation
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates import GateName, make_gate
+from pmoe.gates.base import Gate
 from pmoe.ordering.base import Order
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.wire import AS_THEY_ARE
@@ -249,10 +251,21 @@ def make_layer_gate(
         made_gate = make_gate(gate, sizes, capacity_factor, gate_options, factory_options)
         if made_gate.mixes_tokens and capacity_factor is not None:
             raise ValueError(f"capacity_factor ({capacity_factor}) must be None: SoftMoE drops nothing")
-        return made_gate
+        return _with_watched_sums(made_gate)
     from pmoe.decide.custom_gate import check_gate
 
     check_gate(gate, capacity_factor, normalize_gate, z_loss_weight)
+    return _with_watched_sums(gate)
+
+
+def _with_watched_sums(gate: nn.Module) -> nn.Module:
+    """Returns the gate. If it sums its loads over ranks, lets it raise if other ranks do not come to the sum.
+
+    gate: a gate, perhaps inside a wrapper.
+    """
+    inside = gate_inside(gate)
+    if isinstance(inside, Gate) and hasattr(inside, "sum_over_ranks"):  # `DeepSeekGate`
+        inside.sum_over_ranks = sum_between_calls
     return gate
 
 

@@ -228,22 +228,44 @@ def check_routing_shapes(index: Tensor, weights: Tensor, index_name: str, weight
 # ---- layers by their modules
 
 
+MOST_LAYERS = 4
+"""The most layers that are kept for one module. Its calls may alternate between so many sets of options."""
+
+
 @dataclass(eq=False)
 class _Built:
-    """The MoE layer that runs the experts of one module, and the arguments with which it was built.
+    """The MoE layers that run the experts of one module, and the arguments with which they were built.
 
-    made_for: the sizes, group and options with which the layer was built. A new layer is built if a call has
-        other sizes, another group or other options.
-    layer: the layer.
-    turn: a lock, so that only one thread at a time uses the layer. Threads of a server may share a model, but
-        a layer can hold the routing and parameters of only one call.
+    A model may train with other options than it is evaluated with. A call takes the layer with its own
+    options, which remembers what it has measured and compared between the ranks.
+
+    made_for: the sizes, group and options with which ``layer`` was built.
+    layer: the layer of the last call.
+    earlier: other layers, each with its ``made_for``. The one that was used last is at the end.
+    turn: a lock, so that only one thread at a time uses a layer. Threads of a server may share a model, but a
+        layer can hold the routing and parameters of only one call.
     thread: the number of the thread that uses the layer now; None between calls.
     """
 
     made_for: tuple[Any, ...]
     layer: MoELayer
+    earlier: list[tuple[tuple[Any, ...], MoELayer]] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
     thread: int | None = None
+
+    def take(self, made_for: tuple[Any, ...], build: Callable[[], MoELayer]) -> None:
+        """Sets ``layer`` to the layer for other arguments. Builds it if no earlier layer was built with them.
+
+        made_for: the arguments.
+        build: builds a layer with these arguments.
+        """
+        if made_for == self.made_for:
+            return
+        taken = next((place for place, (known, _) in enumerate(self.earlier) if known == made_for), None)
+        layer = build() if taken is None else self.earlier.pop(taken)[1]
+        self.earlier = [*self.earlier, (self.made_for, self.layer)][1 - MOST_LAYERS :]
+        self.made_for = made_for
+        self.layer = layer
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
@@ -284,7 +306,7 @@ def _layer_of(
 ) -> Iterator[MoELayer]:
     """Yields the MoE layer that runs a module's experts, to one thread at a time.
 
-    The layer is built at the module's first call, and built again if sizes, group or options have changed.
+    A layer is built at the module's first call with these sizes, this group and these options.
 
     owner: the module to which the experts belong.
     experts: the module's parameters, as experts that a MoELayer can run.
@@ -307,11 +329,15 @@ def _layer_of(
             "activation or a hook has called them again. Pass another module as owner of the inner call"
         )
     made_for = (sizes, group, _with_types(options))
-    if entry is None or entry.made_for != made_for:
+
+    def build() -> MoELayer:
         ranks = Ranks.single() if group is None else group
-        layer = MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
-        entry = _layers[owner] = _Built(made_for, layer)
+        return MoELayer(*sizes, gate=ExternalGate(), expert=experts, group=ranks, **options)
+
+    if entry is None:
+        entry = _layers[owner] = _Built(made_for, build())
     with entry.turn:
+        entry.take(made_for, build)
         entry.thread = threading.get_ident()
         try:
             yield entry.layer

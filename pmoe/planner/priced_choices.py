@@ -483,21 +483,18 @@ class Chooser:
         if host_is_full:
             choices = without_offload(choices)
         # A choice that stays within the budget for more tokens also stays within it for fewer tokens. So the
-        # number of tokens is rounded up, and decisions are needed for few numbers only. Perhaps no choice
-        # stays within the budget for the rounded number (remembered as None), but a choice does for the exact
-        # number.
-        for tokens in (rounded_up(max_tokens), max_tokens):
+        # number of tokens is rounded up, and decisions are needed for few numbers only. If no choice stays
+        # within the budget for the rounded number (remembered as None), the number is rounded up less.
+        for tokens in roundings_up(max_tokens):
             case = (sizes, tokens, tuple(choices))
             if case not in self._known:
-                try:
-                    self._known[case] = self._fit(*case, profile, tried)
-                except ValueError:
-                    if tokens == max_tokens:
-                        raise
-                    self._known[case] = None
+                has_fitting = self.fits(sizes, tokens, choices)
+                self._known[case] = self._fit(*case, profile, tried) if has_fitting else None
             if (choice := self._known[case]) is not None:
                 return choice
-        raise AssertionError("unreachable: the last number of tokens fits or raises")
+        assert self.budget is not None
+        candidates = evaluate(sizes, max_tokens, choices, profile=None, slack=self.slack, bins=self.bins)
+        return within_budget(candidates, self.budget)  # raises ValueError: even the exact number does not fit
 
     def fits(self, sizes: LayerSizes, tokens: int, choices: Sequence[Choice]) -> bool:
         """Returns whether any choice stays within the memory budget for any routing.
@@ -631,11 +628,24 @@ def _does_less(pair: Restore, other: Restore) -> bool:
     return pair != other and dispatched and hidden
 
 
-def rounded_up(tokens: int) -> int:
-    """Returns a number of tokens, rounded up to three significant binary digits.
+def rounded_up(tokens: int, digits: int = 3) -> int:
+    """Returns a number of tokens, rounded up to some significant binary digits: three by default.
 
     A choice is remembered by this number, so batches of similar size share it. Example: 1000 -> 1024, 1100 ->
     1280.
     """
-    step = 1 << max(tokens.bit_length() - 3, 0)
+    step = 1 << max(tokens.bit_length() - digits, 0)
     return -(-tokens // step) * step
+
+
+def roundings_up(tokens: int) -> list[int]:
+    """Returns a number of tokens rounded up to 3, 4, 5 and more binary digits, at last the number itself.
+
+    It is for choices that may fit only fewer tokens than the coarsest rounding. Numbers just below a limit
+    have few roundings up to the limit: of each number of digits, at most those of one coarser step. So
+    choices for all numbers of tokens are remembered by few numbers.
+
+    Example: 1100 -> [1280, 1152, 1120, 1104, 1100].
+    """
+    digits = range(3, max(tokens.bit_length(), 3) + 1)
+    return list(dict.fromkeys(rounded_up(tokens, number) for number in digits))

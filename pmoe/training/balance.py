@@ -49,7 +49,7 @@ from pmoe.arguments import (
 from pmoe.call.shape_run import is_shape_run
 from pmoe.checkpointing.replay import hidden_from_checkpoints, is_second_pass
 from pmoe.comm.agreement import gathered
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import sum_between_calls
 from pmoe.comm.ranks import Ranks
 from pmoe.gates.base import Gate, Routing
 from pmoe.gates.deepseek import sequence_losses
@@ -544,9 +544,8 @@ class BalanceLoss:
 
     def _all_reduced(self, numbers: Tensor) -> Tensor:
         """Returns the sum over the ranks of a tensor of any shape. A collective."""
-        if self._ranks.group is not None and self._ranks.size > 1:
-            with at_stage("summing expert counts", self._ranks):
-                dist.all_reduce(numbers, group=self._ranks.group)
+        if self._ranks.group is not None:
+            sum_between_calls(numbers, self._ranks.group, "summing expert counts")
         return numbers
 
     def _check_totals(self, totals: StepTotals) -> None:

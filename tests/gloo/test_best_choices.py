@@ -227,11 +227,14 @@ def no_tokens_job(rank: int, world: int) -> tuple[tuple[int, int], int]:
     return (ran.forward, ran.backward), len(stages)
 
 
-def test_without_results_of_the_first_trials_the_rule_gives_n() -> None:
-    """Before, n = 16 was taken, because it was tried next and had nothing to be compared with."""
+def test_without_results_of_the_first_trials_the_rule_gives_n_and_no_more_trials_run() -> None:
+    """Before, n = 16 was taken, because it was tried next and had nothing to be compared with.
+
+    Later, the rule gave n, but only after the trials of n = 16, whose results nobody used.
+    """
     for taken, stages in ranks(2).run(no_tokens_job):
         assert taken == (2, 2)
-        assert stages == 2
+        assert stages == 1
 
 
 def test_one_table_holds_for_all_restore_pairs() -> None:
@@ -336,14 +339,14 @@ def contradicted_job(rank: int, world: int, times: float) -> list[str]:
         sizes = memory_shape(batch.modules)
         seconds = step_seconds(sizes, profile(**lanes), COUNT, each)
         step = times * most * seconds
-        return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}
+        return {each: PassTimes(forward=0.0, backward=step, step=step, runs=2, noise=0.0)}, []
 
     open_choice._compared.clear()
     warn.GIVEN.clear()
     rows_of = (Ranks().name, torch.device("cpu"), tokens(COUNT, rank).dtype)
     with (
         mock.patch.dict(open_choice.PROFILES, {rows_of: profile(**lanes)}),
-        mock.patch.object(open_choice, "measure_trials", tried),
+        mock.patch.object(open_choice, "run_trials", tried),
         warnings.catch_warnings(record=True) as given,
     ):
         warnings.simplefilter("always")

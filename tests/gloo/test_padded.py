@@ -6,7 +6,9 @@ Letters: T tokens, M = d_model, E experts, W ranks.
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import tempfile
 import time
 from typing import Any
 from unittest import mock
@@ -17,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.choose import search, trials
 from pmoe.decide import begin, padded_counts
 from pmoe.engine.lanes.cuda import CudaLanes
+from pmoe.measure import profile
 from pmoe.schedule.restore import ALL_PAIRS
 from tests import kit
 from tests.gloo import streams, test_streams
@@ -29,6 +33,8 @@ from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
 from tests.reference import Definition, relative_error
 
 FACTOR, TOKENS = 0.7, 9
+MANY_TOKENS = 2048
+"""Enough tokens for trials."""
 
 
 def build(world: int, **options: Any) -> pmoe.MoELayer:
@@ -132,6 +138,46 @@ def test_other_experts_and_schedules_equal_the_layer_without_padding() -> None:
             {"pipeline": True},
         ],
     )
+
+
+def searching_job(rank: int, world: int, options: dict[str, Any]) -> tuple[float, set[int]]:
+    """Compares a step that searches with the layer without padding.
+
+    Returns the largest relative error, and the numbers of tokens on which trials ran.
+    """
+    sizes = set()
+    run = trials.Trial.run
+
+    def counted(trial: trials.Trial) -> tuple[float, float]:
+        sizes.add(trial.batch.inputs.x_TM.shape[0])
+        return run(trial)
+
+    search._LEARNED.clear()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, PMOE_CACHE=folder),
+        mock.patch.dict(profile.PROFILES, clear=True),
+        mock.patch.object(trials.Trial, "run", counted),
+    ):
+        found = step(build(world, pad_to_capacity=True, **options), rank, MANY_TOKENS)
+    search._LEARNED.clear()
+    expected = step(build(world, capacity_factor=options["capacity_factor"]), rank, MANY_TOKENS)
+    return max(relative_error(found[name], expected[name]) for name in expected), sizes
+
+
+@pytest.mark.parametrize("factor", [1.25, 0.5])
+@pytest.mark.parametrize(
+    "options",
+    [{"pipeline": True, "memory_reuse": "S4"}, {"pipeline": "solve", "memory_reuse": True}],
+    ids=["True", "solve"],
+)
+def test_a_step_that_searches_on_a_part_of_the_batch_equals_the_layer_without_padding(
+    options: dict[str, Any], factor: float
+) -> None:
+    """Before, padded rows were taken for tokens when trials ran on a part of the batch: a RuntimeError."""
+    for error, sizes in ranks(2).run(searching_job, {**options, "capacity_factor": factor}):
+        assert error <= 1e-12
+        assert 0 < min(sizes) < MANY_TOKENS
 
 
 def linear() -> nn.Module:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pmoe
+from pmoe.cli import launch
 from pmoe.engine.buffers.arena import DevicePool
 from pmoe.engine.buffers.host_pool import HostPool
 from tests import fresh
@@ -128,6 +129,19 @@ def test_trim_while_a_pass_runs_is_an_error_and_after_it_none(device: DevicePool
     ):
         layer(tokens(0))
     pmoe.pool().trim()
+
+
+@pytest.mark.parametrize("text", ["0", "-2", "", "two"])
+def test_a_wrong_number_of_ranks_from_a_launcher_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a layer that offloads raised "integer division or modulo by zero", or named no variable."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ValueError, match=rf"LOCAL_WORLD_SIZE \('{text}'\) must be a number of ranks"):
+        HostPool(torch.device("cpu"))
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(ValueError, match=rf"WORLD_SIZE \('{text}'\) must be a number of ranks"):
+        launch.world_size()
+    monkeypatch.delenv("WORLD_SIZE")
+    assert launch.world_size() == 1
 
 
 def test_trim_gives_pages_back_to_the_system_and_leaves_what_is_held() -> None:

@@ -140,6 +140,37 @@ def test_an_option_that_is_wrong_in_a_later_call_is_named_on_the_short_way_too()
             pmoe.run_experts(owner, x, index, weights, **owner.arguments(), pipeline=10**9)
 
 
+def test_calls_that_alternate_between_options_use_two_layers_again() -> None:
+    """Before, a layer was built at each change of options, and had to measure and compare everything again.
+
+    This is the case of a model that is evaluated with other options than it is trained with.
+    """
+    owner = Owner("gelu", bias=True, transposed=False)
+    used = []
+    outputs = []
+    for number in range(6):
+        options: dict[str, Any] = {"pipeline": 2, "memory_reuse": "S4"} if number % 2 else {"pipeline": 1}
+        y = pmoe.run_experts(owner, *routed(), **owner.arguments(), **options)
+        y.sum().backward()
+        outputs.append(y.detach())
+        used.append(run_experts.layers(owner)[""])
+    assert used[0] is used[2] is used[4] and used[1] is used[3] is used[5] and used[0] is not used[1]
+    assert all(relative_error(y, outputs[0]) < 1e-12 for y in outputs)
+    with pytest.raises(ValueError, match=r"pipeline \(0\) must be"):
+        pmoe.run_experts(owner, *routed(), **owner.arguments(), pipeline=0)
+    assert run_experts.layers(owner)[""] is used[-1]
+
+
+def test_of_many_options_the_layers_of_the_last_ones_are_kept() -> None:
+    owner = Owner("gelu", bias=True, transposed=False)
+    first = None
+    for n in (*range(1, run_experts.MOST_LAYERS + 2), 1):
+        pmoe.run_experts(owner, *routed(), **owner.arguments(), pipeline=n)
+        first = first or run_experts.layers(owner)[""]
+    assert len(run_experts._layers[owner].earlier) == run_experts.MOST_LAYERS - 1
+    assert run_experts.layers(owner)[""] is not first
+
+
 def test_statistics_of_the_short_way_are_those_of_the_call_if_its_index_is_overwritten() -> None:
     owner = Owner("swiglu", bias=False, transposed=False).eval()
     x, index, weights = routed_without_gradients()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pmoe.arguments import ranks_in_environment
 from pmoe.schedule.buffer_sizes import ALIGNMENT, aligned
 
 
@@ -104,7 +105,7 @@ class HostPool:
         self._blocks: list[_Block] = []
         self._blocks_of_size: dict[int, list[_Block]] = {}  # the same blocks, by the bytes of their storage
         self._lock = threading.Lock()
-        self.limit_bytes = _available_bytes() // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.limit_bytes = _available_bytes() // 2 // ranks_in_environment("LOCAL_WORLD_SIZE", 1)
         self._in_use = 0
         self.peak_bytes = 0
 

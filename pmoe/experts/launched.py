@@ -103,18 +103,20 @@ class LaunchedExperts:
     The object has the methods of `Experts` that compute products, with the same arguments and results. If
     pmoe's kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
 
-    stacked: the experts.
-    parameters: the tensors to compute with (`StackedExperts.operands`).
+    stacked: the experts. Kernels must be able to compute their nonlinearity.
+    weights: the tensors to compute with (`StackedExperts.weights`).
     rows: a tensor with the dtype and device of the pass's rows.
     kernels: the GPU architecture for which the kernels were compiled, "sm_90a" or "sm_80".
     """
 
     def __init__(
-        self, stacked: StackedExperts, parameters: Sequence[Tensor], rows: Tensor, kernels: str
+        self,
+        stacked: StackedExperts,
+        weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        rows: Tensor,
+        kernels: str,
     ) -> None:
-        w1, w2, b1, b2 = stacked.weights(parameters)
-        activation = stacked.fused_activation
-        assert activation is not None
+        w1, w2, b1, b2 = weights
         self._stacked = stacked
         self._device = rows.device
         self._b2 = b2
@@ -129,9 +131,8 @@ class LaunchedExperts:
         self._experts = w1.shape[0]
         self._weights = w1, w2, b1, None if stacked.shard.index else b2
         self._rows = rows
-        self._activation = ACTIVATIONS[activation]
+        self._activation = ACTIVATIONS[stacked.activation]
         self._takes_rows: dict[int, bool] = {}
-        self._num_dots = num_row_dots(kernels, self._width, w1.shape[2], self._activation)
 
     def _product(
         self,
@@ -233,6 +234,11 @@ class LaunchedExperts:
         return self._product(
             "input", model, hidden, b=w1.data_ptr(), a_stride=hidden, d_stride=model, n=model, k=hidden
         )
+
+    @functools.cached_property
+    def _num_dots(self) -> int:
+        """The number of partial sums in which backward's first product stores the inner product of a row."""
+        return num_row_dots(self._kernels, self._width, self._weights[0].shape[2], self._activation)
 
     @functools.cached_property
     def _of_w1(self) -> PreparedProduct:
@@ -471,14 +477,15 @@ def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> La
     kernels = kernels_for(experts, rows.device, rows.dtype)
     if kernels is None or not isinstance(experts, StackedExperts):
         return None
-    w1, w2, b1, b2 = experts.weights(parameters)
+    weights = experts.weights(parameters)
+    w1, w2, _, _ = weights
     sizes = {"d_model": w1.shape[2], "hidden": w2.shape[2]}
     if layout_problem(rows.dtype, **sizes) is not None or rows.shape[-1] != w1.shape[2]:
         return None
-    for tensor in (w1, w2, b1, b2):
+    for tensor in weights:
         if tensor is not None and not _is_readable(tensor, rows):
             return None
-    return LaunchedExperts(experts, parameters, rows, kernels)
+    return LaunchedExperts(experts, weights, rows, kernels)
 
 
 def kernels_for(experts: object, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -157,21 +157,21 @@ class Forward(Pass):
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = SavedUnit(hidden=hidden, recipe=recipe)
+            kept = SavedUnit(rows_NM if restore.dispatched == "keep" else None, hidden, recipe)
             self.saved.kept[unit] = self.kept_for_backward(unit, kept, rows_NM, changed)
 
     def kept_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> SavedUnit:
-        """Returns ``kept`` with the experts' input T_DI, if the layer keeps it on the device.
+        """Returns the tensors of one task that are saved for backward: in this class ``kept`` itself.
 
-        The subclass `OffloadingForward` overrides this method, and copies tensors to the host.
+        Subclasses override this method. `OffloadingForward` copies tensors to the host, for example.
 
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
-        kept: the record for backward, which has the hidden activation T_M but not T_DI yet.
+        kept: the tensors that stay on the device according to the restore pair.
         rows_NM: (N, M), the N rows of T_DI, with M = d_model columns.
         changed: whether a user's module changed rows_NM in place.
         """
-        return kept._replace(rows_NM=rows_NM) if self.plan.restore.dispatched == "keep" else kept
+        return kept
 
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
         """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.

@@ -16,7 +16,7 @@ from torch import Tensor
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
-from pmoe.engine.plan.plan import Plan
+from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.base import ExpertRows, Experts
 from pmoe.experts.launched import LaunchedExperts, launched
 from pmoe.experts.with_copies import ExpertsWithCopies
@@ -38,7 +38,10 @@ class _OnCuda(Pass):
     reads_source: whether these kernels can read the rows of the pass's input.
     experts: the layer's experts, or an object that launches their matrix products directly.
     direct: the object that launches their products directly; None if it cannot compute this pass. It is made
-        before the buffers are allocated, because it needs fewer of them (`places_results`).
+        before the buffers are allocated, because it needs fewer of them.
+    places_results: whether the experts' last product stores all results in the order in which rows arrived.
+        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
+        buffer that is sent back, so no copy has to undo the sorting, and results have no sorted form.
     """
 
     moves: RowMoves | None
@@ -47,18 +50,21 @@ class _OnCuda(Pass):
     weight_sorted: Tensor
     experts: Experts | LaunchedExperts | ExpertsWithCopies
     direct: LaunchedExperts | None
+    places_results: bool
 
-    @functools.cached_property
-    def places_results(self) -> bool:
-        """Whether the experts' last product stores all results in the order in which rows arrived.
+    def take_products(
+        self, modules: PassModules, pass_plan: PassPlan, parameters: Sequence[Tensor], rows: Tensor
+    ) -> None:
+        """Sets `direct` and `places_results`. Called before the buffers are allocated.
 
-        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
-        buffer that is sent back, so no copy has to undo the sorting, and results have no sorted form.
+        modules, pass_plan: the layer's modules, and the plan of this pass.
+        parameters: the tensors with which the experts compute.
+        rows: a tensor with the dtype and device of the pass's rows.
         """
-        modules = self.plan.modules
+        self.direct = launched(modules.experts, parameters, rows)
         computes_alone = modules.copies is None and modules.products is None
         # With send_once=True, results of one arrived row are summed before they are sent back.
-        return self.direct is not None and computes_alone and self.pass_plan.once is None
+        self.places_results = self.direct is not None and computes_alone and pass_plan.once is None
 
     @property
     def sizes_type(self) -> Callable[..., BufferSizes]:  # type: ignore[override]
@@ -222,7 +228,7 @@ class _OnCuda(Pass):
         first_row = 0
         if home is None:
             home = self.temporary(self.home_name, i)
-            first_row = self.pass_plan.home[i].start
+            first_row = self.pass_plan.chunks[i].sent.start
         rows_NM = home[:-1] if self.pass_plan.has_drops else home
         self.moves.sum(rows_NM, self.positions[i], first_row, out_TM)
         if self.shared_TM is not None:
@@ -238,7 +244,7 @@ class CudaForward(_OnCuda, Forward):
     unsorted: set[int]
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
-        self.direct: LaunchedExperts | None = launched(plan.modules.experts, inputs.parameters, inputs.x_TM)
+        self.take_products(plan.modules, plan.forward, inputs.parameters, inputs.x_TM)
         super().__init__(plan, inputs, keep)
         self.take_kernels()
         self.unsorted = set()
@@ -352,7 +358,7 @@ class CudaBackward(_OnCuda, Backward):
     grad_weight_home: Tensor
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
-        self.direct: LaunchedExperts | None = launched(plan.modules.experts, saved.inputs.parameters, grad_TM)
+        self.take_products(plan.modules, plan.backward, saved.inputs.parameters, grad_TM)
         super().__init__(plan, grad_TM, saved)
         self.take_kernels()
         self.grad_of_piece = {}

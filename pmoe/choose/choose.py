@@ -61,7 +61,7 @@ def choose(
             inputs.autocast_for(modules.experts),
             publishing_failures(modules.ranks, "the choice of n and of the restore pair"),
         ):
-            if measure_products_of(modules, counts, inputs):
+            if measure_products_of(modules, counts, inputs) and inputs.x_TM.is_cuda:
                 known[_products_key(modules, counts, inputs)] = True
             if is_open:
                 return choose_among(TrialBatch(modules, counts, inputs, orders, rows_for), restore)

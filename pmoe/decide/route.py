@@ -163,6 +163,9 @@ def run_gate(call: Call, x_TM: Tensor, rows_dtype: torch.dtype) -> CheckedRoutin
     # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
     # cannot be used.
     if by_kernels is not None and keep is None:
+        is_changed = is_again or routing is not by_kernels.routing or fault is not by_kernels.fault
+        if not is_changed:
+            return by_kernels
         return by_kernels._replace(routing=routing, fault=fault, is_again=is_again)
     checked_routing = Routing(
         expert=routing.expert,

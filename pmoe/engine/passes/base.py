@@ -143,7 +143,7 @@ class Inputs(NamedTuple):
         """
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         shared_start = len(self.parameters)
-        hooks_start = len(self.parameters) + len(self.shared_parameters)
+        hooks_start = shared_start + len(self.shared_parameters)
         return Inputs(
             x_TM=x_TM,
             weight_TK=weight_TK,

@@ -34,6 +34,10 @@ class Scalars(NamedTuple):
     copies: Tensor
 
 
+NOTHING_KEPT = SavedUnit()
+"""The record of tasks of which nothing is saved for backward."""
+
+
 class Forward(Pass):
     """The forward pass of a call.
 
@@ -48,6 +52,7 @@ class Forward(Pass):
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
     has_recipes: whether the experts override `Experts.recipe` and backward may need its result.
+    keeps_nothing: whether backward makes everything again that its tasks need, so that they share a record.
     scalars: the messages with one number for each row. The first message carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
@@ -74,6 +79,8 @@ class Forward(Pass):
         self.saved = ForwardState(inputs=inputs)
         overrides_recipe = type(plan.modules.experts).recipe is not Experts.recipe
         self.has_recipes = keep and plan.restore.hidden != "keep" and overrides_recipe
+        makes_again = plan.restore.dispatched == "communicate" and plan.restore.hidden == "recompute"
+        self.keeps_nothing = keep and makes_again and not self.has_recipes
         if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
@@ -153,7 +160,9 @@ class Forward(Pass):
         version = rows_NM._version if recipe is not None else 0
         keeps = self.keep and restore.hidden != "recompute"
         _, hidden = self.experts.compute(expert_rows, weight_N, keep=keeps)
-        if self.keep:
+        if self.keeps_nothing:
+            self.saved.kept[unit] = NOTHING_KEPT
+        elif self.keep:
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)

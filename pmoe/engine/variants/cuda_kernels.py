@@ -18,7 +18,7 @@ from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.base import ExpertRows, Experts
-from pmoe.experts.launched import LaunchedExperts, launched
+from pmoe.experts.launched import LaunchedExperts, is_dense, launched
 from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
@@ -297,7 +297,7 @@ class CudaForward(_OnCuda, Forward):
         out_NM = self.home_rows(j, piece.rows)
         unit = (j, "_L")
         reader = self.reader_of_tokens
-        if reader is not None and reader.takes(piece.groups.num_rows, self.source_TM, out_NM):
+        if reader is not None and reader.takes(piece.groups.num_rows, out_NM):
             slots = RowSlots(self.pass_plan.slot[piece.rows], self.plan.top_k)
             space = functools.partial(self.place, unit)
             expert_rows = ExpertRows(
@@ -318,8 +318,8 @@ class CudaForward(_OnCuda, Forward):
     @functools.cached_property
     def reader_of_tokens(self) -> LaunchedExperts | None:
         """The experts, if their first product may load rows that stay directly from the tokens; else None."""
-        has_slots = self.pass_plan.slot.dtype == torch.int32
-        return self._reader(self.plan.top_k) if has_slots else None
+        reader = self._reader(self.plan.top_k) if self.pass_plan.slot.dtype == torch.int32 else None
+        return reader if reader is not None and is_dense(self.source_TM) else None
 
     @functools.cached_property
     def reader_of_arrived(self) -> LaunchedExperts | None:

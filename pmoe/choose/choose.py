@@ -77,6 +77,6 @@ def _products_key(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> 
 
     Numbers of rows up to the same power of two have the same key, because they share their kernels.
     """
-    sent = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
-    buckets = [(rows - 1).bit_length() for rows in (sent, counts.max_tokens)]  # the shared expert's rows last
-    return ("products timed", inputs.x_TM.dtype, inputs.x_TM.device, *buckets, counts.needs_grad)
+    num_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
+    buckets = ((num_rows - 1).bit_length(), (counts.max_tokens - 1).bit_length())  # the shared expert's last
+    return ("products timed", inputs.x_TM.dtype, inputs.x_TM.device, buckets, counts.needs_grad)

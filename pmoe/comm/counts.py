@@ -811,24 +811,27 @@ class CountsExchange:
         if self._ranks.size > 1 and not self._ranks.number:
             self._ranks.take_number(self._sent[0].nbytes)
         self.tokens_W = headers[:, 0]
-        send, sent_once = self._split(own)
-        recv, received_once_host = self._split(arrived)
-        recv_device, received_once = self._split(device_FWX)
+        once: dict[str, Tensor] = {}
+        if self._counted_once:  # of each rank's counts, the last is that of rows that are sent only once
+            once["sent_once"] = own[..., -1]
+            once["received_once"] = arrived[..., -1]
+            once["received_once_device"] = device_FWX[..., -1]
+            own = own[..., :-1]
+            arrived = arrived[..., :-1]
+            device_FWX = device_FWX[..., :-1]
         shared = RankCounts(
-            send=send,
-            recv=recv,
-            recv_device=recv_device,
+            send=own,
+            recv=arrived,
+            recv_device=device_FWX,
             max_tokens=max_tokens,
             needs_grad=mode >= WANTS_GRADIENTS,
             depth={} if self._slots is None else self._slots.agreed(others),
             host_shortage=bool(host_shortage),
             sorts_results=bool(kind & SORTS_RESULTS),
             max_rows=max_rows if self._asks_max_rows and not irregular else None,
-            sent_once=sent_once,
-            received_once=received_once_host,
-            received_once_device=received_once,
             messages=self._messages,
             relayed=(counts[0], counts[1]) if counts else None,
+            **once,
         )
         return shared if self._loads is None else self._loads.read(shared, others)
 
@@ -857,7 +860,7 @@ class CountsExchange:
 
         - (F, W, X) on the device: the counts that this rank received from each of W ranks for each of F bins
           (equal ranges of tokens). The X counts are the rows for each expert of this rank. If a token is sent
-          only once to a rank, one more count follows: the number of rows that are sent (`_split`).
+          only once to a rank, one more count follows: the number of rows that are sent.
         - A list of tensors on the host: the counts that this rank sent; the counts that it received; the
           headers (`HEADER` numbers about each rank, such as its number of tokens and its fault); the numbers
           on which ranks agree (`_agree`); and the numbers of rows that this rank passes on (`_relay`).
@@ -874,7 +877,7 @@ class CountsExchange:
                 device_FWX = self._grid.by_arrival(device_FWX)
             device_FWX = device_FWX.long()
             headers = self._received[:, :HEADER]
-        recv_FWE, _ = self._split(device_FWX)
+        recv_FWE = device_FWX[..., :-1] if self._counted_once else device_FWX
         agreed = self._agree(recv_FWE, headers)
         relayed = self._relay(device_FWX)
         on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
@@ -884,20 +887,6 @@ class CountsExchange:
         flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
         on_host = flat.split([tensor.numel() for tensor in on_device])
         return device_FWX, [values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)]
-
-    def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Separates two sorts of counts: rows for each expert, and rows that are sent only once.
-
-        counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
-            E_local of the X counts are rows for each expert of a rank. If a token is sent only once to a rank
-            that holds several of its experts, one more count follows: the number of rows that are sent.
-
-        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once. The second
-        result is None if a token is sent separately for each of its experts.
-        """
-        if not self._counted_once:
-            return counts_FRX, None
-        return counts_FRX[..., :-1], counts_FRX[..., -1]
 
     def _relay(self, device_FWX: Tensor) -> list[Tensor]:
         """Returns how many rows this rank passes on for other ranks in dispatch and in combine.

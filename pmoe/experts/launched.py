@@ -53,15 +53,20 @@ class PreparedProduct:
         implementation is chosen for this request.
     device: the device that computes.
     fields: the arguments of a launch that do not depend on the rows.
+    start: the function of the extension that launches the kernel.
     """
 
     def __init__(
-        self, request: Callable[[int], ProductRequest], device: torch.device, fields: dict[str, Any]
+        self,
+        request: Callable[[int], ProductRequest],
+        device: torch.device,
+        fields: dict[str, Any],
+        start: Callable[..., None],
     ) -> None:
         self._request = request
         self._device = device
         self._fields = fields
-        self._start = extension.module().grouped_gemm
+        self._start = start
         self._is_chosen: dict[int, bool] = {}
 
     def takes(self, num_rows: int, *rows: Tensor) -> bool:
@@ -131,6 +136,7 @@ class LaunchedExperts:
         self._experts = w1.shape[0]
         self._weights = w1, w2, b1, None if stacked.shard.index else b2
         self._rows = rows
+        self._start = extension.module().grouped_gemm
         self._activation = ACTIVATIONS[stacked.activation]
         self._takes_rows: dict[int, bool] = {}
 
@@ -168,7 +174,10 @@ class LaunchedExperts:
 
         fields |= fields_for_all(self._kernels, FORMS[form], rows, epilogue)
         return PreparedProduct(
-            request, rows.device, {**fields, "experts": self._experts, "bias": address(bias)}
+            request,
+            rows.device,
+            {**fields, "experts": self._experts, "bias": 0 if bias is None else bias.data_ptr()},
+            self._start,
         )
 
     @functools.cached_property

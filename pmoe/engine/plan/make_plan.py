@@ -288,12 +288,9 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
     received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     num_tokens = [end - begin for begin, end in itertools.pairwise(token_bounds)]
-    slot_bounds = [end * top_k for end in token_bounds]
     lines = num_tokens  # of `expert_TK`, by chunk
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
-        num_slots = send_nPE.sum((1, 2)).tolist()
-        slot_bounds = [0, *itertools.accumulate(num_slots)]
-        lines = [number // top_k for number in num_slots]
+        lines = [number // top_k for number in send_nPE.sum((1, 2)).tolist()]
     # The values for a single rank, which sends nothing.
     sent_by_chunk = come_by_chunk = [[0]] * n
     by_expert = [[0] * send_nPE.shape[2]] * n
@@ -359,12 +356,14 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     chunks = []
     pieces: Sequence[LocalChunk] = []
     first_row = 0
+    first_slot = 0
     for i, come_W in enumerate(come_by_chunk):
+        end_slot = first_slot + lines[i] * top_k
         recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
-                slots=slice(slot_bounds[i], slot_bounds[i + 1]),
+                slots=slice(first_slot, end_slot),
                 sent=slice(first_row, first_row + num_sent[i]),
                 send_rows=tuple(sent_by_chunk[i]),
                 recv_rows=recv_rows,
@@ -375,6 +374,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
             )
         )
         first_row += num_sent[i]
+        first_slot = end_slot
         # The order of `sort_rows`: if there is a piece for each chunk, piece i follows the rows that chunk i
         # sends. If there are fewer pieces than chunks, all pieces follow the rows of the last chunk.
         following_pieces = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
@@ -503,7 +503,7 @@ def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCount
     come_W = bins.recv.sum((0, 2)).tolist()
     if bypass_local:
         come_W[rank] = 0
-    are_several = _are_several(come_W)
+    are_several = len(come_W) - come_W.count(0) > 1  # `_are_several` without a call
     num_pieces = orders.num_pieces(n)
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
     return messages.order(

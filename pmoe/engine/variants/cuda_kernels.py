@@ -42,6 +42,8 @@ class _OnCuda(Pass):
     places_results: whether the experts' last product stores all results in the order in which rows arrived.
         The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
         buffer that is sent back, so no copy has to undo the sorting, and results have no sorted form.
+    weight_of_pieces: the routing weights of each block of the rows that stay on this rank, (rows of the
+        block,) each.
     """
 
     moves: RowMoves | None
@@ -51,6 +53,7 @@ class _OnCuda(Pass):
     experts: Experts | LaunchedExperts | ExpertsWithCopies
     direct: LaunchedExperts | None
     places_results: bool
+    weight_of_pieces: Sequence[Tensor]
 
     def take_products(
         self, modules: PassModules, pass_plan: PassPlan, parameters: Sequence[Tensor], rows: Tensor
@@ -106,21 +109,24 @@ class _OnCuda(Pass):
 
         numbers: (rows,), a number for each row of this rank, in the order of `KernelOrder`.
         """
-        sizes = [piece.groups.num_rows for piece in self.pass_plan.pieces]
-        return numbers[numbers.shape[0] - sum(sizes) :].split_with_sizes(sizes) if sizes else ()
-
-    @functools.cached_property
-    def weight_of_pieces(self) -> Sequence[Tensor]:
-        """The routing weights of each block of the rows that stay on this rank, (rows of the block,) each."""
-        if self.weight_by_number is None:
-            return [self.weight_sorted[piece.rows] for piece in self.pass_plan.pieces]
-        return self.pieces_of(self.weight_by_number)
+        if not self.pass_plan.pieces:
+            return ()
+        sizes = self.pass_plan.rows.local
+        return numbers[numbers.shape[0] - sum(sizes) :].split_with_sizes(sizes)
 
     @functools.cached_property
     def weight_by_number(self) -> Tensor | None:
         """Routing weights of this rank's rows in the order `PassPlan.by_kernel`; None if that is None."""
         by_kernel = self.pass_plan.by_kernel
         return None if by_kernel is None else by_kernel.sort(self.weight)
+
+    def take_weights(self) -> None:
+        """Sets `weight_of_pieces`. Called when the order of the rows and their weights are known."""
+        by_number = self.weight_by_number
+        if by_number is None:
+            self.weight_of_pieces = [self.weight_sorted[piece.rows] for piece in self.pass_plan.pieces]
+        else:
+            self.weight_of_pieces = self.pieces_of(by_number)
 
     def run_schedule(self) -> None:
         counters = zeroed_of_thread.set(self.pass_plan.counters)
@@ -247,6 +253,7 @@ class CudaForward(_OnCuda, Forward):
         self.take_products(plan.modules, plan.forward, inputs.parameters, inputs.x_TM)
         super().__init__(plan, inputs, keep)
         self.take_kernels()
+        self.take_weights()
         self.unsorted = set()
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
@@ -365,6 +372,7 @@ class CudaBackward(_OnCuda, Backward):
         self.gathered = set()
         self.grad_by_number = None
         if self.weight_by_number is not None:
+            self.take_weights()
             self.grad_by_number = torch.empty_like(self.weight_by_number)
             if self.pass_plan.weights is not None:
                 self.grad_weight_home = self.grad_by_number[: self.weight_message.slot.shape[0]]

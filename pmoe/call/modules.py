@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,9 +206,8 @@ class LayerModules(PassModules):
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
         # As `parameters_own_first`, without a call. Walks through submodules begin only if they are needed.
-        own = self.experts._parameters.values()
         walks = map(_parameters_of, (self.experts, self.gate))
-        for parameter in itertools.chain(own, itertools.chain.from_iterable(walks)):
+        for parameter in chain(self.experts._parameters.values(), chain.from_iterable(walks)):
             if parameter is not None and parameter.is_floating_point():
                 return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
         return None
@@ -234,10 +233,10 @@ class LayerModules(PassModules):
             return False
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
         # As `parameters_own_first`, without a call.
-        own = self.experts._parameters.values()
         modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
         walks = map(_parameters_of, [module for module in modules if module is not None])
-        for operand in itertools.chain(tensors, own, hooks, itertools.chain.from_iterable(walks)):
+        own = self.experts._parameters.values()
+        for operand in chain(tensors, own, hooks, chain.from_iterable(walks)):
             if operand is not None and operand.requires_grad:
                 return True
         return self.experts.asks_for_gradients()

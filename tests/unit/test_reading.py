@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pmoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MOST_FUNCTIONS = 190
+MOST_FUNCTIONS = 187
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
 MOST_LINES = 1125

@@ -288,9 +288,11 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
     received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     num_tokens = [end - begin for begin, end in itertools.pairwise(token_bounds)]
-    lines = num_tokens  # of `expert_TK`, by chunk
+    num_lines = num_tokens  # lines of `expert_TK`, by chunk
+    line_bounds = token_bounds
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
-        lines = [number // top_k for number in send_nPE.sum((1, 2)).tolist()]
+        num_lines = [number // top_k for number in send_nPE.sum((1, 2)).tolist()]
+        line_bounds = [0, *itertools.accumulate(num_lines)]
     # The values for a single rank, which sends nothing.
     sent_by_chunk = come_by_chunk = [[0]] * n
     by_expert = [[0] * send_nPE.shape[2]] * n
@@ -356,14 +358,12 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     chunks = []
     pieces: Sequence[LocalChunk] = []
     first_row = 0
-    first_slot = 0
     for i, come_W in enumerate(come_by_chunk):
-        end_slot = first_slot + lines[i] * top_k
         recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
-                slots=slice(first_slot, end_slot),
+                slots=slice(line_bounds[i] * top_k, line_bounds[i + 1] * top_k),
                 sent=slice(first_row, first_row + num_sent[i]),
                 send_rows=tuple(sent_by_chunk[i]),
                 recv_rows=recv_rows,
@@ -374,7 +374,6 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
             )
         )
         first_row += num_sent[i]
-        first_slot = end_slot
         # The order of `sort_rows`: if there is a piece for each chunk, piece i follows the rows that chunk i
         # sends. If there are fewer pieces than chunks, all pieces follow the rows of the last chunk.
         following_pieces = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
@@ -405,7 +404,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
         position=position,
         rows=_buffer_rows(chunks, pieces, num_sent, has_drops=has_drops, sends_once=once is not None),
         num_tokens=num_tokens,
-        positions=position.view(-1, top_k).split_with_sizes(lines),
+        positions=position.view(-1, top_k).split_with_sizes(num_lines),
         has_drops=has_drops,
         once=once,
         by_kernel=None if order is None else _kernel_order(order, orders.weight),

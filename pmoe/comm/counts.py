@@ -811,7 +811,7 @@ class CountsExchange:
         if self._ranks.size > 1 and not self._ranks.number:
             self._ranks.take_number(self._sent[0].nbytes)
         self.tokens_W = headers[:, 0]
-        once: dict[str, Tensor] = {}
+        once: dict[str, Any] = {}
         if self._counted_once:  # of each rank's counts, the last is that of rows that are sent only once
             once["sent_once"] = own[..., -1]
             once["received_once"] = arrived[..., -1]

@@ -511,7 +511,8 @@ def kernels_for(experts: Any, device: torch.device, dtype: torch.dtype) -> str |
     experts: the layer's experts.
     device, dtype: of the pass's rows.
     """
-    if not _computes_as_stacked(type(experts)) or experts.fused_activation is None:
+    kind: type = type(experts)
+    if not _computes_as_stacked(kind) or experts.fused_activation is None:
         return None
     if not COMPUTING.isdisjoint(vars(experts)):  # a tool has replaced a method of this object
         return None

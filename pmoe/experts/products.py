@@ -39,7 +39,7 @@ class RowGroups:
     def __init__(self, *, counts: tuple[int, ...], ends: Tensor | None = None) -> None:
         self.counts = counts
         self.ends = ends
-        self.num_rows = sum(counts)
+        self.num_rows: int = sum(counts)
 
     @functools.cached_property
     def ends_E(self) -> Tensor:

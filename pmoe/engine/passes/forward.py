@@ -78,9 +78,9 @@ class Forward(Pass):
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
         overrides_recipe = type(plan.modules.experts).recipe is not Experts.recipe
-        self.has_recipes = keep and plan.restore.hidden != "keep" and overrides_recipe
+        self.has_recipes: bool = keep and plan.restore.hidden != "keep" and overrides_recipe
         makes_again = plan.restore.dispatched == "communicate" and plan.restore.hidden == "recompute"
-        self.keeps_nothing = keep and makes_again and not self.has_recipes
+        self.keeps_nothing: bool = keep and makes_again and not self.has_recipes
         if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []

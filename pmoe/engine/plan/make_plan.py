@@ -356,7 +356,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     travelling = orders.sent(n)
     num_sent = tuple(map(sum, sent_by_chunk))
     chunks = []
-    pieces: Sequence[LocalChunk] = []
+    pieces: list[LocalChunk] = []
     first_row = 0
     for i, come_W in enumerate(come_by_chunk):
         recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
@@ -391,7 +391,7 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     if position.is_cuda and _takes_positions(orders):
         position = position.int()
     if modules.stages.local_copies:
-        pieces = _own_experts_first(pieces, modules)
+        pieces = [*_own_experts_first(pieces, modules)]
     has_drops = orders.keep_TK is not None or once is not None
     gathers_by_token = modules.stages.remote and not is_sorted_by_kernel
     return PassPlan(

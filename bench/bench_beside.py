@@ -37,7 +37,7 @@ from bench.grouped_gemm_cases import DEVICE, MODELS, ROWS, Routed, plain_cases, 
 from bench.timing import OUT, Timing, table, write_json
 from pmoe.kernels import extension
 from pmoe.kernels.gemm import SPARE
-from pmoe.kernels.grouped_gemm.launch import beside_communication
+from pmoe.kernels.grouped_gemm.launch import BesideCommunication
 from pmoe.measure.timing import in_rounds
 
 LEAD_CYCLES = 600_000
@@ -58,7 +58,7 @@ def on_few(run: Run, multiprocessors: int) -> Run:
     """
 
     def beside_spare() -> object:
-        with beside_communication(multiprocessors - SPARE):
+        with BesideCommunication(multiprocessors - SPARE):
             return run()
 
     return beside_spare
@@ -66,7 +66,7 @@ def on_few(run: Run, multiprocessors: int) -> Run:
 
 def leaving_room(run: Run) -> Run:
     def beside() -> object:
-        with beside_communication():
+        with BesideCommunication():
             return run()
 
     return beside

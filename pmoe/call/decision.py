@@ -53,8 +53,7 @@ class LastRowCounts(Protocol):
     def kept_E(self) -> Tensor: ...
 
 
-@dataclass(frozen=True)
-class HostRowCounts:
+class HostRowCounts(NamedTuple):
     """The row counts of one call, kept for users who read them after the call. Implements `LastRowCounts`.
 
     shared          how many rows are sent and received, padding included. These counts are on the host,
@@ -72,7 +71,7 @@ class HostRowCounts:
 
     def rows(self) -> RankCounts:
         send, recv = (counts.to("cpu").long() for counts in (self.shared.send, self.shared.recv))
-        return replace(self.shared, send=send, recv=recv, recv_device=recv)
+        return self.shared._replace(send=send, recv=recv, recv_device=recv)
 
     def kept_E(self) -> Tensor:
         if self.kept_device_E is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,9 +205,9 @@ class LayerModules(PassModules):
 
         Parameters of the experts come before those of the gate, because routers are often kept in float32.
         """
-        # As `parameters_own_first`, without a call.
-        own = self.experts._parameters.values()
-        for parameter in itertools.chain(own, self.experts.parameters(), self.gate.parameters()):
+        # As `parameters_own_first`, without a call. Walks through submodules begin only if they are needed.
+        walks = map(_parameters_of, (self.experts, self.gate))
+        for parameter in chain(self.experts._parameters.values(), chain.from_iterable(walks)):
             if parameter is not None and parameter.is_floating_point():
                 return _as_computed(parameter) if hasattr(parameter, "to_local") else parameter
         return None
@@ -232,10 +233,10 @@ class LayerModules(PassModules):
             return False
         hooks: Iterable[Tensor] = () if self.hooks is None else self.hooks.parameters
         # As `parameters_own_first`, without a call.
-        own = self.experts._parameters.values()
         modules = (self.experts_module, self.shared_module, self.shared_gate, self.latent)
-        walks = [module.parameters() for module in modules if module is not None]
-        for operand in itertools.chain(tensors, own, hooks, *walks):
+        walks = map(_parameters_of, [module for module in modules if module is not None])
+        own = self.experts._parameters.values()
+        for operand in chain(tensors, own, hooks, chain.from_iterable(walks)):
             if operand is not None and operand.requires_grad:
                 return True
         return self.experts.asks_for_gradients()
@@ -479,6 +480,10 @@ class LayerModules(PassModules):
         if fused == "auto" and self.shared_module is not None:
             return "a task of the schedule computes the shared expert"
         return self.refusal("persistent" if fused == "persistent" else "fused")
+
+
+_parameters_of: Callable[[nn.Module], Iterable[nn.Parameter]] = operator.methodcaller("parameters")
+"""Begins a walk through the parameters of a module and its submodules. It needs no Python call."""
 
 
 def _as_computed(parameter: Any) -> Tensor:

@@ -34,8 +34,8 @@ def choose(
     If the layer's options fix the numbers of chunks and the pair, these are returned. Otherwise
     `pmoe.choose.open_choice.choose_among` chooses, for example by trials: timed runs of both passes.
 
-    On a GPU, several kernels can compute the experts' matrix products. The first call times them. The call is
-    collective if kernels are timed or trials run.
+    On a GPU, several kernels can compute the experts' matrix products. The first call with about so many rows
+    times them. The call is collective if kernels are timed or trials run.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
@@ -50,8 +50,9 @@ def choose(
     n = options.fixed_degree
     has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
     is_open = n is None or (restore is None and (has_several_pairs or options.budget is not None))
-    if is_open or inputs.x_TM.is_cuda:
-        from pmoe.choose import open_choice
+    known = modules.cache.choosers
+    if is_open or (inputs.x_TM.is_cuda and _products_key(modules, counts, inputs) not in known):
+        from pmoe.choose.open_choice import choose_among, measure_products_of
         from pmoe.choose.trials import TrialBatch
 
         # Trials compute in the dtype that the call will use. An error of one rank, such as a warning that the
@@ -60,13 +61,22 @@ def choose(
             inputs.autocast_for(modules.experts),
             publishing_failures(modules.ranks, "the choice of n and of the restore pair"),
         ):
-            open_choice.measure_products_of(modules, counts, inputs)
+            if measure_products_of(modules, counts, inputs) and inputs.x_TM.is_cuda:
+                known[_products_key(modules, counts, inputs)] = True
             if is_open:
-                return open_choice.choose_among(
-                    TrialBatch(modules, counts, inputs, orders, rows_for), restore
-                )
+                return choose_among(TrialBatch(modules, counts, inputs, orders, rows_for), restore)
     assert n is not None
     restore = restore or modules.pairs[0]
     if counts.host_shortage:
         restore = without_host_offload(restore, counts)
     return Choice(forward=n, backward=options.pipeline_backward or n, restore=restore)
+
+
+def _products_key(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> tuple[object, ...]:
+    """Returns the key under which a layer notes that the kernels of a call's products were timed.
+
+    Numbers of rows up to the same power of two have the same key, because they share their kernels.
+    """
+    num_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
+    buckets = ((num_rows - 1).bit_length(), (counts.max_tokens - 1).bit_length())  # the shared expert's last
+    return ("products timed", inputs.x_TM.dtype, inputs.x_TM.device, buckets, counts.needs_grad)

@@ -36,7 +36,7 @@ from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.buffers.arena import pool
 from pmoe.engine.passes.base import Inputs
-from pmoe.measure.products import measure_products
+from pmoe.measure.products import may_measure, measure_products
 from pmoe.measure.profile import PROFILES
 from pmoe.planner.degree import DEGREES, SOLVER_DEGREES, Choice, all_choices
 from pmoe.planner.granularity import PassDegrees
@@ -76,10 +76,11 @@ either all ranks of a group make it, or none.
 """
 
 
-def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> None:
+def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> bool:
     """Measures which kernels compute the experts' matrix products fastest, if that is not known yet.
 
     Nothing is measured on the CPU, which has only one implementation. Collective if something is measured.
+    Returns whether later calls of the layer with about so many rows need not ask again.
 
     modules: the modules and options of the layer.
     counts: the row counts, after the ranks have exchanged them.
@@ -88,11 +89,12 @@ def measure_products_of(modules: LayerModules, counts: RankCounts, inputs: Input
     device = inputs.x_TM.device
     dtype = inputs.x_TM.dtype
     if device.type != "cuda":
-        return
+        return True
     even_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
     for experts, rows in ((modules.experts, even_rows), (modules.shared_expert, counts.max_tokens)):
         if experts is not None:
             measure_products(experts, modules.ranks, dtype, device, rows, needs_grad=counts.needs_grad)
+    return counts.max_tokens > 0 and may_measure()
 
 
 def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:

@@ -38,8 +38,8 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +105,7 @@ class FaultError(ValueError):
         self.fault = fault
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankCounts:
+class RankCounts(NamedTuple):
     """Row counts of one call, as one rank knows them after the exchange. Dropped rows are not counted.
 
     All counts are int64. F is the number of bins, which are equal ranges of a rank's tokens; after `joined`
@@ -165,7 +164,7 @@ class RankCounts:
     recv_device: Tensor
     max_tokens: int
     needs_grad: bool
-    depth: dict[int, int] = field(default_factory=dict)
+    depth: Mapping[int, int] = {}
     host_shortage: bool = False
     sorts_results: bool = True
     max_rows: int | None = None
@@ -203,9 +202,7 @@ class RankCounts:
         """Returns the counts with tensors on the host also in the fields ``..._device``."""
         if self.recv_device is self.recv and self.received_once is None:
             return self  # a call on the CPU
-        changes = {"recv_device": self.recv, "received_once_device": self.received_once, "messages": None}
-        # Not by `dataclasses.replace`, which calls a C function for each field.
-        return RankCounts(**{**vars(self), **changes})
+        return self._replace(recv_device=self.recv, received_once_device=self.received_once, messages=None)
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
@@ -242,7 +239,7 @@ class RankCounts:
 
         # The first axis of each tensor is that of the bins.
         kept = {} if self.messages is None else {"recv_device": self.recv_device}
-        tables = {name: join(value) for name, value in vars(self).items() if name not in kept}
+        tables = {name: join(value) for name, value in self._asdict().items() if name not in kept}
         relayed = None if self.relayed is None else tuple(by_chunk(counts, n) for counts in self.relayed)
         return RankCounts(**{**tables, **kept, "relayed": relayed})
 
@@ -441,8 +438,8 @@ class Loads:
         """
         numbers = tuple(agreed[len(agreed) - self.size :])
         ends = (self.num_experts, 2 * self.num_experts)
-        return replace(
-            counts, loads=numbers[: ends[0]], deviations=numbers[slice(*ends)], marks=numbers[ends[1] :]
+        return counts._replace(
+            loads=numbers[: ends[0]], deviations=numbers[slice(*ends)], marks=numbers[ends[1] :]
         )
 
 
@@ -748,15 +745,19 @@ class CountsExchange:
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
         num_degrees = 0 if slots is None else len(slots.degrees)
-        head = heading(
-            ranks,
-            num_tokens,
-            dtype,
-            num_degrees,
-            needs_grad=needs_grad,
-            training=training,
-            sorts_results=sorts_results,
-        )
+        # With ``loads``, counts may be exchanged twice in a call, and the heading of the first time is old.
+        if early is not None and loads is None and early.fault is fault:
+            head = early.heading
+        else:
+            head = heading(
+                ranks,
+                num_tokens,
+                dtype,
+                num_degrees,
+                needs_grad=needs_grad,
+                training=training,
+                sorts_results=sorts_results,
+            )
         if ranks.size > 1:
             ranks.count_exchange()
         self._received: Tensor | None = None  # the messages of all ranks; None on one rank, which sends none
@@ -810,24 +811,27 @@ class CountsExchange:
         if self._ranks.size > 1 and not self._ranks.number:
             self._ranks.take_number(self._sent[0].nbytes)
         self.tokens_W = headers[:, 0]
-        send, sent_once = self._split(own)
-        recv, received_once_host = self._split(arrived)
-        recv_device, received_once = self._split(device_FWX)
+        once: dict[str, Any] = {}
+        if self._counted_once:  # of each rank's counts, the last is that of rows that are sent only once
+            once["sent_once"] = own[..., -1]
+            once["received_once"] = arrived[..., -1]
+            once["received_once_device"] = device_FWX[..., -1]
+            own = own[..., :-1]
+            arrived = arrived[..., :-1]
+            device_FWX = device_FWX[..., :-1]
         shared = RankCounts(
-            send=send,
-            recv=recv,
-            recv_device=recv_device,
+            send=own,
+            recv=arrived,
+            recv_device=device_FWX,
             max_tokens=max_tokens,
             needs_grad=mode >= WANTS_GRADIENTS,
             depth={} if self._slots is None else self._slots.agreed(others),
             host_shortage=bool(host_shortage),
             sorts_results=bool(kind & SORTS_RESULTS),
             max_rows=max_rows if self._asks_max_rows and not irregular else None,
-            sent_once=sent_once,
-            received_once=received_once_host,
-            received_once_device=received_once,
             messages=self._messages,
             relayed=(counts[0], counts[1]) if counts else None,
+            **once,
         )
         return shared if self._loads is None else self._loads.read(shared, others)
 
@@ -856,7 +860,7 @@ class CountsExchange:
 
         - (F, W, X) on the device: the counts that this rank received from each of W ranks for each of F bins
           (equal ranges of tokens). The X counts are the rows for each expert of this rank. If a token is sent
-          only once to a rank, one more count follows: the number of rows that are sent (`_split`).
+          only once to a rank, one more count follows: the number of rows that are sent.
         - A list of tensors on the host: the counts that this rank sent; the counts that it received; the
           headers (`HEADER` numbers about each rank, such as its number of tokens and its fault); the numbers
           on which ranks agree (`_agree`); and the numbers of rows that this rank passes on (`_relay`).
@@ -873,7 +877,7 @@ class CountsExchange:
                 device_FWX = self._grid.by_arrival(device_FWX)
             device_FWX = device_FWX.long()
             headers = self._received[:, :HEADER]
-        recv_FWE, _ = self._split(device_FWX)
+        recv_FWE = device_FWX[..., :-1] if self._counted_once else device_FWX
         agreed = self._agree(recv_FWE, headers)
         relayed = self._relay(device_FWX)
         on_device = [self._own_FPX, device_FWX, headers, agreed, *relayed]
@@ -883,20 +887,6 @@ class CountsExchange:
         flat = torch.cat([tensor.reshape(-1) for tensor in on_device]).cpu()
         on_host = flat.split([tensor.numel() for tensor in on_device])
         return device_FWX, [values.view_as(tensor) for values, tensor in zip(on_host, on_device, strict=True)]
-
-    def _split(self, counts_FRX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Separates two sorts of counts: rows for each expert, and rows that are sent only once.
-
-        counts_FRX: (F, R, X) counts of F bins (equal ranges of a rank's tokens) and R ranks. The first
-            E_local of the X counts are rows for each expert of a rank. If a token is sent only once to a rank
-            that holds several of its experts, one more count follows: the number of rows that are sent.
-
-        Returns (F, R, E_local) rows for each expert, and (F, R) rows that are sent only once. The second
-        result is None if a token is sent separately for each of its experts.
-        """
-        if not self._counted_once:
-            return counts_FRX, None
-        return counts_FRX[..., :-1], counts_FRX[..., -1]
 
     def _relay(self, device_FWX: Tensor) -> list[Tensor]:
         """Returns how many rows this rank passes on for other ranks in dispatch and in combine.
@@ -1044,7 +1034,7 @@ class CountsExchange:
         if self._ranks.size == 1:
             host_received_WL = sent_WL
         own = on_host.counts(sent_WL).long()
-        arrived = on_host.counts(host_received_WL).long()
+        arrived = own if self._ranks.size == 1 else on_host.counts(host_received_WL).long()
         return messages.counts(received_WL), [own, arrived, host_received_WL[:, :HEADER], on_host.agreed]
 
 

@@ -98,7 +98,8 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
     """Records that this rank leaves a forward or backward pass before its end, and publishes the error.
 
     This rank starts no more collectives of the pass, and without the report the other ranks would wait for
-    it. If the rank has left the group before, the record keeps the first error.
+    it. If the rank has left the group before, the record keeps the first error. A single rank has no peers,
+    and records nothing.
 
     error: the error with which the rank leaves.
     ranks: the group whose collectives the pass uses.
@@ -110,7 +111,7 @@ def leave(error: BaseException, ranks: Ranks, stage: str, *, by_itself: bool = T
 
     if isinstance(error, _StopRecomputationError):
         return  # no failure: torch raises it on all ranks to end activation checkpointing's second pass early
-    if not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
+    if ranks.size == 1 or not dist.is_initialized() or ranks.group is None or not is_known(ranks.group):
         return
     record = ranks.record
     if not record.reason_left:

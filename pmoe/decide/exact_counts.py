@@ -18,7 +18,7 @@ from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
 from pmoe.comm.counts import CountsExchange, Fault, FaultError, Loads, RankCounts
-from pmoe.comm.failures import publishing_failures
+from pmoe.comm.failures import leave
 from pmoe.decide.route import route_batch, sorts_results
 from pmoe.decide.stored_state import check_loaded
 from pmoe.engine.passes.base import Inputs
@@ -76,24 +76,28 @@ class ExactCounts:
         orders_type = DeduplicatedSlots if modules.options.send_once else SortedSlots
         self.fuses = False
         self._exchange = None
-        # Activation checkpointing runs a call twice, and expects both passes to save the same tensors. Only
-        # the first pass has an exchange. So the exchange is hidden from checkpointing.
-        with hidden_from_checkpoints(), publishing_failures(modules.ranks, "the exchange of row counts"):
-            self.orders = orders_type(
-                call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
-            )
-            routes = self.routed.gated.kernel_routes
-            if routes is not None:
-                self.orders.take_routes(routes, self.routed.gated.sorted_for)
-            if not call.replay.is_replay:
-                self._degrees = degrees or modules.options.degrees
-                bins = modules.bins_for(degrees) if degrees else modules.num_bins
-                self._once_FP = self.orders.count_once(bins)
-                self._counts_FE = self.orders.count(bins)
-                self.fuses = self.kernels_may_take_it()
-                self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
-            if self.fuses or not modules.rotates:
-                self.sort_early()
+        try:
+            # Activation checkpointing runs a call twice, and expects both passes to save the same tensors.
+            # Only the first pass has an exchange. So the exchange is hidden from checkpointing.
+            with hidden_from_checkpoints():
+                self.orders = orders_type(
+                    call.scheduled, routing.expert, routing.keep, Tokens(count, routing.token)
+                )
+                routes = self.routed.gated.kernel_routes
+                if routes is not None:
+                    self.orders.take_routes(routes, self.routed.gated.sorted_for)
+                if not call.replay.is_replay:
+                    self._degrees = degrees or modules.options.degrees
+                    bins = modules.bins_for(degrees) if degrees else modules.num_bins
+                    self._once_FP = self.orders.count_once(bins)
+                    self._counts_FE = self.orders.count(bins)
+                    self.fuses = self.kernels_may_take_it()
+                    self._exchange = LoadedExchange(modules, self.routed, self._begin_exchange)
+                if self.fuses or not modules.rotates:
+                    self.sort_early()
+        except BaseException as error:
+            leave(error, modules.ranks, "the exchange of row counts")
+            raise
 
     def kernels_may_take_it(self) -> bool:
         """Returns whether fused kernels may compute the call. The row counts are not known yet.

@@ -21,7 +21,6 @@ it only
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from pmoe.choose.choose import choose
 from pmoe.comm.counts import CountsExchange, Fault, RankCounts
 from pmoe.decide.exact_counts import LoadedExchange, in_chunks
 from pmoe.decide.fused_choice import defer_routing, find_steps, kernels_runner, may_fuse
-from pmoe.decide.route import cast_dtype, needs_gradients, route_batch, run_gate
+from pmoe.decide.route import needs_gradients, route_batch, run_gate
 from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.make_plan import SortedSlots
 from pmoe.engine.variants.padding import PaddedCallKey, check_same_calls, make_padding
@@ -78,16 +77,17 @@ class PaddedCounts:
         )
         self._pad_for(modules.counted_degrees)
 
-    def _ask_gate(self, call: Call, x_TM: Tensor) -> CheckedRouting:
+    def _ask_gate(self, call: Call, x_TM: Tensor, rows_dtype: torch.dtype) -> CheckedRouting:
         """Returns the gate's routing, or tensors without values that the persistent kernel fills later.
 
         call: the call.
         x_TM: (T, M), the rows of T tokens with M = d_model columns.
+        rows_dtype: the dtype of the rows that reach the experts.
         """
-        if may_fuse(call.scheduled, x_TM.device, cast_dtype(call.modules, x_TM) or x_TM.dtype):
+        if may_fuse(call.scheduled, x_TM.device, rows_dtype):
             self._deferred = defer_routing(call, x_TM)
         if self._deferred is None:
-            return run_gate(call, x_TM)
+            return run_gate(call, x_TM, rows_dtype)
         weight_TK, expert_TK, *_, l_aux = self._deferred.routes
         return CheckedRouting(routing=Routing(expert=expert_TK, weight=weight_TK, l_aux=l_aux))
 
@@ -106,7 +106,7 @@ class PaddedCounts:
         own_modules = self.call.modules
         _compare(self.call, self.routed, self._key)
         if may_fuse(self.call.scheduled, self._device, self.routed.dtype):
-            cells = replace(self._host_counts, max_tokens=self._key.num_tokens, max_rows=0)
+            cells = self._host_counts._replace(max_tokens=self._key.num_tokens, max_rows=0)
             steps = find_steps(own_modules, inputs, cells)
             if steps is not None:
                 return AgreedChoice(steps=steps)

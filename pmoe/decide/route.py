@@ -29,12 +29,14 @@ from pmoe.kernels.route.launches import refusal
 from pmoe.warn import warn_of_fallback
 
 
-def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None = None) -> RoutedBatch:
+def route_batch(
+    call: Call, ask: Callable[[Call, Tensor, torch.dtype], CheckedRouting] | None = None
+) -> RoutedBatch:
     """Checks the input of a call and routes its tokens to experts.
 
     call: the call.
-    ask: a function of the call and x_TM that returns the checked routing. x_TM has the rows of the tokens:
-        (T, M) for T tokens and M = d_model columns. None for `run_gate`, which calls the gate.
+    ask: a function with the arguments of `run_gate` that returns the checked routing. None for `run_gate`,
+        which calls the gate.
 
     With several ranks, a rank whose routing fails returns an empty batch with the error. The rank then takes
     part in the exchange of row counts, which reports the fault, and all ranks raise. The error is raised at
@@ -45,7 +47,7 @@ def route_batch(call: Call, ask: Callable[[Call, Tensor], CheckedRouting] | None
         x = apply_start_callbacks(call)
         x_TM = x.reshape(-1, modules.options.d_model)
         autocast = cast_dtype(modules, x_TM)
-        gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM))
+        gated = call.replay.route(x_TM, lambda: (ask or run_gate)(call, x_TM, autocast or x_TM.dtype))
     except Exception as error:
         if modules.ranks.size == 1 or call.replay.is_replay:
             raise
@@ -60,8 +62,9 @@ def needs_gradients(call: Call, *tensors: Tensor) -> bool:
     call: the call.
     tensors: the rows, and the routing weights or the parameters of the gate, of any shape.
     """
-    has_grad = torch.is_grad_enabled()
-    return call.parameters_need_grad or (has_grad and any(tensor.requires_grad for tensor in tensors))
+    if call.parameters_need_grad:
+        return True
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def apply_start_callbacks(call: Call) -> Tensor:
@@ -109,11 +112,12 @@ def _tokens_of(call: Call) -> Tensor:
     return x[mask.bool()]
 
 
-def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
+def run_gate(call: Call, x_TM: Tensor, rows_dtype: torch.dtype) -> CheckedRouting:
     """Calls the gate, checks its routing, and drops rows over the layer's capacity.
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    rows_dtype: the dtype of the rows that reach the experts.
 
     Three faults are found on the device, so that the host does not wait:
 
@@ -130,7 +134,7 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     # their logits are not checked.
     checks = not options.pad_to_capacity if options.check_finite is None else options.check_finite
     checks = checks and call.checks_values
-    by_kernels = _route_by_kernels(call, x_TM, checks) if x_TM.is_cuda else None
+    by_kernels = _route_by_kernels(call, x_TM, rows_dtype, checks) if x_TM.is_cuda else None
     routing = _routing(call, x_TM) if by_kernels is None else by_kernels.routing
     fault: Tensor | Fault = Fault.NONE if by_kernels is None else by_kernels.fault
     if not modules.trusts_gate:
@@ -159,6 +163,9 @@ def run_gate(call: Call, x_TM: Tensor) -> CheckedRouting:
     # The counts and the order from the kernels include slots over the capacity. If slots are dropped, they
     # cannot be used.
     if by_kernels is not None and keep is None:
+        is_changed = is_again or routing is not by_kernels.routing or fault is not by_kernels.fault
+        if not is_changed:
+            return by_kernels
         return by_kernels._replace(routing=routing, fault=fault, is_again=is_again)
     checked_routing = Routing(
         expert=routing.expert,
@@ -193,7 +200,9 @@ def _kept(modules: LayerModules, routing: Routing, x_TM: Tensor) -> Tensor | Non
     return within_capacity(routing.expert.long(), capacity, used_E)[0]
 
 
-def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting | None:
+def _route_by_kernels(
+    call: Call, x_TM: Tensor, rows_dtype: torch.dtype, checks: bool
+) -> CheckedRouting | None:
     """Returns the routing from the kernels of `pmoe.kernels.route`; None if they cannot compute it.
 
     If they cannot because of sizes, dtype or device, a warning says why, once for each reason.
@@ -209,6 +218,7 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
 
     call: the call.
     x_TM: (T, M), the rows of T tokens with M = d_model columns.
+    rows_dtype: the dtype of the rows that reach the experts.
     checks: whether the kernels check that all logits are finite. If some are not, the result has a fault.
     """
     modules = call.modules
@@ -238,7 +248,6 @@ def _route_by_kernels(call: Call, x_TM: Tensor, checks: bool) -> CheckedRouting 
     stages = modules.stages
     if n is None or num_bins % n or (stages.local and not modules.rotates and n > 2):
         n = None  # the kernels would put the rows that are not sent after the rows of all chunks
-    rows_dtype = cast_dtype(modules, x_TM) or x_TM.dtype
     head = None
     # A checkpoint that records the routing would keep these rows in memory, too.
     adds_gradients = rows_dtype == x_TM.dtype and not call.replay.is_record

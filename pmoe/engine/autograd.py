@@ -93,8 +93,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, runner: Runner, inputs: Inputs, ranks: Ranks, anchor: Tensor, *tensors: Tensor | None
+        ctx: Any, call: tuple[Runner, Inputs, Ranks], anchor: Tensor, *tensors: Tensor | None
     ) -> Tensor:
+        # The three values are one argument, because torch looks at each argument in Python.
+        runner, inputs, ranks = call
         y_TM, saved = runner.forward(inputs.like(tensors), keep=True)
         assert saved is not None
         ctx.save_for_backward(*saved.tensors)
@@ -142,8 +144,8 @@ class _Experts(torch.autograd.Function):
                 return *(None,) * NOT_DIFFERENTIATED, *backward_from(tensors, wanted, grad_TM)
 
 
-NOT_DIFFERENTIATED = 4
-"""Number of arguments of ``_Experts.forward`` that get no gradient: runner, inputs, ranks and anchor."""
+NOT_DIFFERENTIATED = 2
+"""Number of arguments of ``_Experts.forward`` that get no gradient: call and anchor."""
 
 
 def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad: bool) -> Tensor:
@@ -158,9 +160,8 @@ def run_as_one_node(runner: Runner, inputs: Inputs, ranks: Ranks, *, needs_grad:
     """
     if needs_grad and torch.is_grad_enabled():
         tensors = inputs.all
-        return _Experts.apply(  # type: ignore[no-untyped-call, no-any-return]
-            runner, inputs.like([None] * len(tensors)), ranks, make_anchor(inputs.x_TM), *tensors
-        )
+        call = (runner, inputs.like([None] * len(tensors)), ranks)
+        return _Experts.apply(call, make_anchor(inputs.x_TM), *tensors)  # type: ignore[no-untyped-call, no-any-return]
     with torch.no_grad():
         return runner.forward(inputs, keep=False)[0]
 

@@ -14,7 +14,6 @@ they sum over the rows of a batch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class _ExpertsInTiles(StackedExperts):
     def columns(self, device_type: str) -> HiddenColumns:
         columns = super().columns(device_type)
         width = 3 * self.d_model + 2 * columns.hidden + 3 * columns.scratch  # of all tensors of a tile
-        return replace(columns, scratch_rows=TILE_ROWS[0], graph=width)
+        return columns._replace(scratch_rows=TILE_ROWS[0], graph=width)
 
     def compute(
         self, expert_rows: ExpertRows, weight_N: Tensor, *, keep: bool = True

@@ -17,7 +17,7 @@ before the nonlinearity (G = H, or 2H for gated experts).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ class BorrowedActivation(BorrowedExperts):
 
         device_type: "cuda" or "cpu".
         """
-        return replace(super().columns(device_type), graph=GRAPH * self.hidden_factor * self.num_hidden)
+        return super().columns(device_type)._replace(graph=GRAPH * self.hidden_factor * self.num_hidden)
 
     def _scratch_rows(self, device_type: str) -> int:
         """Returns how many rows backward processes at a time, at least 16.

@@ -53,15 +53,20 @@ class PreparedProduct:
         implementation is chosen for this request.
     device: the device that computes.
     fields: the arguments of a launch that do not depend on the rows.
+    start: the function of the extension that launches the kernel.
     """
 
     def __init__(
-        self, request: Callable[[int], ProductRequest], device: torch.device, fields: dict[str, Any]
+        self,
+        request: Callable[[int], ProductRequest],
+        device: torch.device,
+        fields: dict[str, Any],
+        start: Callable[..., None],
     ) -> None:
         self._request = request
         self._device = device
         self._fields = fields
-        self._start = extension.module().grouped_gemm
+        self._start = start
         self._is_chosen: dict[int, bool] = {}
 
     def takes(self, num_rows: int, *rows: Tensor) -> bool:
@@ -103,18 +108,20 @@ class LaunchedExperts:
     The object has the methods of `Experts` that compute products, with the same arguments and results. If
     pmoe's kernels do not suit the rows of a call, these methods call the same methods of ``stacked``.
 
-    stacked: the experts.
-    parameters: the tensors to compute with (`StackedExperts.operands`).
+    stacked: the experts. Kernels must be able to compute their nonlinearity.
+    weights: the tensors to compute with (`StackedExperts.weights`).
     rows: a tensor with the dtype and device of the pass's rows.
     kernels: the GPU architecture for which the kernels were compiled, "sm_90a" or "sm_80".
     """
 
     def __init__(
-        self, stacked: StackedExperts, parameters: Sequence[Tensor], rows: Tensor, kernels: str
+        self,
+        stacked: StackedExperts,
+        weights: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        rows: Tensor,
+        kernels: str,
     ) -> None:
-        w1, w2, b1, b2 = stacked.weights(parameters)
-        activation = stacked.fused_activation
-        assert activation is not None
+        w1, w2, b1, b2 = weights
         self._stacked = stacked
         self._device = rows.device
         self._b2 = b2
@@ -129,9 +136,9 @@ class LaunchedExperts:
         self._experts = w1.shape[0]
         self._weights = w1, w2, b1, None if stacked.shard.index else b2
         self._rows = rows
-        self._activation = ACTIVATIONS[activation]
+        self._start = extension.module().grouped_gemm
+        self._activation = ACTIVATIONS[stacked.activation]
         self._takes_rows: dict[int, bool] = {}
-        self._num_dots = num_row_dots(kernels, self._width, w1.shape[2], self._activation)
 
     def _product(
         self,
@@ -167,7 +174,10 @@ class LaunchedExperts:
 
         fields |= fields_for_all(self._kernels, FORMS[form], rows, epilogue)
         return PreparedProduct(
-            request, rows.device, {**fields, "experts": self._experts, "bias": address(bias)}
+            request,
+            rows.device,
+            {**fields, "experts": self._experts, "bias": 0 if bias is None else bias.data_ptr()},
+            self._start,
         )
 
     @functools.cached_property
@@ -235,6 +245,11 @@ class LaunchedExperts:
         )
 
     @functools.cached_property
+    def _num_dots(self) -> int:
+        """The number of partial sums in which backward's first product stores the inner product of a row."""
+        return num_row_dots(self._kernels, self._width, self._weights[0].shape[2], self._activation)
+
+    @functools.cached_property
     def _of_w1(self) -> PreparedProduct:
         """The product for the gradient of w1: gradient of T_M, transposed, times rows, for each expert.
 
@@ -284,35 +299,37 @@ class LaunchedExperts:
         gathering = {}
         if slots is not None:
             gathering = {"slot": slots.slot_N.data_ptr(), "top_k": slots.top_k, "a_gathered": True}
+        active = active_NH.data_ptr()
         self._hidden.launch(
             num_rows, groups, a=rows_NM.data_ptr(), a_rows=rows_NM.shape[0],
-            d=0 if hidden_NG is None or not keep else hidden_NG.data_ptr(), active=active_NH.data_ptr(),
-            **gathering,
+            d=0 if hidden_NG is None or not keep else hidden_NG.data_ptr(), active=active, **gathering,
         )  # fmt: skip
         has_scale = weight_N.dtype == self._scale_dtype and weight_N.is_contiguous()
         scale_N = weight_N if has_scale else self._scale(weight_N)
         result_row = expert_rows.result_row
         self._output.launch(
-            num_rows, groups, a=active_NH.data_ptr(), a_rows=num_rows, d=out.data_ptr(),
-            weight=scale_N.data_ptr(), place=0 if result_row is None else result_row.data_ptr(),
+            num_rows, groups, a=active, a_rows=num_rows, d=out.data_ptr(), weight=scale_N.data_ptr(),
+            place=0 if result_row is None else result_row.data_ptr(),
         )  # fmt: skip
         return out, Hidden(tensors=[hidden_NG]) if keep and hidden_NG is not None else None
 
-    def takes(self, num_rows: int, rows: Tensor, out_NM: Tensor) -> bool:
+    def takes(self, num_rows: int, *rows: Tensor) -> bool:
         """Returns whether `compute` launches pmoe's kernels for N rows. Otherwise PyTorch computes them.
 
         num_rows: N, the number of rows.
-        rows: (N, M), the rows with M = d_model columns; or (T, M), T tokens of which the rows are copies.
-        out_NM: (N, M), memory for the results.
+        rows: the tensors that kernels would read or write, unless they are known to be dense (`is_dense`):
+            (N, M), the rows with M = d_model columns; or (T, M), T tokens of which the rows are copies; and
+            (N, M), memory for the results.
         """
         if num_rows == 0:
             return False
         bits = (num_rows - 1).bit_length()  # as `PreparedProduct.takes` chooses
         if bits not in self._takes_rows:
             self._takes_rows[bits] = self._hidden.takes(num_rows) and self._output.takes(num_rows)
-        are_contiguous = rows.is_contiguous() and out_NM.is_contiguous()
-        are_placed = rows.data_ptr() % VECTOR_BYTES == 0 and out_NM.data_ptr() % VECTOR_BYTES == 0
-        return self._takes_rows[bits] and are_contiguous and are_placed
+        fits = self._takes_rows[bits]
+        for tensor in rows:  # as `is_dense`, without a call for each
+            fits = fits and tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
+        return fits
 
     def gathers(self, top_k: int) -> bool:
         """Returns whether loading rows from tokens is faster for `compute` than copying the rows first.
@@ -426,6 +443,11 @@ class LaunchedExperts:
         return scale_of(weight_N, weight_N.new_empty(0, dtype=self._scale_dtype))
 
 
+def is_dense(rows: Tensor) -> bool:
+    """Returns whether a tensor is contiguous, at an address from which kernels can read and write."""
+    return rows.is_contiguous() and rows.data_ptr() % VECTOR_BYTES == 0
+
+
 def without_result_rows(expert_rows: ExpertRows) -> ExpertRows:
     """Returns the argument for experts that write results in the order of rows, and not by ``result_row``.
 
@@ -455,7 +477,7 @@ def put_in_result_rows(result_NM: Tensor, expert_rows: ExpertRows) -> Tensor:
 FORMS: dict[Form, int] = {"forward": FORWARD, "input": INPUT, "weight": WEIGHT}
 """The codes of the forms of products (see `LaunchedExperts._product`) in launches of the kernel."""
 
-COMPUTING = ("compute", "recompute", "input_gradient", "weight_gradient")
+COMPUTING = frozenset(("compute", "recompute", "input_gradient", "weight_gradient"))
 """The methods of `StackedExperts` that `LaunchedExperts` replaces."""
 
 
@@ -469,19 +491,19 @@ def launched(experts: Experts, parameters: Sequence[Tensor], rows: Tensor) -> La
     rows: a tensor (..., M) with the columns, dtype and device of the pass's rows, M = d_model.
     """
     kernels = kernels_for(experts, rows.device, rows.dtype)
-    if kernels is None or not isinstance(experts, StackedExperts):
+    if kernels is None:
         return None
-    w1, w2, b1, b2 = experts.weights(parameters)
-    sizes = {"d_model": w1.shape[2], "hidden": w2.shape[2]}
-    if layout_problem(rows.dtype, **sizes) is not None or rows.shape[-1] != w1.shape[2]:
+    stacked: Any = experts  # `kernels_for` refuses all other experts
+    weights = stacked.weights(parameters)
+    if rows.shape[-1] != weights[0].shape[2]:
         return None
-    for tensor in (w1, w2, b1, b2):
+    for tensor in weights:
         if tensor is not None and not _is_readable(tensor, rows):
             return None
-    return LaunchedExperts(experts, parameters, rows, kernels)
+    return LaunchedExperts(stacked, weights, rows, kernels)
 
 
-def kernels_for(experts: object, device: torch.device, dtype: torch.dtype) -> str | None:
+def kernels_for(experts: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns the kernels that compute these experts' products, "sm_90a" or "sm_80"; None if none can.
 
     The weights of a call must suit the kernels, too (`launched`).
@@ -489,14 +511,23 @@ def kernels_for(experts: object, device: torch.device, dtype: torch.dtype) -> st
     experts: the layer's experts.
     device, dtype: of the pass's rows.
     """
-    if not isinstance(experts, StackedExperts) or experts.fused_activation is None:
+    kind: type = type(experts)
+    if not _computes_as_stacked(kind) or experts.fused_activation is None:
         return None
-    for name in COMPUTING:  # a subclass, or a tool, may have replaced the method
-        if getattr(getattr(experts, name), "__func__", None) is not getattr(StackedExperts, name):
-            return None
+    if not COMPUTING.isdisjoint(vars(experts)):  # a tool has replaced a method of this object
+        return None
     if layout_problem(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return None
     return path_for(device, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _computes_as_stacked(kind: type) -> bool:
+    """Returns whether a class has the methods of `StackedExperts` that `LaunchedExperts` replaces.
+
+    The answer is the same for all experts of a class, and is cached.
+    """
+    return all(getattr(kind, name, None) is getattr(StackedExperts, name) for name in COMPUTING)
 
 
 def _is_readable(weight: Tensor, rows: Tensor) -> bool:

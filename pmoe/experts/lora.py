@@ -31,7 +31,7 @@ import math
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -653,7 +653,7 @@ class LoraExperts(StackedExperts):
 
     def columns(self, device_type: str) -> HiddenColumns:
         rank = self.adapter(self.active).rank if self.active else 0
-        return replace(super().columns(device_type), adapter=rank)
+        return super().columns(device_type)._replace(adapter=rank)
 
     def weights(self, parameters: Sequence[Tensor]) -> Any:
         """Returns (w1, w2, b1, b2) from the result of `operands`; None for missing biases.

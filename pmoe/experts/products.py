@@ -39,7 +39,7 @@ class RowGroups:
     def __init__(self, *, counts: tuple[int, ...], ends: Tensor | None = None) -> None:
         self.counts = counts
         self.ends = ends
-        self.num_rows = sum(counts)
+        self.num_rows: int = sum(counts)
 
     @functools.cached_property
     def ends_E(self) -> Tensor:
@@ -103,7 +103,8 @@ def choice(
     bias: (E, O), or None.
     out: memory for the result; None if the implementation allocates it.
     """
-    if not (groups.num_rows and _asks(first)):
+    # As `_asks`, without a call: each task asks for several products.
+    if not groups.num_rows or not (first.is_cuda or PRODUCTS.forced is not None):
         return LOOP
     operands = ProductOperands(form, first, second, len(groups.counts), bias, out)
     return PRODUCTS.choose(operands.request, operands)

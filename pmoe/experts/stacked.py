@@ -196,8 +196,9 @@ class StackedExperts(Experts):
         """
         reference = values[0]
         num_experts = self.num_local_experts
-        hidden = self.hidden_factor * self.num_hidden
-        weights = ((num_experts, hidden, self._d_model), (num_experts, self._d_model, self.num_hidden))
+        num_hidden = self.num_hidden
+        hidden = self.hidden_factor * num_hidden
+        weights = ((num_experts, hidden, self._d_model), (num_experts, self._d_model, num_hidden))
         # In the order of OPERANDS. A subclass checks operands that it adds.
         shapes = (*weights, (num_experts, hidden), (num_experts, self._d_model))
         for name, value, shape in zip(self.operand_names, values, shapes, strict=False):

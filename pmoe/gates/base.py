@@ -281,6 +281,10 @@ def draw_router_weight(weight: nn.Parameter) -> None:
     nn.init.uniform_(weight, -bound, bound)
 
 
+UNCHANGED: AbstractContextManager[object] = nullcontext()
+"""A context that does nothing. All blocks share it, because it has no state."""
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[object]:
     """Returns a context in which autocast is off for a type of device ("cuda", "cpu").
 
@@ -288,7 +292,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[object]:
     as ten small operations.
     """
     if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
+        return UNCHANGED
     return torch.autocast(device_type, enabled=False)
 
 

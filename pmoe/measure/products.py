@@ -72,7 +72,7 @@ def measure_products(
     """
     if device.type != "cuda" or not max_rows or not isinstance(experts, StackedExperts):
         return
-    if torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing():
+    if not may_measure():
         return
     # The shard's index is not in the key: all shards of an expert ask for the same products.
     shapes = experts.shapes()
@@ -83,6 +83,14 @@ def measure_products(
         agree = functools.partial(largest, ranks, device, stage="agreeing on kernels")
         measure_choices(PRODUCTS, requests, agree, KernelCase.of(experts, device, dtype))
         _measured.add(key)
+
+
+def may_measure() -> bool:
+    """Returns whether products may be measured on a GPU now.
+
+    False in deterministic mode, and while a CUDA graph is captured.
+    """
+    return not (torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing())
 
 
 def slower_kernels(

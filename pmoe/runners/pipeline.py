@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from torch import Tensor
 
-from pmoe.comm.failures import publishing_failures
+from pmoe.comm.failures import leave, publishing_failures
 from pmoe.engine.autograd import Path, Saved
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, SavedUnit
@@ -46,9 +46,12 @@ class PipelineRunner:
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
         plan = self.plan
-        with publishing_failures(plan.modules.grid.all, "a forward pass"):
+        try:
             forward = make_forward(plan, inputs, keep, Forward)
             y_TM = forward.run()
+        except BaseException as error:
+            leave(error, plan.modules.grid.all, "a forward pass")
+            raise
         return y_TM, keep_for_backward(plan, forward.saved) if keep else None
 
 
@@ -254,9 +257,12 @@ class PipelineBackward:
         remaining = iter(tensors)
         saved = map_saved_tensors(self.emptied, lambda _: next(remaining))
         saved.wanted = wanted
-        with publishing_failures(self.plan.modules.grid.all, "a backward pass"):
+        try:
             is_frozen = self.plan.modules.copies is None and not any(saved.inputs.like(wanted).parameters)
             return make_backward(self.plan, grad_TM, saved, _frozen_class() if is_frozen else Backward).run()
+        except BaseException as error:
+            leave(error, self.plan.modules.grid.all, "a backward pass")
+            raise
 
     def inputs_first(self, tensors: list[Any], wanted: Sequence[bool], grad_TM: Tensor) -> Halves:
         """Runs the tasks of the pass that do not compute gradients of parameters.

@@ -23,8 +23,7 @@ The results are then copied from these buffers to buffers in the order in which 
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class HiddenColumns:
+class HiddenColumns(NamedTuple):
     """Widths, in columns, of the tensors that experts need between their two products.
 
     T_M is the hidden activation before the nonlinearity. The "activated hidden" is the hidden activation

@@ -62,7 +62,7 @@ def test_tiles_taken_as_blocks_start_give_the_same_bits(random: torch.Generator,
         return grouped_gemm.product(source, weight, case.ends, slots=case.slots, gathered=gathered)
 
     alone = product()
-    with launch.beside_communication():
+    with launch.BesideCommunication():
         assert torch.equal(product(), alone)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from bench import permutes
 from pmoe.kernels import counts, extension, grouped_gemm, permute
 from pmoe.kernels.grouped_gemm import RowSlots, launch, products
-from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, beside_communication
+from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, SPARE, BesideCommunication
 from pmoe.kernels.permute import launches as permute_launches
 from pmoe.kernels.route import operators as route_operators
 from pmoe.kernels.route.launches import launch_route
@@ -131,7 +131,7 @@ def test_beside_communication_multiprocessors_are_left_free_and_tiles_are_counte
 ) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **how: recorder.named("zero", zeros(*size, **how)))
-    with beside_communication():
+    with BesideCommunication():
         grouped_gemm.product(given.rows, given.weight, given.ends)
     grouped_gemm.product(given.rows, given.weight, given.ends)
     (_, beside), (_, alone) = recorder.calls
@@ -145,7 +145,7 @@ def test_each_product_of_a_pass_has_a_counter_of_its_own_and_few_launches_zero_t
     memory: list[Tensor] = []
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, **how: memory.append(zeros(*size, **how)) or memory[-1])
-    with beside_communication():
+    with BesideCommunication():
         for _ in range(NUM_COUNTERS + 1):
             grouped_gemm.product(given.rows, given.weight, given.ends)
     addresses = [fields["next_tile"] for _, fields in recorder.calls]
@@ -158,7 +158,7 @@ def test_counters_that_a_kernel_has_zeroed_are_taken_first(recorder: Recorder, g
     zeroed = launch.zeroed_of_thread.set(launch.TileCounters(zeros))
     try:
         for _ in range(2):  # two passes of one plan: no counter serves twice
-            with beside_communication():
+            with BesideCommunication():
                 grouped_gemm.product(given.rows, given.weight, given.ends)
     finally:
         launch.zeroed_of_thread.reset(zeroed)

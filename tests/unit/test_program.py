@@ -658,7 +658,7 @@ def test_calls_as_on_a_gpu_compute_the_same_gradients() -> None:
     """The activated hidden has a buffer of its own, and is multiplied by the routing weights."""
     for restore in ALL_PAIRS:
         program = program_call(restore, 2, "swiglu", bias=False)
-        columns = replace(program.shape.columns, active=program.shape.columns.scratch)
+        columns = program.shape.columns._replace(active=program.shape.columns.scratch)
         program.shape = replace(program.shape, columns=columns, weighs_active=True)
         assert torch.equal(program.forward(), program.call.y_TM)
         got = program.backward()

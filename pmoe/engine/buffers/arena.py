@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +63,9 @@ class Arena:
             self._memory = None
             self.buffers.clear()
 
+    def __del__(self) -> None:
+        self.close()  # a pass that failed before it ran has not called it
+
 
 LARGE_BYTES = 1 << 16  # smaller blocks need no pool: the C library's malloc reuses memory for them
 
@@ -82,9 +84,7 @@ class DevicePool:
     def __init__(self, device: torch.device) -> None:
         self.peak_bytes = 0
         self._device = device
-        # The bytes of each running pass, by its arena. The keys are weak: if a pass fails before it runs, it
-        # never calls `give_back`, but its entry disappears when the arena is freed.
-        self._running: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._running: dict[int, int] = {}  # the bytes of each running pass, by the `id` of its record
 
     @property
     def bytes_in_use(self) -> int:
@@ -129,10 +129,10 @@ class DevicePool:
         elements: the number of elements.
         like: a tensor with the dtype and device of the result.
         arena: the pass's record of this memory, an `Arena` or another object of the pass. `trim` raises an
-            error until `give_back` is called with this record.
+            error until `give_back` is called with this record, which must happen before the record is freed.
         """
         memory = self.new(like, elements)
-        self._running[arena] = memory.nbytes
+        self._running[id(arena)] = memory.nbytes
         self.peak_bytes = max(self.peak_bytes, sum(self._running.values()))
         return memory
 
@@ -141,7 +141,7 @@ class DevicePool:
 
         arena: the object that was passed to `take` as ``arena``.
         """
-        self._running.pop(arena, None)
+        self._running.pop(id(arena), None)
 
     def trim(self) -> None:
         """Gives the free memory of this pool back: to the operating system, or on a GPU to the CUDA driver.

@@ -6,13 +6,11 @@ recorded on the other lane's stream.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from pmoe.comm.ranks import Ranks
 from pmoe.engine.lanes.base import Action, Lanes
-from pmoe.kernels.grouped_gemm.launch import beside_communication
+from pmoe.kernels.grouped_gemm.launch import BesideCommunication
 from pmoe.schedule.tasks import Lane, Schedule, Task
 
 
@@ -42,9 +40,10 @@ class CudaLanes(Lanes):
         self._waits = schedule.lane_waits
         self._awaited = schedule.awaited
         self._events: dict[str, torch.cuda.Event] = {}
-        self._products = contextlib.ExitStack()
+        self._products: BesideCommunication | None = None
         if ranks.size > 1 and schedule.has_several_chunks:
-            self._products.enter_context(beside_communication())
+            self._products = BesideCommunication()
+            self._products.__enter__()
 
     @classmethod
     def stream_of(cls, device: torch.device, lane: Lane) -> torch.cuda.Stream:
@@ -84,7 +83,8 @@ class CudaLanes(Lanes):
             self._stream[Lane.COPY_OUT].wait_stream(copies_in)
 
     def finish(self) -> None:
-        self._products.close()
+        if self._products is not None:
+            self._products.__exit__()
         for lane, stream in self._stream.items():
             if lane is not Lane.COMPUTE:
                 self._stream[Lane.COMPUTE].wait_stream(stream)

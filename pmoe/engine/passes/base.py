@@ -143,7 +143,7 @@ class Inputs(NamedTuple):
         """
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         shared_start = len(self.parameters)
-        hooks_start = len(self.parameters) + len(self.shared_parameters)
+        hooks_start = shared_start + len(self.shared_parameters)
         return Inputs(
             x_TM=x_TM,
             weight_TK=weight_TK,
@@ -284,10 +284,8 @@ class Pass:
         self.stages = plan.modules.stages
         self.pool = pool(source_TM.device).device
         self.result_TM = self.pool.new(source_TM, *source_TM.shape)
-        tokens = [chunk.tokens.stop - chunk.tokens.start for chunk in pass_plan.chunks]
-        slots = [(chunk.slots.stop - chunk.slots.start) // plan.top_k for chunk in pass_plan.chunks]
-        self.results = self.result_TM.split_with_sizes(tokens)
-        self.positions = pass_plan.position.view(-1, plan.top_k).split_with_sizes(slots)
+        self.results = self.result_TM.split_with_sizes(pass_plan.num_tokens)
+        self.positions = pass_plan.positions
         self.experts = plan.modules.experts
         self.shared_TM: Tensor | None = None
         self.regroup: Sequence[Tensor | None] = [chunk.regroup for chunk in pass_plan.chunks]
@@ -532,7 +530,7 @@ class Pass:
         if self.home is not None:
             return self.home[rows]
         home = self.temporary(self.home_name, i)
-        start = self.pass_plan.home[i].start
+        start = self.pass_plan.chunks[i].sent.start  # the chunk's first row in its home buffer
         first = rows.start - start
         return home if rows.stop - rows.start == home.shape[0] else home[first : rows.stop - start]
 
@@ -564,7 +562,7 @@ class Pass:
         home = self.home
         if home is None:
             home = self.temporary(self.home_name, i)
-            row_SK = row_SK - pass_plan.home[i].start
+            row_SK = row_SK - chunk.sent.start
             if pass_plan.has_drops:
                 home[-1].zero_()
         if pass_plan.has_drops:

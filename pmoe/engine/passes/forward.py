@@ -34,6 +34,10 @@ class Scalars(NamedTuple):
     copies: Tensor
 
 
+NOTHING_KEPT = SavedUnit()
+"""The record of tasks of which nothing is saved for backward."""
+
+
 class Forward(Pass):
     """The forward pass of a call.
 
@@ -48,6 +52,7 @@ class Forward(Pass):
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
     has_recipes: whether the experts override `Experts.recipe` and backward may need its result.
+    keeps_nothing: whether backward makes everything again that its tasks need, so that they share a record.
     scalars: the messages with one number for each row. The first message carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.
@@ -73,7 +78,9 @@ class Forward(Pass):
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
         overrides_recipe = type(plan.modules.experts).recipe is not Experts.recipe
-        self.has_recipes = keep and plan.restore.hidden != "keep" and overrides_recipe
+        self.has_recipes: bool = keep and plan.restore.hidden != "keep" and overrides_recipe
+        makes_again = plan.restore.dispatched == "communicate" and plan.restore.hidden == "recompute"
+        self.keeps_nothing: bool = keep and makes_again and not self.has_recipes
         if self.pass_plan.pieces and self.pass_plan.by_kernel is None:
             self.weight_sorted = self.weight.index_select(0, self.pass_plan.slot)
         self.scalars: list[Scalars] = []
@@ -153,25 +160,27 @@ class Forward(Pass):
         version = rows_NM._version if recipe is not None else 0
         keeps = self.keep and restore.hidden != "recompute"
         _, hidden = self.experts.compute(expert_rows, weight_N, keep=keeps)
-        if self.keep:
+        if self.keeps_nothing:
+            self.saved.kept[unit] = NOTHING_KEPT
+        elif self.keep:
             changed = recipe is not None and rows_NM._version != version
             if recipe is not None and restore.hidden == "recompute":
                 self._check_recipe(recipe, changed)
-            kept = SavedUnit(hidden=hidden, recipe=recipe)
+            kept = SavedUnit(rows_NM if restore.dispatched == "keep" else None, hidden, recipe)
             self.saved.kept[unit] = self.kept_for_backward(unit, kept, rows_NM, changed)
 
     def kept_for_backward(self, unit: Unit, kept: SavedUnit, rows_NM: Tensor, changed: bool) -> SavedUnit:
-        """Returns ``kept`` with the experts' input T_DI, if the layer keeps it on the device.
+        """Returns the tensors of one task that are saved for backward: in this class ``kept`` itself.
 
-        The subclass `OffloadingForward` overrides this method, and copies tensors to the host.
+        Subclasses override this method. `OffloadingForward` copies tensors to the host, for example.
 
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
-        kept: the record for backward, which has the hidden activation T_M but not T_DI yet.
+        kept: the tensors that stay on the device according to the restore pair.
         rows_NM: (N, M), the N rows of T_DI, with M = d_model columns.
         changed: whether a user's module changed rows_NM in place.
         """
-        return kept._replace(rows_NM=rows_NM) if self.plan.restore.dispatched == "keep" else kept
+        return kept
 
     def _check_recipe(self, recipe: Any, changed: bool) -> None:
         """Raises RuntimeError if backward could not recompute the hidden activation T_M from the input T_DI.

@@ -38,6 +38,7 @@ from pmoe.kernels.grouped_gemm.launch import NUM_COUNTERS, TileCounters
 from pmoe.kernels.route import Routes
 from pmoe.ordering.sorted import SortedOrder, SortedRows, Tokens, chunk_bounds, count_rows, sort_rows
 from pmoe.planner.degree import Choice
+from pmoe.schedule.buffer_sizes import ChunkRows
 from pmoe.schedule.restore import Restore
 from pmoe.schedule.tasks import local_pieces
 from pmoe.warn import warn_of_fallback
@@ -286,9 +287,12 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
     order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
     received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
-    slot_bounds = [end * top_k for end in token_bounds]
+    num_tokens = [end - begin for begin, end in itertools.pairwise(token_bounds)]
+    num_lines = num_tokens  # lines of `expert_TK`, by chunk
+    line_bounds = token_bounds
     if tokens.of_slot is not None:  # no slot is dropped in this case, so each chunk has as many slots as rows
-        slot_bounds = [0, *itertools.accumulate(send_nPE.sum((1, 2)).tolist())]
+        num_lines = [number // top_k for number in send_nPE.sum((1, 2)).tolist()]
+        line_bounds = [0, *itertools.accumulate(num_lines)]
     # The values for a single rank, which sends nothing.
     sent_by_chunk = come_by_chunk = [[0]] * n
     by_expert = [[0] * send_nPE.shape[2]] * n
@@ -350,18 +354,18 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
         once = None if fine is None else orders.number_rows(n, weights, shared, fine)
     relayed = [((), ())] * n if shared.relayed is None else _relayed(shared.relayed, n)
     travelling = orders.sent(n)
+    num_sent = tuple(map(sum, sent_by_chunk))
     chunks = []
-    pieces = []
+    pieces: list[LocalChunk] = []
     first_row = 0
     for i, come_W in enumerate(come_by_chunk):
-        send_rows = sent_by_chunk[i]
         recv_rows, gathered = _by_place(come_W, modules.grid) if is_sharded else (tuple(come_W), ())
         chunks.append(
             Chunk(
                 tokens=slice(token_bounds[i], token_bounds[i + 1]),
-                slots=slice(slot_bounds[i], slot_bounds[i + 1]),
-                sent=slice(first_row, first_row + sum(send_rows)),
-                send_rows=tuple(send_rows),
+                slots=slice(line_bounds[i] * top_k, line_bounds[i + 1] * top_k),
+                sent=slice(first_row, first_row + num_sent[i]),
+                send_rows=tuple(sent_by_chunk[i]),
                 recv_rows=recv_rows,
                 received=RowGroups(counts=tuple(by_expert[i]), ends=received_ends[i]),
                 regroup=regroups[i],
@@ -369,32 +373,72 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
                 gathered=gathered,
             )
         )
-        first_row += sum(send_rows)
+        first_row += num_sent[i]
         # The order of `sort_rows`: if there is a piece for each chunk, piece i follows the rows that chunk i
         # sends. If there are fewer pieces than chunks, all pieces follow the rows of the last chunk.
         following_pieces = range(i, i + 1) if num_pieces == n else range(num_pieces if i == n - 1 else 0)
         for j in following_pieces:
-            end = first_row + sum(local_counts[j])
             groups = RowGroups(counts=tuple(local_counts[j]), ends=local_ends[j])
+            end = first_row + groups.num_rows
             pieces.append(LocalChunk(rows=slice(first_row, end), groups=groups))
             first_row = end
     row_slot = travelling.slot[:first_row]
     # If kernels have sorted the slots (int32), passes copy rows by ``position``, and need no token numbers.
-    token = row_slot[:0] if row_slot.dtype == torch.int32 else row_slot if top_k == 1 else row_slot // top_k
+    is_sorted_by_kernel = row_slot.dtype == torch.int32
+    token = row_slot[:0] if is_sorted_by_kernel else row_slot if top_k == 1 else row_slot // top_k
+    row_token = token if tokens.of_slot is None else tokens.of_slot[token]
     position = travelling.position
     if position.is_cuda and _takes_positions(orders):
         position = position.int()
+    if modules.stages.local_copies:
+        pieces = [*_own_experts_first(pieces, modules)]
+    has_drops = orders.keep_TK is not None or once is not None
+    gathers_by_token = modules.stages.remote and not is_sorted_by_kernel
     return PassPlan(
         chunks=tuple(chunks),
-        pieces=_own_experts_first(pieces, modules) if modules.stages.local_copies else tuple(pieces),
+        pieces=tuple(pieces),
         weights=weights,
         slot=slots.slot[:first_row],
-        row_token=token if tokens.of_slot is None else tokens.of_slot[token],
+        row_token=row_token,
+        sent_tokens=[row_token[chunk.sent] for chunk in chunks] if gathers_by_token else (),
         position=position,
-        has_drops=orders.keep_TK is not None or once is not None,
+        rows=_buffer_rows(chunks, pieces, num_sent, has_drops=has_drops, sends_once=once is not None),
+        num_tokens=num_tokens,
+        positions=position.view(-1, top_k).split_with_sizes(num_lines),
+        has_drops=has_drops,
         once=once,
         by_kernel=None if order is None else _kernel_order(order, orders.weight),
         counters=None if order is None else TileCounters(order.zeros),
+    )
+
+
+def _buffer_rows(
+    chunks: Sequence[Chunk],
+    pieces: Sequence[LocalChunk],
+    num_sent: Sequence[int],
+    *,
+    has_drops: bool,
+    sends_once: bool,
+) -> ChunkRows:
+    """Returns the number of rows of each buffer of a pass, for each chunk (`PassPlan.rows`).
+
+    chunks, pieces: the chunks, and the blocks of rows that stay on this rank.
+    num_sent: for each chunk the number of rows that this rank sends.
+    has_drops: whether some (token, choice) pairs may have no row. The home buffer then has one more row.
+    sends_once: whether a token is sent only once to each rank. Arrived rows are then always sorted by expert.
+    """
+    esp_size = len(chunks[0].gathered)
+    arrive_apart = esp_size > 0 or sends_once
+    local = tuple([piece.groups.num_rows for piece in pieces]) or (0,) * len(chunks)
+    return ChunkRows(
+        send=num_sent,
+        received=tuple([chunk.received.num_rows for chunk in chunks]),
+        local=local,
+        home=tuple([sent + stay + has_drops for sent, stay in zip(num_sent, local, strict=False)]),
+        regrouped=tuple([sends_once or chunk.regroup is not None for chunk in chunks]),
+        arrived=tuple([chunk.num_arrived for chunk in chunks]) if arrive_apart else None,
+        gathered=tuple([chunk.num_gathered for chunk in chunks]) if arrive_apart else None,
+        esp_size=esp_size,
     )
 
 
@@ -458,7 +502,7 @@ def _order_by_kernel(orders: SortedSlots, n: int, num_bins: int, bins: RankCount
     come_W = bins.recv.sum((0, 2)).tolist()
     if bypass_local:
         come_W[rank] = 0
-    are_several = _are_several(come_W)
+    are_several = len(come_W) - come_W.count(0) > 1  # `_are_several` without a call
     num_pieces = orders.num_pieces(n)
     is_sorted_by_kernel = slot.dtype == torch.int32 and num_pieces in (0, n)
     return messages.order(

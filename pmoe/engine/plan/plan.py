@@ -192,8 +192,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return is_alike and one.data_ptr() == other.data_ptr()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassPlan:
+class PassPlan(NamedTuple):
     """The plan of one pass, forward or backward: its chunks, and the order of its rows.
 
     A slot is one of the T * K (token, choice) pairs of this rank. "Sorted rows" are all rows of this rank's
@@ -207,11 +206,19 @@ class PassPlan:
     slot: (rows,) int64, the slot of each sorted row. It is int32 if kernels have sorted the slots. With
         ``send_once=True`` the tensor must not be read, because several slots share one row.
     row_token: (rows,) int64, the token of each sorted row. It is empty if kernels have sorted the slots.
+    sent_tokens: for each chunk the part of ``row_token`` for the rows that the chunk sends; () if no rows are
+        sent, or if kernels have sorted the slots.
     position: (T * K,) int64, the number of each slot's row among the sorted rows. The slot's result returns
         to the row with this number in the home buffer, which collects results on the tokens' rank. A slot
         without a row has a number beyond the last row. It is int32 if the kernels of `pmoe.kernels.permute`
         may read it.
     has_drops: whether some slots may have no row.
+    rows: the number of rows of each buffer of the pass, for each chunk. Rows that stay on this rank are
+        computed in blocks (``pieces``), and ``rows.local`` has a number for each block. ``rows.home`` has a
+        meaning only if all rows are sent, or if each chunk has one block. It is not read if rows of several
+        chunks share a block (fewer blocks than chunks), or if rows for copies of experts stay, too.
+    num_tokens: the number of tokens of each chunk.
+    positions: ``position`` by chunk: for each chunk a tensor (tokens of the chunk, K).
     once: numbers by which the receiver finds the row of each routing weight. Set only if a token is sent only
         once to each rank (`pmoe.engine.variants.send_once`), else None. Several slots then share one row, and
         one result returns for all of them.
@@ -225,67 +232,20 @@ class PassPlan:
     weights: WeightMessage | None
     slot: Tensor
     row_token: Tensor
+    sent_tokens: Sequence[Tensor]
     position: Tensor
+    rows: ChunkRows
+    num_tokens: Sequence[int]
+    positions: tuple[Tensor, ...]
     has_drops: bool
     once: DeduplicatedRows | None = None
     by_kernel: KernelOrder | None = None
     counters: TileCounters | None = None
 
-    @functools.cached_property
-    def sent_tokens(self) -> list[Tensor]:
-        """The token of each row that the dispatch all-to-all sends: an int64 tensor for each chunk."""
-        return [self.row_token[chunk.sent] for chunk in self.chunks]
-
-    @functools.cached_property
-    def rows(self) -> ChunkRows:
-        """The number of rows of each buffer of the pass, for each chunk.
-
-        Rows that stay on this rank are computed in blocks (`pieces`), and ``local`` has a number for each
-        block. The field ``home`` of the result has a meaning only if each chunk has one block. It is not read
-        if rows of several chunks share a block (fewer blocks than chunks), or if rows for copies of experts
-        stay, too.
-        """
-        chunks = self.chunks
-        n = len(self.chunks)
-        no_rows = (0,) * n
-        esp_size = len(self.chunks[0].gathered)
-        # Blocks of copies come last, after those of the rank's own experts.
-        has_block_per_chunk = len(self.pieces) in (0, n) and not (self.pieces and self.pieces[-1].of_copies)
-        apart = esp_size > 0 or self.once is not None
-        home = self.home if has_block_per_chunk else []
-        # Lists, because a generator takes a call for each number.
-        return ChunkRows(
-            arrived=tuple([chunk.num_arrived for chunk in chunks]) if apart else None,
-            gathered=tuple([chunk.num_gathered for chunk in chunks]) if apart else None,
-            esp_size=esp_size,
-            send=tuple([sum(chunk.send_rows) for chunk in chunks]),
-            received=tuple([chunk.received.num_rows for chunk in chunks]),
-            local=tuple([piece.groups.num_rows for piece in self.pieces]) or no_rows,
-            home=tuple([rows.stop - rows.start + self.has_drops for rows in home]) or no_rows,
-            regrouped=tuple([self.once is not None or chunk.regroup is not None for chunk in chunks]),
-        )
-
     @property
     def num_received(self) -> int:
         """N, the number of rows that this rank's experts receive in all chunks together."""
         return sum(self.rows.received)
-
-    @functools.cached_property
-    def home(self) -> list[slice]:
-        """A slice for each chunk: the sorted rows that belong to the chunk's tokens.
-
-        A slice has the rows that the chunk sends. If the rows that are not sent have a block for each chunk,
-        the chunk's block follows.
-
-        "Sorted rows" are all rows of this rank's tokens, in the order of the pass. The home buffer collects
-        results on the tokens' rank, and has the results of these rows at the same positions. The slices are
-        valid in two cases: all rows are sent, or the rows that are not sent are computed in one block for
-        each chunk. In other cases the slices are not read.
-        """
-        if not self.pieces:
-            return [chunk.sent for chunk in self.chunks]
-        pairs = zip(self.chunks, self.pieces, strict=False)
-        return [slice(chunk.sent.start, piece.rows.stop) for chunk, piece in pairs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,8 +354,7 @@ class PassModules(abc.ABC):
         return range(first_expert, first_expert + count * self.stages.local)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything that the forward and the backward pass of one call need, apart from tensors of values.
 
     A call is planned once, so backward uses exactly the routing that forward used.

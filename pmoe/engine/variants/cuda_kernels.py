@@ -16,9 +16,9 @@ from torch import Tensor
 from pmoe.engine.passes.backward import Backward
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
-from pmoe.engine.plan.plan import Plan
+from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.base import ExpertRows, Experts
-from pmoe.experts.launched import LaunchedExperts, launched
+from pmoe.experts.launched import LaunchedExperts, is_dense, launched
 from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
@@ -38,7 +38,12 @@ class _OnCuda(Pass):
     reads_source: whether these kernels can read the rows of the pass's input.
     experts: the layer's experts, or an object that launches their matrix products directly.
     direct: the object that launches their products directly; None if it cannot compute this pass. It is made
-        before the buffers are allocated, because it needs fewer of them (`places_results`).
+        before the buffers are allocated, because it needs fewer of them.
+    places_results: whether the experts' last product stores all results in the order in which rows arrived.
+        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
+        buffer that is sent back, so no copy has to undo the sorting, and results have no sorted form.
+    weight_of_pieces: the routing weights of each block of the rows that stay on this rank, (rows of the
+        block,) each.
     """
 
     moves: RowMoves | None
@@ -47,18 +52,22 @@ class _OnCuda(Pass):
     weight_sorted: Tensor
     experts: Experts | LaunchedExperts | ExpertsWithCopies
     direct: LaunchedExperts | None
+    places_results: bool
+    weight_of_pieces: Sequence[Tensor]
 
-    @functools.cached_property
-    def places_results(self) -> bool:
-        """Whether the experts' last product stores all results in the order in which rows arrived.
+    def take_products(
+        self, modules: PassModules, pass_plan: PassPlan, parameters: Sequence[Tensor], rows: Tensor
+    ) -> None:
+        """Sets `direct` and `places_results`. Called before the buffers are allocated.
 
-        The product computes the rows sorted by expert. It stores the result of row r as row regroup[r] of the
-        buffer that is sent back, so no copy has to undo the sorting, and results have no sorted form.
+        modules, pass_plan: the layer's modules, and the plan of this pass.
+        parameters: the tensors with which the experts compute.
+        rows: a tensor with the dtype and device of the pass's rows.
         """
-        modules = self.plan.modules
+        self.direct = launched(modules.experts, parameters, rows)
         computes_alone = modules.copies is None and modules.products is None
         # With send_once=True, results of one arrived row are summed before they are sent back.
-        return self.direct is not None and computes_alone and self.pass_plan.once is None
+        self.places_results = self.direct is not None and computes_alone and pass_plan.once is None
 
     @property
     def sizes_type(self) -> Callable[..., BufferSizes]:  # type: ignore[override]
@@ -100,21 +109,24 @@ class _OnCuda(Pass):
 
         numbers: (rows,), a number for each row of this rank, in the order of `KernelOrder`.
         """
-        sizes = [piece.groups.num_rows for piece in self.pass_plan.pieces]
-        return numbers[numbers.shape[0] - sum(sizes) :].split_with_sizes(sizes) if sizes else ()
-
-    @functools.cached_property
-    def weight_of_pieces(self) -> Sequence[Tensor]:
-        """The routing weights of each block of the rows that stay on this rank, (rows of the block,) each."""
-        if self.weight_by_number is None:
-            return [self.weight_sorted[piece.rows] for piece in self.pass_plan.pieces]
-        return self.pieces_of(self.weight_by_number)
+        if not self.pass_plan.pieces:
+            return ()
+        sizes = self.pass_plan.rows.local
+        return numbers[numbers.shape[0] - sum(sizes) :].split_with_sizes(sizes)
 
     @functools.cached_property
     def weight_by_number(self) -> Tensor | None:
         """Routing weights of this rank's rows in the order `PassPlan.by_kernel`; None if that is None."""
         by_kernel = self.pass_plan.by_kernel
         return None if by_kernel is None else by_kernel.sort(self.weight)
+
+    def take_weights(self) -> None:
+        """Sets `weight_of_pieces`. Called when the order of the rows and their weights are known."""
+        by_number = self.weight_by_number
+        if by_number is None:
+            self.weight_of_pieces = [self.weight_sorted[piece.rows] for piece in self.pass_plan.pieces]
+        else:
+            self.weight_of_pieces = self.pieces_of(by_number)
 
     def run_schedule(self) -> None:
         counters = zeroed_of_thread.set(self.pass_plan.counters)
@@ -222,7 +234,7 @@ class _OnCuda(Pass):
         first_row = 0
         if home is None:
             home = self.temporary(self.home_name, i)
-            first_row = self.pass_plan.home[i].start
+            first_row = self.pass_plan.chunks[i].sent.start
         rows_NM = home[:-1] if self.pass_plan.has_drops else home
         self.moves.sum(rows_NM, self.positions[i], first_row, out_TM)
         if self.shared_TM is not None:
@@ -238,9 +250,10 @@ class CudaForward(_OnCuda, Forward):
     unsorted: set[int]
 
     def __init__(self, plan: Plan, inputs: Inputs, keep: bool) -> None:
-        self.direct: LaunchedExperts | None = launched(plan.modules.experts, inputs.parameters, inputs.x_TM)
+        self.take_products(plan.modules, plan.forward, inputs.parameters, inputs.x_TM)
         super().__init__(plan, inputs, keep)
         self.take_kernels()
+        self.take_weights()
         self.unsorted = set()
 
     def in_expert_order(self, name: str, i: int, arrived: Tensor) -> Tensor:
@@ -291,7 +304,7 @@ class CudaForward(_OnCuda, Forward):
         out_NM = self.home_rows(j, piece.rows)
         unit = (j, "_L")
         reader = self.reader_of_tokens
-        if reader is not None and reader.takes(piece.groups.num_rows, self.source_TM, out_NM):
+        if reader is not None and reader.takes(piece.groups.num_rows, out_NM):
             slots = RowSlots(self.pass_plan.slot[piece.rows], self.plan.top_k)
             space = functools.partial(self.place, unit)
             expert_rows = ExpertRows(
@@ -312,8 +325,8 @@ class CudaForward(_OnCuda, Forward):
     @functools.cached_property
     def reader_of_tokens(self) -> LaunchedExperts | None:
         """The experts, if their first product may load rows that stay directly from the tokens; else None."""
-        has_slots = self.pass_plan.slot.dtype == torch.int32
-        return self._reader(self.plan.top_k) if has_slots else None
+        reader = self._reader(self.plan.top_k) if self.pass_plan.slot.dtype == torch.int32 else None
+        return reader if reader is not None and is_dense(self.source_TM) else None
 
     @functools.cached_property
     def reader_of_arrived(self) -> LaunchedExperts | None:
@@ -352,13 +365,14 @@ class CudaBackward(_OnCuda, Backward):
     grad_weight_home: Tensor
 
     def __init__(self, plan: Plan, grad_TM: Tensor, saved: ForwardState) -> None:
-        self.direct: LaunchedExperts | None = launched(plan.modules.experts, saved.inputs.parameters, grad_TM)
+        self.take_products(plan.modules, plan.backward, saved.inputs.parameters, grad_TM)
         super().__init__(plan, grad_TM, saved)
         self.take_kernels()
         self.grad_of_piece = {}
         self.gathered = set()
         self.grad_by_number = None
         if self.weight_by_number is not None:
+            self.take_weights()
             self.grad_by_number = torch.empty_like(self.weight_by_number)
             if self.pass_plan.weights is not None:
                 self.grad_weight_home = self.grad_by_number[: self.weight_message.slot.shape[0]]

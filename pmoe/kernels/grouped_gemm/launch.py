@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -164,28 +163,33 @@ counters_of_thread: ContextVar[TileCounters | None] = ContextVar(
     "counters of this thread's products", default=None
 )
 zeroed_of_thread: ContextVar[TileCounters | None] = ContextVar(
-    "counters that `beside_communication` gives to this thread's products, if a kernel has zeroed them",
+    "counters that `BesideCommunication` gives to this thread's products, if a kernel has zeroed them",
     default=None,
 )
 
 
-@contextlib.contextmanager
-def beside_communication(spare: int = SPARE) -> Iterator[None]:
-    """Makes products in a with-block leave multiprocessors free for communication kernels.
-
-    spare: number of multiprocessors to leave free.
+class BesideCommunication:
+    """A context in which products leave multiprocessors free for communication kernels.
 
     Inside the with-block, each thread block of a product takes its next tile from a shared counter. If a
     communication kernel occupies a multiprocessor, the product's thread block for that multiprocessor starts
     late. That thread block then takes fewer tiles, and does not delay the product.
+
+    It is a class, because generators take longer to enter.
+
+    spare: number of multiprocessors to leave free.
     """
-    spare_before = spare_of_thread.set(spare)
-    counters_before = counters_of_thread.set(zeroed_of_thread.get() or TileCounters())
-    try:
-        yield
-    finally:
-        spare_of_thread.reset(spare_before)
-        counters_of_thread.reset(counters_before)
+
+    def __init__(self, spare: int = SPARE) -> None:
+        self._spare = spare
+
+    def __enter__(self) -> None:
+        self._spare_before = spare_of_thread.set(self._spare)
+        self._counters_before = counters_of_thread.set(zeroed_of_thread.get() or TileCounters())
+
+    def __exit__(self, *error: object) -> None:
+        spare_of_thread.reset(self._spare_before)
+        counters_of_thread.reset(self._counters_before)
 
 
 def path_for(device: torch.device, dtype: torch.dtype, **columns: int) -> str | None:
@@ -286,7 +290,7 @@ def num_row_dots(kernels: str, width: int, model: int, activation: int) -> int:
 def start(device: torch.device, fields: dict[str, Any]) -> None:
     """Launches the kernel of a grouped product. The arguments must have been checked.
 
-    Inside ``with beside_communication():`` the function adds two arguments: the number of multiprocessors to
+    Inside ``with BesideCommunication():`` the function adds two arguments: the number of multiprocessors to
     leave free, and a new counter from which the kernel's thread blocks take their tiles.
 
     device: the device.

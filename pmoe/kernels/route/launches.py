@@ -102,7 +102,7 @@ def launch_route(
         header = heading.header
         messages = Messages.new(out.counts_nE, num_ranks, heading.num_degrees, out.messages)
         sent = messages.both[0].data_ptr()
-    places = (tensor.data_ptr() for tensor in (logits_TE, *out[:-2]))
+    places = [tensor.data_ptr() for tensor in (logits_TE, *out[:-2])]
     last_places = (sent, out.l_aux.data_ptr(), workspace.data_ptr())
     module.route(problem, *places, *last_places, num_bytes, not_finite, num_ranks, header)
 

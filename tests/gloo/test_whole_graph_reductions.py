@@ -152,7 +152,7 @@ def uneven(rank: int, world: int, parts: bool, accumulate: bool) -> tuple[list[f
         errors, _ = steps_of(rank, mesh, steps, False, accumulate)
     (program,) = (each for key, each in run.PROGRAMS.items() if key[0] == "backward")
     assert bool(program.plan.ranges) or not parts
-    assert program.reductions and program.places.keys() >= program.reductions.keys()
+    assert program.reductions and program.places.keys() >= set().union(*program.reductions)
     return errors, sorted(program.places.items())
 
 
@@ -208,7 +208,7 @@ def by_reducer(rank: int, world: int, partition: Partition | None) -> tuple[list
         reducer.remove()
     assert all(each.ran.path == "whole graph" for each in layers(model))
     (program,) = (each for key, each in run.PROGRAMS.items() if key[0] == "backward")
-    assert len(program.reductions) == len(reducer.parameters)
+    assert sum(map(len, program.reductions)) == len(reducer.parameters)
     assert reducer.partition is None
     left = [each - collectives.begun for each in begun]
     return errors, left, [str(each.message) for each in told]

@@ -63,7 +63,8 @@ inline void mbarrier_wait(uint64_t* bar, uint32_t parity) {
 }
 
 // It orders what this thread has written, and nothing that other threads have written to the same 16 bytes.
-// Copies that have not been waited for are not behind it.
+// It does not order copies for which the thread has not waited, also if the thread wrote the same 16 bytes
+// before by ordinary means.
 inline void fence_proxy_async() {
   emu::Fiber& fiber = emu::self();
   for (int unit : fiber.unfenced) {
@@ -71,6 +72,9 @@ inline void fence_proxy_async() {
     writers.erase(std::remove(writers.begin(), writers.end(), fiber.linear), writers.end());
   }
   fiber.unfenced.clear();
+  for (const emu::Copy& copy : fiber.copies) emu::add_writer(fiber, copy.unit);
+  for (const auto& group : fiber.groups)
+    for (const emu::Copy& copy : group) emu::add_writer(fiber, copy.unit);
 }
 
 // ---- the tensor memory accelerator: boxes of a tensor into rows of 128 bytes, swizzled

@@ -13,14 +13,15 @@ int failures = 0;
 
 enum class Mistake {
   kNone,
-  kNoFence,       // copied lines are announced without the fence of the asynchronous proxy
-  kNoWait,        // ... before they have landed
-  kEarlyRelease,  // a stage is let go of before its products are done
-  kNoArrival,     // a consumer forgets to let go
-  kFewBytes,      // a barrier waits for fewer bytes than travel
-  kWrongParity,   // the producer waits for the wrong phase
-  kOutside,       // a result is written behind its array
-  kDisagree,      // threads of a warpgroup name different operands
+  kNoFence,        // copied lines are announced without the fence of the asynchronous proxy
+  kNoWait,         // ... before they have landed
+  kFenceInFlight,  // ... before they have landed, with a fence that orders other writes of the same places
+  kEarlyRelease,   // a stage is let go of before its products are done
+  kNoArrival,      // a consumer forgets to let go
+  kFewBytes,       // a barrier waits for fewer bytes than travel
+  kWrongParity,    // the producer waits for the wrong phase
+  kOutside,        // a result is written behind its array
+  kDisagree,       // threads of a warpgroup name different operands
 };
 
 constexpr int kStages = 2, kSteps = 6, kBytes = box_bytes(64), kWide = box_bytes(256);
@@ -47,11 +48,13 @@ void pipeline(const bf16* a, const TensorMap* b_map, float* out, Mistake mistake
         mbarrier_arrive_expect(&s.full[ring.stage], mistake == Mistake::kFewBytes ? kWide / 2 : kWide);
         tma_load_2d(s.b[ring.stage], b_map, &s.full[ring.stage], step * 64, 0);
       }
-      for (int i = thread - 128; i < 64 * kChunks; i += 32)
-        cp_async16(s.a[ring.stage] + chunk_offset(i / kChunks, i % kChunks),
-                   a + (i / kChunks) * (64 * kSteps) + step * 64 + i % kChunks * 8, true);
+      for (int i = thread - 128; i < 64 * kChunks; i += 32) {
+        uint8_t* const place = s.a[ring.stage] + chunk_offset(i / kChunks, i % kChunks);
+        if (mistake == Mistake::kFenceInFlight) store16(place, Words{});
+        cp_async16(place, a + (i / kChunks) * (64 * kSteps) + step * 64 + i % kChunks * 8, true);
+      }
       cp_async_commit();
-      if (mistake != Mistake::kNoWait) cp_async_wait<0>();
+      if (mistake != Mistake::kNoWait && mistake != Mistake::kFenceInFlight) cp_async_wait<0>();
       if (mistake != Mistake::kNoFence) fence_proxy_async();
       sync_warp();
       if (thread == 128) mbarrier_arrive(&s.full[ring.stage]);
@@ -295,6 +298,7 @@ int main() {
     }
   expect_found("a missing fence", Mistake::kNoFence, "without a proxy fence");
   expect_found("copies not waited for", Mistake::kNoWait, "without a proxy fence");
+  expect_found("copies over ordinary writes, not waited for", Mistake::kFenceInFlight, "without a proxy fence");
   expect_found("an early release", Mistake::kEarlyRelease, "w");
   expect_found("a missing arrival", Mistake::kNoArrival, "deadlock");
   expect_found("too few bytes", Mistake::kFewBytes, "w");

@@ -25,6 +25,7 @@ def test_the_reduction_is_compared_within_a_round_and_all_to_alls_are_those_of_s
     assert result["exposed reduction ms"] == 2000.0  # of 1, 6 and 2 s; the medians differ by 3 s
     assert result["exposed all-to-all ms"] == 1500.0
     assert result["together ms"] == 3500.0
+    assert result["idle link ms"] == 1000.0
     assert result["first bucket %"] == 50.0
     assert result["half of them %"] == 75.0
 

@@ -371,10 +371,8 @@ KERNELS = (
         name="an-emulator-whose-fence-orders-copies-on-their-way",
         breaks="the emulator takes 16 bytes for fenced while a copy into them has not been waited for",
         file="tests/cuda/emulator_hopper.h",
-        old="    for (const emu::Copy& copy : group) emu::add_writer(fiber, copy.unit);
-",
-        new="    for (const emu::Copy& copy : group) static_cast<void>(copy);
-",
+        old="    for (const emu::Copy& copy : group) emu::add_writer(fiber, copy.unit);\n",
+        new="    for (const emu::Copy& copy : group) static_cast<void>(copy);\n",
         tests=EMULATOR,
     ),
     # Weight gradients that gather rows of B while they load them.

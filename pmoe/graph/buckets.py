@@ -1,12 +1,13 @@
 """Buckets: the gradients that one message reduces over ranks, and when this message begins.
 
 A data-parallel wrapper does not reduce gradients one by one. It divides them into buckets, in the order in
-which they came in the first backward pass. It reduces a bucket by one message. Buckets are sent in their
-order, also if a later one is complete first. Example with two buckets:
+which they came in the first backward pass. One message reduces a bucket. It begins when all gradients of the
+bucket exist, and the messages of all buckets before it have begun. Example:
 
-    gradient that exists now     head.w     block.w2     block.b2     block.w1
-    buckets                      | 0: head.w, block.b2         |   | 1: block.w2, block.w1 |
-    message that begins          -          -            0            1
+    bucket 0: head.weight, block.bias      bucket 1: block.weight
+
+    gradient that begins to exist    head.weight    block.weight    block.bias
+    messages that begin              none           none            those of buckets 0 and 1
 """
 
 from __future__ import annotations
@@ -18,24 +19,28 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 Bucket = Mapping[str, float]
-"""The gradients that one message reduces: {name of a gradient: seconds of its part of the message}.
+"""The gradients that one message reduces over ranks: {name of a gradient: predicted seconds}.
 
-The seconds of the message are the sum.
+The seconds of the message are the sum of these seconds.
 """
 
 
 def bucket_limits(wrapper: DistributedDataParallel) -> list[int]:
-    """Returns the bytes at which a wrapper closes its buckets: entry i for bucket i, the last for all others.
+    """Returns the bytes at which a wrapper closes its buckets: entry i for bucket i.
 
-    wrapper: its option ``bucket_cap_mb`` (default 25) says the bytes. With the default, the first bucket has a
-        smaller limit, so that its message begins early.
+    The last entry is the limit of all further buckets.
+
+    wrapper: its option ``bucket_cap_mb`` (default 25) says the bytes. With the default, the first bucket has
+        a smaller limit, so that its message begins early.
     """
     limits = list(getattr(wrapper, "bucket_bytes_cap_list", ()))
     if limits:
         return limits
-    has_default = getattr(wrapper, "bucket_bytes_cap_default", False)
-    first = dist._DEFAULT_FIRST_BUCKET_BYTES if has_default else wrapper.bucket_bytes_cap  # type: ignore[attr-defined]
-    return [first, wrapper.bucket_bytes_cap]
+    other_limit = wrapper.bucket_bytes_cap
+    if not wrapper.bucket_bytes_cap_default:
+        return [other_limit]
+    first_limit: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    return [first_limit, other_limit]
 
 
 def divide_into_buckets(num_bytes: Mapping[str, int], limits: Sequence[int]) -> list[list[str]]:
@@ -43,7 +48,8 @@ def divide_into_buckets(num_bytes: Mapping[str, int], limits: Sequence[int]) -> 
 
     A bucket takes gradients until their bytes reach its limit.
 
-    num_bytes: {name of a gradient: its bytes}, in the order in which gradients came in the first backward pass.
+    num_bytes: {name of a gradient: its bytes}, in the order in which gradients came in the first backward
+        pass.
     limits: entry i is the limit of bucket i in bytes. The last entry is the limit of all further buckets.
     """
     buckets = list[list[str]]()

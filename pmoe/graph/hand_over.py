@@ -268,7 +268,7 @@ class GraphInputs:
         return result
 
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
-        """Stores the ranks over which this call's gradients are reduced, and the bytes of gradients and buckets.
+        """Stores over which ranks this call's gradients are reduced, and the bytes of gradients and buckets.
 
         `DistributedDataParallel` or `pmoe.GradientReducer` reduces the gradients. Neither of the two reduces
         gradients of experts, so these are left out.

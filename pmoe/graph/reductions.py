@@ -305,7 +305,7 @@ def returned(buckets: Iterable[Bucket], gradients: Iterable[Gradient]) -> list[B
 
 
 def by_source(gradients: Iterable[Gradient], buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Returns the buckets, with the names of the instructions that compute gradients in place of the gradients.
+    """Returns the buckets, in which the instruction that computes a gradient stands for the gradient.
 
     Gradients that no instruction computes are left out.
 

@@ -298,7 +298,8 @@ int main() {
     }
   expect_found("a missing fence", Mistake::kNoFence, "without a proxy fence");
   expect_found("copies not waited for", Mistake::kNoWait, "without a proxy fence");
-  expect_found("copies over ordinary writes, not waited for", Mistake::kFenceInFlight, "without a proxy fence");
+  expect_found("copies over ordinary writes, not waited for", Mistake::kFenceInFlight,
+               "without a proxy fence");
   expect_found("an early release", Mistake::kEarlyRelease, "w");
   expect_found("a missing arrival", Mistake::kNoArrival, "deadlock");
   expect_found("too few bytes", Mistake::kFewBytes, "w");

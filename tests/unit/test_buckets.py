@@ -30,7 +30,7 @@ def test_the_first_bucket_of_a_wrapper_with_the_default_size_is_smaller() -> Non
     wrapper = SimpleNamespace(bucket_bytes_cap=25 << 20, bucket_bytes_cap_default=True)
     assert bucket_limits(wrapper) == [1 << 20, 25 << 20]  # type: ignore[arg-type]
     wrapper = SimpleNamespace(bucket_bytes_cap=3 << 20, bucket_bytes_cap_default=False)
-    assert bucket_limits(wrapper) == [3 << 20, 3 << 20]  # type: ignore[arg-type]
+    assert bucket_limits(wrapper) == [3 << 20]  # type: ignore[arg-type]
     wrapper.bucket_bytes_cap_list = [1, 2, 3]
     assert bucket_limits(wrapper) == [1, 2, 3]  # type: ignore[arg-type]
 
@@ -84,7 +84,9 @@ def test_a_bucket_whose_last_gradient_waits_for_a_long_gap_holds_back_all_later_
     when it has all its gradients, so it sent nothing at all before the last all-to-all had ended.
     """
     postponed = {"small0": 1, "large0": 4, "small1": 3, "large1": 4}
-    begin = {ran.task.name: ran.start for ran in timeline(with_hand_overs(LAYERS, GRADIENTS, postponed, BUCKETS))}
+    begin = {
+        ran.task.name: ran.start for ran in timeline(with_hand_overs(LAYERS, GRADIENTS, postponed, BUCKETS))
+    }
     assert begin["gradient of large0"] > begin["R1"]
     order = plan_hand_overs([LAYERS], GRADIENTS, BUCKETS)
     begin = {ran.task.name: ran.start for ran in timeline(order)}
@@ -115,7 +117,13 @@ def test_a_parameter_that_is_frozen_in_another_graph_is_in_no_bucket_there() -> 
 
 def test_weight_gradients_of_the_next_bucket_run_first_while_the_link_is_idle() -> None:
     """Until a bucket is complete, the link stays idle."""
-    chain = [compute("a", 1.0), compute("x", 1.0), compute("y", 1.0), compute("z", 1.0), compute("b", 1.0, "a")]
+    chain = [
+        compute("a", 1.0),
+        compute("x", 1.0),
+        compute("y", 1.0),
+        compute("z", 1.0),
+        compute("b", 1.0, "a"),
+    ]
     order = [*chain, message("S", 1.0, "b"), compute("end", 1.0, "S")]
     got = [each.name for each in listed(order, reductions=[{"y": 1.0, "z": 1.0}, {"x": 1.0}])]
     assert got[:4] == ["y", "z", "a", "b"], got

@@ -41,7 +41,7 @@ from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from pmoe.graph.buckets import bucket_limits
 from pmoe.graph.operators import LAYERS
-from pmoe.training.gradient_partitioning import PIECE_BYTES
+from pmoe.training import gradient_partitioning
 
 Box = list[Tensor]
 """A list with one gradient, which is taken out when the gradient is handed over to autograd.
@@ -204,7 +204,7 @@ class GraphInputs:
     order: Callable[[], Sequence[int]] = list
     group: Ranks = field(default_factory=Ranks.single)
     reduced_bytes: dict[str, int] = field(default_factory=dict)
-    bucket_limits: Sequence[int] = (PIECE_BYTES,)
+    bucket_limits: Sequence[int] = (gradient_partitioning.PIECE_BYTES,)
 
     @staticmethod
     def of(module: fx.GraphModule, inputs: Sequence[Any]) -> GraphInputs:
@@ -279,9 +279,10 @@ class GraphInputs:
         reducers: list[Any] = [LAYERS[layer].gradients for layer in self.layers]
         groups = (getattr(reducer, "ranks", None) for reducer in reducers)
         self.group = next(filter(None, groups), Ranks.single())
+        self.bucket_limits = [gradient_partitioning.PIECE_BYTES]
         if wrapper is not None:
             self.group = Ranks(wrapper.process_group)
-        self.bucket_limits = [PIECE_BYTES] if wrapper is None else bucket_limits(wrapper)
+            self.bucket_limits = bucket_limits(wrapper)
         self.reduced_bytes = {
             name: inputs[owner].nbytes
             for name, owner in reversed(list(zip(self.names, self.owners, strict=True)))

@@ -66,8 +66,16 @@ def in_ddp(
     return model, compile_for_pmoe(wrapper, **options), wrapper
 
 
+def ranked(numbers: list[int]) -> list[int]:
+    """How many smaller values there are for each number: [0, 3, 3, 6] -> [0, 1, 1, 2]."""
+    return [sorted(set(numbers)).index(number) for number in numbers]
+
+
 def planned_places() -> list[int]:
-    """For each bucket of the plan, how many all-to-alls begin before it."""
+    """For each bucket of the plan, how many all-to-alls begin before it.
+
+    An all-to-all of the plan may be several collectives, of rows and of their routing weights.
+    """
     (program,) = (program for key, program in run.PROGRAMS.items() if key[0] == "backward")
     unsent = UnsentBuckets(program.reductions)
     begun = 0
@@ -109,7 +117,7 @@ def test_reductions_of_ddp_begin_between_the_all_to_alls_of_the_graph(
         assert found == sorted(found) and found[-1] == all_to_alls, found
         assert found[0] == 0 or bucket_mb > 1e-3, found
         assert len(set(found)) >= 3, found
-        assert found == planned
+        assert ranked(found) == ranked(planned)
 
 
 def steps_of(

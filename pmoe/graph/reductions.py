@@ -313,7 +313,7 @@ def by_source(gradients: Iterable[Gradient], buckets: Sequence[Bucket]) -> list[
     buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
     """
     source_of = {gradient.name: gradient.source for gradient in gradients}
-    result = []
+    result = list[Bucket]()
     for bucket in buckets:
         seconds: dict[str, float] = {}
         for name, share in bucket.items():

@@ -90,6 +90,6 @@ class UnsentBuckets:
         return sent
 
 
-def seconds_of(buckets: Sequence[Bucket]) -> float:
+def send_seconds(buckets: Sequence[Bucket]) -> float:
     """Returns the seconds of the messages that reduce these buckets."""
     return sum(sum(bucket.values()) for bucket in buckets)

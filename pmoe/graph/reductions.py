@@ -31,7 +31,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pmoe.graph.buckets import Bucket, UnsentBuckets, seconds_of
+from pmoe.graph.buckets import Bucket, UnsentBuckets, send_seconds
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline, total_seconds
 
 SHARES = (1.0, 0.5, 0.0, -math.inf)
@@ -177,7 +177,7 @@ def hand_over_places(
         sources = [source_of[name] for name in bucket]
         first_place = max(earliest[source] for source in sources)
         computed = max(end[source] for source in sources)
-        seconds = seconds_of([bucket])
+        seconds = send_seconds([bucket])
         needed = share * seconds if seconds else 0.0
         while place < len(messages):
             message = messages[place]
@@ -234,7 +234,7 @@ def with_hand_overs(
             name=gradient.instruction,
             waits=tuple(dict.fromkeys(filter(None, sources))),
             holds=(gradient.source,) if gradient.source else (),
-            seconds=seconds_of(sent),
+            seconds=send_seconds(sent),
             lane=COMMUNICATE if sent else COMPUTE,
             hands_over=True,
         )

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from graphlib import TopologicalSorter
 
-from pmoe.graph.buckets import Bucket, UnsentBuckets, seconds_of
+from pmoe.graph.buckets import Bucket, UnsentBuckets, send_seconds
 from pmoe.graph.instructions import Instruction
 
 Listing = Sequence[Instruction]
@@ -375,7 +375,7 @@ class _List:
             self.end[name] = self.now
         sent = self.unsent.add(name)
         if sent:
-            self.link_free = max(self.now, self.link_free) + seconds_of(sent)
+            self.link_free = max(self.now, self.link_free) + send_seconds(sent)
         self.live_bytes += instruction.num_bytes - self._freed(name)
         self.uses.subtract(set(instruction.holds))
         self.sorter.done(name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pmoe.graph.buckets import UnsentBuckets, bucket_limits, divide_into_buckets, seconds_of
+from pmoe.graph.buckets import UnsentBuckets, bucket_limits, divide_into_buckets, send_seconds
 from pmoe.graph.instructions import COMMUNICATE, Instruction, timeline, total_seconds
 from pmoe.graph.reductions import Gradient, hand_over_places, plan_hand_overs, returned, with_hand_overs
 from pmoe.graph.weight_gradients import listed
@@ -42,7 +42,7 @@ def test_a_bucket_is_sent_when_it_is_complete_and_all_before_it_are_sent() -> No
     assert unsent.add("a") == []
     assert unsent.add("not reduced") == []
     sent = unsent.add("b")
-    assert sent == [first, second] and seconds_of(sent) == 7.0
+    assert sent == [first, second] and send_seconds(sent) == 7.0
     assert unsent.add("b") == []
 
 

@@ -440,7 +440,8 @@ class GraphRunner:
             listed = partial(weight_gradients.listed, before, limit=limit, kept=kept, input_bytes=input_bytes)
             orders += [weight_gradients.placed(before, weight_gradients.assign(before)), listed()]
             if buckets:
-                orders.append(listed(reductions=by_source(gradients, buckets)))
+                sources = by_source(gradients, buckets)
+                orders += [listed(reductions=sources, one_by_one=alone) for alone in (True, False)]
         fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
         agreed_places = program.places if program.is_agreed else None
         fastest = plan_hand_overs(fitting or orders[:1], gradients, buckets, agreed_places)

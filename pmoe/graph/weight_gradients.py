@@ -175,6 +175,7 @@ def listed(
     kept: Collection[str] = (),
     input_bytes: Mapping[str, int] | None = None,
     reductions: Sequence[Bucket] = (),
+    one_by_one: bool = False,
 ) -> list[Instruction]:
     """Returns the instructions in the order of a list schedule, which is found by simulating both lanes.
 
@@ -193,8 +194,11 @@ def listed(
         are sent. The names are those of the instructions that compute the gradients. While the link is idle,
         weight gradients that a reduction needs run before all other computation, those of the next reduction
         first.
+    one_by_one: whether the link counts as busy for a gradient's share of its reduction as soon as the
+        gradient is computed. If False, the link is idle until all gradients of a reduction are computed, so
+        more weight gradients run early. Neither is always faster.
     """
-    return _List(instructions, limit, kept, input_bytes or {}, reductions).run()
+    return _List(instructions, limit, kept, input_bytes or {}, reductions, one_by_one).run()
 
 
 class _List:
@@ -211,6 +215,7 @@ class _List:
         limit        a number of bytes; while more are allocated, weight gradients that free memory run first
         live_bytes   bytes that are allocated now
         unsent       the reductions that have not begun yet, each of the results of some instructions
+        share        with ``one_by_one``: {name of a weight gradient: its share of the seconds of a reduction}
         bucket_of    {name of a weight gradient that a reduction needs: number of the first such reduction}
         messages     names of the all-to-alls that are not scheduled yet, the next one last
         now          time until which the compute lane is scheduled, in seconds
@@ -232,6 +237,7 @@ class _List:
         kept: Collection[str],
         input_bytes: Mapping[str, int],
         reductions: Sequence[Bucket],
+        one_by_one: bool,
     ) -> None:
         self.by_name = {instruction.name: instruction for instruction in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"
@@ -250,10 +256,15 @@ class _List:
         self.messages = [
             instruction.name for instruction in reversed(instructions) if instruction.communicates
         ]
-        self.unsent = UnsentBuckets(reductions)
+        self.unsent = UnsentBuckets([] if one_by_one else reductions)
+        self.share: dict[str, float] = {}
+        for bucket in reductions if one_by_one else []:
+            for name, seconds in bucket.items():
+                self.share[name] = self.share.get(name, 0.0) + seconds
         self.bucket_of: dict[str, int] = {}
         for number, bucket in reversed(list(enumerate(reductions))):
-            self.bucket_of.update(dict.fromkeys(self.free.intersection(bucket), number))
+            turn = 0 if one_by_one else number
+            self.bucket_of.update(dict.fromkeys(self.free.intersection(bucket), turn))
         for instruction in reversed(instructions):
             if instruction.name in self.bucket_of:
                 number = self.bucket_of[instruction.name]
@@ -373,9 +384,9 @@ class _List:
         else:
             self.now += instruction.seconds
             self.end[name] = self.now
-        sent = self.unsent.add(name)
+        sent = self.share.get(name, 0.0) + send_seconds(self.unsent.add(name))
         if sent:
-            self.link_free = max(self.now, self.link_free) + send_seconds(sent)
+            self.link_free = max(self.now, self.link_free) + sent
         self.live_bytes += instruction.num_bytes - self._freed(name)
         self.uses.subtract(set(instruction.holds))
         self.sorter.done(name)

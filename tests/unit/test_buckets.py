@@ -11,8 +11,17 @@ import torch.distributed as dist
 
 from pmoe.graph.buckets import UnsentBuckets, bucket_limits, divide_into_buckets, send_seconds
 from pmoe.graph.instructions import COMMUNICATE, Instruction, timeline, total_seconds
-from pmoe.graph.reductions import Gradient, hand_over_places, plan_hand_overs, returned, with_hand_overs
+from pmoe.graph.reductions import (
+    TIE,
+    Gradient,
+    by_source,
+    hand_over_places,
+    plan_hand_overs,
+    returned,
+    with_hand_overs,
+)
 from pmoe.graph.weight_gradients import listed
+from tests.unit.test_reductions import random_pass
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -63,9 +72,9 @@ LAYERS = [
     for at in range(2)
     for instruction in (
         compute(f"dense{at}", 1.0, *([f"R{at - 1}"] if at else [])),
+        message(f"S{at}", 2.0, f"dense{at}"),
         compute(f"small{at}", 0.5, f"dense{at}"),
         compute(f"large{at}", 0.5, f"dense{at}"),
-        message(f"S{at}", 2.0, f"dense{at}"),
         compute(f"experts{at}", 2.0, f"S{at}"),
         message(f"R{at}", 2.0, f"experts{at}"),
     )
@@ -127,3 +136,30 @@ def test_weight_gradients_of_the_next_bucket_run_first_while_the_link_is_idle() 
     order = [*chain, message("S", 1.0, "b"), compute("end", 1.0, "S")]
     got = [each.name for each in listed(order, reductions=[{"y": 1.0, "z": 1.0}, {"x": 1.0}])]
     assert got[:4] == ["y", "z", "a", "b"], got
+    got = [
+        each.name for each in listed(order, reductions=[{"y": 1.0, "z": 1.0}, {"x": 1.0}], one_by_one=True)
+    ]
+    assert got[:3] == ["x", "a", "y"], got
+
+
+def test_neither_rule_for_early_weight_gradients_is_always_faster() -> None:
+    """The bug: only one of them was tried. So plans of 5 X were not cut into as many parts as would be fast.
+
+    One rule takes the link for busy as soon as one gradient of a bucket is computed, the other one when all
+    are.
+    """
+    is_faster = {True: 0, False: 0}
+    for seed in range(40):
+        order, gradients, buckets = random_pass(seed)
+        sources = by_source(gradients, buckets)
+        alone, together = (
+            total_seconds(
+                plan_hand_overs(
+                    [listed(order, reductions=sources, one_by_one=one_by_one)], gradients, buckets
+                )
+            )
+            for one_by_one in (True, False)
+        )
+        is_faster[True] += alone < together / TIE
+        is_faster[False] += together < alone / TIE
+    assert all(is_faster.values()), is_faster

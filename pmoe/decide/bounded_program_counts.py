@@ -23,6 +23,7 @@ from pmoe.comm.counts import RankCounts
 from pmoe.comm.heap.program_heap import open_program_heap
 from pmoe.decide.bounded_calls import (
     BoundedSource,
+    bound_of_call,
     kind_of,
     kind_refusal,
     kind_with,
@@ -58,11 +59,9 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
     if call.replay.is_replay:
         is_bounded = was_bounded(call)
     else:
-        kind = kind_of(call)
-        agreed = None if kind is None else bound.agreed.get(kind)
+        agreed = bound_of_call(call, bound)
         # A closed heap is not opened again: the ranks make a new one in a call that exchanges row counts.
-        is_usable = agreed is not None and agreed.is_repeatable and _suits(modules, agreed)
-        is_bounded = bound.is_on and is_usable
+        is_bounded = agreed is not None and agreed.is_repeatable and _suits(modules, agreed)
     return BoundedProgramCounts(call, bound) if is_bounded else FirstBoundedProgramCounts(call, bound)
 
 
@@ -190,6 +189,7 @@ class FirstBoundedProgramCounts(ProgramCounts):
                 max_tokens=max_tokens,
                 needs_grad=needs_grad,
             ),
+            may_run_again=self.call.may_run_again,
         )
 
 

@@ -229,7 +229,7 @@ class BoundedSteps(Generic[Batch, Result]):
     def _bounded(self) -> Iterator[None]:
         """Returns a with-block in which the rows of the layers' calls are bounded."""
         for bound in self._bounds:
-            bound.is_on = True
+            bound.turn_on()
         try:
             yield
         finally:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from pmoe.comm.heap.program_heap import ProgramHeap
+    from pmoe.decide.program_choice import ProgramsKey
     from pmoe.kernels.comet.backend import Steps
     from pmoe.program.backend import Programs
     from pmoe.program.bounded import DeviceRows, RowBounds
@@ -102,6 +103,7 @@ class ProgramBound(AgreedBound):
     """The bound of calls that run as pass programs, in chunks.
 
     programs: the programs of the call in which ranks agreed.
+    key: all of the layer on which ``programs`` depend.
     bounds: the most rows of each chunk.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
     heap: the heap of the programs; None if a backend without heaps runs them. A closed heap is not opened
@@ -109,6 +111,7 @@ class ProgramBound(AgreedBound):
     """
 
     programs: Programs
+    key: ProgramsKey
     bounds: RowBounds
     restore: Restore
     heap: ProgramHeap | None

@@ -7,6 +7,7 @@ place of CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
@@ -431,10 +432,63 @@ def test_a_refusal_says_what_to_do() -> None:
             "x has 33 tokens, and the heap has room for 16: call the layer once with as many tokens before "
             "the capture",
             "its heap was closed after the last call of its kind: make one more call before the capture",
-            "pipeline, memory_reuse or slack was set after the last call of its kind: make one more call "
-            "before the capture",
+            "the experts, the gate, pipeline, memory_reuse or slack were changed after the last call of its "
+            "kind: make one more call before the capture",
             None,
         ]
+
+
+def widen(layer: pmoe.MoELayer) -> None:
+    layer.experts = pmoe.MoELayer(M, 16, EXPERTS, TOP_K, dtype=torch.float64).experts
+
+
+def drop_biases(layer: pmoe.MoELayer) -> None:
+    layer.experts.b1 = layer.experts.b2 = None
+
+
+def set_activation(layer: pmoe.MoELayer) -> None:
+    layer.experts.activation = "relu"
+
+
+def choose_one(layer: pmoe.MoELayer) -> None:
+    layer.gate.top_k = 1
+
+
+CHANGES = {change.__name__: change for change in (widen, drop_biases, set_activation, choose_one)}
+
+
+def change_job(rank: int, world: int, name: str) -> tuple[bool, list[bool]]:
+    """Changes a layer's modules between two calls. Returns whether results are those of the engine.
+
+    Also returns whether each of the two calls after the change gathered row counts on the device.
+    """
+    x = batch(rank, world, 0, False, False)
+    found = []
+    is_bounded = []
+    for bounded in (False, True):
+        with on_cpu(CpuBackend(seed=rank)):
+            layer = layer_of(slack=4.0)
+            steps = pmoe.BoundedSteps(layer, OPTIMIZERS["AdamW"](layer.parameters()), layer)
+            layer(x)
+            torch.manual_seed(6)
+            CHANGES[name](layer)
+            for _ in range(2):
+                with steps.bounded_calls() if bounded else contextlib.nullcontext():
+                    with counted_collectives() as calls:
+                        y = layer(x)
+                y.square().sum().backward()
+                is_bounded.append("all_gather_into_tensor" in calls)
+            gradients = [parameter.grad for parameter in layer.experts.parameters()]
+            found.append([y.detach(), *gradients])
+    return all(map(torch.equal, *found)), is_bounded[2:]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_experts_or_choices_get_other_programs(name: str) -> None:
+    """The programs on which the ranks agreed before would read the memory of the new experts wrongly."""
+    for is_same, is_bounded in ranks(2).run(change_job, name):
+        assert is_same
+        assert is_bounded == [False, True]
 
 
 WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {

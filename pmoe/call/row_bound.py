@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from pmoe.call.modules import LayerModules
     from pmoe.comm.heap.program_heap import ProgramHeap
-    from pmoe.decide.program_choice import ProgramsKey
     from pmoe.kernels.comet.backend import Steps
     from pmoe.program.backend import Programs
     from pmoe.program.bounded import DeviceRows, RowBounds
@@ -98,12 +98,22 @@ class KernelBound(AgreedBound):
         return self.steps.repeatable()
 
 
+class ProgramsOfLayer(Protocol):
+    """The interface of a record of all on which the programs of a layer depend.
+
+    `pmoe.decide.program_choice.ProgramsKey` implements it.
+    """
+
+    def suits(self, modules: LayerModules) -> bool:
+        """Returns whether the programs still are those of a layer's modules and options."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProgramBound(AgreedBound):
     """The bound of calls that run as pass programs, in chunks.
 
     programs: the programs of the call in which ranks agreed.
-    key: all of the layer on which ``programs`` depend.
+    key: a record of all of the layer on which ``programs`` depend.
     bounds: the most rows of each chunk.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
     heap: the heap of the programs; None if a backend without heaps runs them. A closed heap is not opened
@@ -111,7 +121,7 @@ class ProgramBound(AgreedBound):
     """
 
     programs: Programs
-    key: ProgramsKey
+    key: ProgramsOfLayer
     bounds: RowBounds
     restore: Restore
     heap: ProgramHeap | None

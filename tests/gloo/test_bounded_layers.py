@@ -11,6 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -243,6 +244,7 @@ def checkpoint_job(rank: int, world: int, name: str) -> tuple[list[str], int, bo
     found = []
     repeated = 0
     calls: list[str] = []
+    checkpointed = partial(checkpoint, **CHECKPOINTS[name])
     for bounded in (False, True):
         with on_cpu(CpuBackend(seed=rank)):
             layer = layer_of()
@@ -250,8 +252,7 @@ def checkpoint_job(rank: int, world: int, name: str) -> tuple[list[str], int, bo
 
             def run(x: Tensor, layer: pmoe.MoELayer = layer, optimizer: Any = optimizer) -> None:
                 optimizer.zero_grad()
-                y = checkpoint(layer, x.requires_grad_(), **CHECKPOINTS[name])
-                y.square().sum().backward()
+                checkpointed(layer, x.requires_grad_()).square().sum().backward()
 
             steps = pmoe.BoundedSteps(layer, optimizer, run) if bounded else None
             for index in range(BATCHES):
@@ -473,9 +474,9 @@ def change_job(rank: int, world: int, name: str) -> tuple[bool, list[bool]]:
             torch.manual_seed(6)
             CHANGES[name](layer)
             for _ in range(2):
-                with steps.bounded_calls() if bounded else contextlib.nullcontext():
-                    with counted_collectives() as calls:
-                        y = layer(x)
+                block = steps.bounded_calls() if bounded else contextlib.nullcontext()
+                with block, counted_collectives() as calls:
+                    y = layer(x)
                 y.square().sum().backward()
                 is_bounded.append("all_gather_into_tensor" in calls)
             gradients = [parameter.grad for parameter in layer.experts.parameters()]

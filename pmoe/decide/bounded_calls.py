@@ -29,7 +29,8 @@ from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
-from pmoe.call.row_bound import AgreedBound, CallKind, RowBound
+from pmoe.call.row_bound import AgreedBound, BoundedRows, CallKind, RowBound
+from pmoe.comm.counts import RankCounts
 from pmoe.comm.failures import at_stage, publishing_failures, wait_for
 from pmoe.comm.group_record import collectives
 from pmoe.decide.route import cast_dtype, check_input, needs_gradients, route_batch
@@ -172,6 +173,16 @@ class BoundedSource:
         agreed = self.bound.agreed[kind]
         self.bound.find_heaps_of(agreed)
         return agreed
+
+    def rank_counts(self, rows: BoundedRows) -> RankCounts:
+        """Returns the row counts of the call for users who read them after it. They stay on the device."""
+        return RankCounts(
+            send=rows.send_nPE,
+            recv=rows.recv_nPE,
+            recv_device=rows.recv_nPE,
+            max_tokens=rows.bound.max_tokens,
+            needs_grad=rows.bound.needs_grad or rows.lacks_gradients,
+        )
 
     def gather(self, agreed: AgreedBound, chunks: int) -> GatheredCounts:
         """Gathers the number of rows of each rank for each expert. Collective. The host does not wait.

@@ -198,13 +198,7 @@ class BoundedCounts(BoundedSource):
             runner = NoTokensRunner(runner)
         if rows.lacks_gradients:
             runner = NoGradientsRunner(runner)
-        counts = RankCounts(
-            send=rows.send_nPE,
-            recv=rows.recv_nPE,
-            recv_device=rows.recv_nPE,
-            max_tokens=bound.max_tokens,
-            needs_grad=bound.needs_grad or rows.lacks_gradients,
-        )
+        counts = self.rank_counts(rows)
         return Decision(
             call=self.call,
             routed=self.routed,

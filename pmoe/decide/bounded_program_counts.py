@@ -145,8 +145,12 @@ def _suits(modules: LayerModules, agreed: AgreedBound) -> bool:
 class FirstBoundedProgramCounts(ProgramCounts):
     """Gets a call's row counts by an exchange, after which the ranks agree on a bound for later calls.
 
-    The class is for the first call of each kind (`CallKind`), for calls that `pmoe.BoundedSteps` repeats
-    because their rows did not fit, and for calls outside of its steps.
+    The class is for four kinds of calls:
+
+    - the first call of each kind (`CallKind`);
+    - the next call after heaps were closed, or the layer's modules or options were changed;
+    - calls that `pmoe.BoundedSteps` repeats because their rows did not fit;
+    - calls outside of its steps.
     """
 
     def __init__(self, call: Call, bound: RowBound) -> None:
@@ -279,13 +283,7 @@ class BoundedProgramCounts(BoundedSource):
         )
         if rows.lacks_gradients:
             runner = NoGradientsProgramRunner(runner)
-        counts = RankCounts(
-            send=rows.send_nPE,
-            recv=rows.recv_nPE,
-            recv_device=rows.recv_nPE,
-            max_tokens=bound.max_tokens,
-            needs_grad=bound.needs_grad or rows.lacks_gradients,
-        )
+        counts = self.rank_counts(rows)
         return Decision(
             call=self.call,
             routed=self.routed,

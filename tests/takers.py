@@ -25,7 +25,7 @@ from pmoe.runners.features import Feature, refused
 from tests import featured
 from tests.featured import Features, build, differences, expected, found, given, sentence, tokens
 from tests.plain_steps import plain_steps, using
-from tests.programs import on_cpu
+from tests.programs import CpuBackend, on_cpu
 
 
 def wrong_refusal(message: str, component: str, asked: set[Feature]) -> Iterator[str]:
@@ -199,7 +199,8 @@ def with_bounded_programs(features: Features) -> Iterator[str]:
     exceeded = torch.zeros((), dtype=torch.int64)
     bound = layer.cache.row_bound = RowBound(exceeded)
     bound.is_on = True
-    with on_cpu(), warnings.catch_warnings(record=True) as told:
+    backend = CpuBackend()  # programs of another backend would have to be agreed on again
+    with on_cpu(backend), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found(layer)
         step = found(layer)
@@ -221,7 +222,7 @@ def with_bounded_programs(features: Features) -> Iterator[str]:
     elif not re.search(of_options, messages[0]):
         component = "program" if "program (True)" in messages[0] else "bounded programs"
         yield from wrong_refusal(messages[0], component, asked)
-    with on_cpu(), capturing():
+    with on_cpu(backend), capturing():
         try:
             step = found(layer)
         except RuntimeError as error:

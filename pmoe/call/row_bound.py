@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from pmoe.call.modules import LayerModules
     from pmoe.comm.heap.program_heap import ProgramHeap
     from pmoe.kernels.comet.backend import Steps
     from pmoe.program.backend import Programs
@@ -97,11 +98,22 @@ class KernelBound(AgreedBound):
         return self.steps.repeatable()
 
 
+class ProgramsOfLayer(Protocol):
+    """The interface of a record of all on which the programs of a layer depend.
+
+    `pmoe.decide.program_choice.ProgramsKey` implements it.
+    """
+
+    def suits(self, modules: LayerModules) -> bool:
+        """Returns whether the programs still are those of a layer's modules and options."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProgramBound(AgreedBound):
     """The bound of calls that run as pass programs, in chunks.
 
     programs: the programs of the call in which ranks agreed.
+    key: a record of all of the layer on which ``programs`` depend.
     bounds: the most rows of each chunk.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
     heap: the heap of the programs; None if a backend without heaps runs them. A closed heap is not opened
@@ -109,6 +121,7 @@ class ProgramBound(AgreedBound):
     """
 
     programs: Programs
+    key: ProgramsOfLayer
     bounds: RowBounds
     restore: Restore
     heap: ProgramHeap | None
@@ -149,28 +162,45 @@ class RowBound:
     exceeded: int64 scalar on the device. Each call that exceeds the bound adds 1.
     is_on: whether calls are bounded now. Otherwise the ranks exchange row counts, and no row is lost.
     agreed: the numbers on which the ranks agreed, for each kind of call.
+    waiting: the kinds of calls that are not bounded before the next step (`agree`).
     heaps: the heaps of bounded calls. Some may have been closed since.
     """
 
     exceeded: Tensor
     is_on: bool
     agreed: dict[CallKind, AgreedBound]
+    waiting: set[CallKind]
     heaps: set[BoundedHeap]
 
     def __init__(self, exceeded: Tensor) -> None:
         self.exceeded = exceeded
         self.is_on = False
         self.agreed = {}
+        self.waiting = set()
         self.heaps = set()
 
-    def agree(self, kind: CallKind, bound: AgreedBound) -> None:
+    def turn_on(self) -> None:
+        """Bounds the calls that follow, until ``is_on`` is set to False."""
+        self.is_on = True
+        self.waiting.clear()
+
+    def usable(self, kind: CallKind) -> AgreedBound | None:
+        """Returns the numbers for calls of a kind; None if the ranks must exchange row counts."""
+        return None if kind in self.waiting else self.agreed.get(kind)
+
+    def agree(self, kind: CallKind, bound: AgreedBound, *, may_run_again: bool) -> None:
         """Stores the numbers on which the ranks agreed for a kind of call. May be a collective.
 
         kind: the kind.
         bound: the numbers.
+        may_run_again: whether activation checkpointing may run this call a second time in the same step. The
+            second run must not be bounded either, because both must save tensors of the same sizes. So calls
+            of this kind wait for the next step.
         """
         self.agreed[kind] = bound
-        self.heaps = {*self.open_heaps, *bound.repeatable()}
+        if may_run_again:
+            self.waiting.add(kind)
+        self.find_heaps_of(bound)
 
     def find_heaps(self) -> None:
         """Finds the heaps of bounded calls again, if those on which the ranks agreed were closed. Collective.
@@ -180,7 +210,11 @@ class RowBound:
         """
         for bound in self.agreed.values():
             if not bound.is_repeatable:
-                self.heaps = {*self.open_heaps, *bound.repeatable()}
+                self.find_heaps_of(bound)
+
+    def find_heaps_of(self, bound: AgreedBound) -> None:
+        """Adds the heaps of calls with a bound, and forgets closed heaps. May be a collective."""
+        self.heaps = {*self.open_heaps, *bound.repeatable()}
 
     @property
     def open_heaps(self) -> list[BoundedHeap]:

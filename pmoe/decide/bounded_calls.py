@@ -29,10 +29,11 @@ from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
-from pmoe.call.row_bound import AgreedBound, CallKind, RowBound
+from pmoe.call.row_bound import AgreedBound, BoundedRows, CallKind, RowBound
+from pmoe.comm.counts import RankCounts
 from pmoe.comm.failures import at_stage, publishing_failures, wait_for
 from pmoe.comm.group_record import collectives
-from pmoe.decide.route import cast_dtype, needs_gradients, route_batch
+from pmoe.decide.route import cast_dtype, check_input, needs_gradients, route_batch
 from pmoe.engine.lanes.base import watchers
 from pmoe.ordering.sorted import count_rows
 from pmoe.warn import warn_once
@@ -57,6 +58,36 @@ def kind_with(modules: LayerModules, x: Tensor) -> CallKind:
     return CallKind(dtype=cast_dtype(modules, x) or x.dtype, has_grad=torch.is_grad_enabled())
 
 
+def bound_of_call(call: Call, bound: RowBound) -> AgreedBound | None:
+    """Returns the numbers on which the ranks agreed for a call; None if the ranks must exchange row counts.
+
+    If the input is wrong on this rank alone, the other ranks may make a bounded call, and would wait in
+    another collective than this rank. So the result is then the bound of other calls, with the same autograd
+    mode. `BoundedSource` publishes the error.
+
+    call: the call, before routing.
+    bound: the layer's bound.
+    """
+    if not bound.is_on:
+        return None
+    kind = kind_of(call)
+    agreed = None if kind is None else bound.usable(kind)
+    if agreed is None and _has_wrong_input(call):
+        has_grad = torch.is_grad_enabled()
+        others = (bound.usable(other) for other in bound.agreed if other.has_grad == has_grad)
+        agreed = next(others, None)
+    return agreed
+
+
+def _has_wrong_input(call: Call) -> bool:
+    """Returns whether the layer refuses the input of a call."""
+    try:
+        check_input(call.modules, call.x, call.reference)
+    except (TypeError, ValueError):
+        return True
+    return False
+
+
 def was_bounded(call: Call) -> bool:
     """Returns whether the first run of a call was bounded, in the second run of activation checkpointing."""
     agreed: AgreedChoice | None = call.replay.once(lambda: None)
@@ -76,7 +107,7 @@ def kind_refusal(modules: LayerModules, bound: RowBound, x_TM: Tensor, needs_gra
     if not bound.is_on:
         return "its rows are not bounded here: capture it within BoundedSteps.bounded_calls()"
     kind = kind_with(modules, x_TM)
-    agreed = bound.agreed.get(kind)
+    agreed = bound.usable(kind)
     if agreed is None:
         return (
             f"no call with {kind.dtype} and has_grad={kind.has_grad} was made before: make one, outside of "
@@ -140,8 +171,18 @@ class BoundedSource:
         kind = kind_of(self.call)
         assert kind is not None
         agreed = self.bound.agreed[kind]
-        self.bound.agree(kind, agreed)
+        self.bound.find_heaps_of(agreed)
         return agreed
+
+    def rank_counts(self, rows: BoundedRows) -> RankCounts:
+        """Returns the row counts of the call for users who read them after it. They stay on the device."""
+        return RankCounts(
+            send=rows.send_nPE,
+            recv=rows.recv_nPE,
+            recv_device=rows.recv_nPE,
+            max_tokens=rows.bound.max_tokens,
+            needs_grad=rows.bound.needs_grad or rows.lacks_gradients,
+        )
 
     def gather(self, agreed: AgreedBound, chunks: int) -> GatheredCounts:
         """Gathers the number of rows of each rank for each expert. Collective. The host does not wait.

@@ -19,7 +19,14 @@ from pmoe.call.decision import AgreedChoice, Decision, HostRowCounts
 from pmoe.call.modules import LayerModules
 from pmoe.call.row_bound import BoundedRows, CallKind, KernelBound, RowBound
 from pmoe.comm.counts import RankCounts
-from pmoe.decide.bounded_calls import BoundedSource, kind_of, kind_refusal, warn_unbounded, was_bounded
+from pmoe.decide.bounded_calls import (
+    BoundedSource,
+    bound_of_call,
+    kind_of,
+    kind_refusal,
+    warn_unbounded,
+    was_bounded,
+)
 from pmoe.decide.fused_choice import fused_pair, kernels_runner, make_request
 from pmoe.decide.fused_counts import FusedCounts
 from pmoe.engine.autograd import Runner
@@ -49,9 +56,7 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
     if call.replay.is_replay:
         is_bounded = was_bounded(call)
     else:
-        kind = kind_of(call)
-        agreed = None if kind is None else bound.agreed.get(kind)
-        is_bounded = bound.is_on and isinstance(agreed, KernelBound)
+        is_bounded = isinstance(bound_of_call(call, bound), KernelBound)
     return BoundedCounts(call, bound) if is_bounded else FirstBoundedCounts(call, bound)
 
 
@@ -130,7 +135,7 @@ class FirstBoundedCounts(FusedCounts):
             room=fused_steps.room_for_rows(request),
             needs_grad=needs_grad,
         )
-        self._bound.agree(kind, agreed)
+        self._bound.agree(kind, agreed, may_run_again=self.call.may_run_again)
 
 
 class BoundedCounts(BoundedSource):
@@ -193,13 +198,7 @@ class BoundedCounts(BoundedSource):
             runner = NoTokensRunner(runner)
         if rows.lacks_gradients:
             runner = NoGradientsRunner(runner)
-        counts = RankCounts(
-            send=rows.send_nPE,
-            recv=rows.recv_nPE,
-            recv_device=rows.recv_nPE,
-            max_tokens=bound.max_tokens,
-            needs_grad=bound.needs_grad or rows.lacks_gradients,
-        )
+        counts = self.rank_counts(rows)
         return Decision(
             call=self.call,
             routed=self.routed,

@@ -23,13 +23,14 @@ from pmoe.comm.counts import RankCounts
 from pmoe.comm.heap.program_heap import open_program_heap
 from pmoe.decide.bounded_calls import (
     BoundedSource,
+    bound_of_call,
     kind_of,
     kind_refusal,
     kind_with,
     warn_unbounded,
     was_bounded,
 )
-from pmoe.decide.program_choice import MOST_ROWS, layer_refusal
+from pmoe.decide.program_choice import MOST_ROWS, ProgramsKey, key_of, layer_refusal
 from pmoe.decide.program_counts import ProgramCounts
 from pmoe.engine.autograd import Runner
 from pmoe.engine.passes.base import Inputs
@@ -58,11 +59,9 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
     if call.replay.is_replay:
         is_bounded = was_bounded(call)
     else:
-        kind = kind_of(call)
-        agreed = None if kind is None else bound.agreed.get(kind)
+        agreed = bound_of_call(call, bound)
         # A closed heap is not opened again: the ranks make a new one in a call that exchanges row counts.
-        is_usable = agreed is not None and agreed.is_repeatable and _suits(modules, agreed)
-        is_bounded = bound.is_on and is_usable
+        is_bounded = agreed is not None and agreed.is_repeatable and _suits(modules, agreed)
     return BoundedProgramCounts(call, bound) if is_bounded else FirstBoundedProgramCounts(call, bound)
 
 
@@ -108,8 +107,8 @@ def program_graph_refusal(
     why = program_bound_refusal(modules) or kind_refusal(modules, bound, x_TM, needs_grad)
     if why is None and not _suits(modules, bound.agreed[kind_with(modules, x_TM)]):
         why = (
-            "pipeline, memory_reuse or slack was set after the last call of its kind: make one more call "
-            "before the capture"
+            "the experts, the gate, pipeline, memory_reuse or slack were changed after the last call of its "
+            "kind: make one more call before the capture"
         )
     return why
 
@@ -133,8 +132,11 @@ def _bounds_for(modules: LayerModules, max_tokens: int) -> RowBounds:
 
 
 def _suits(modules: LayerModules, agreed: AgreedBound) -> bool:
-    """Returns whether a bound is that of the layer's present options, which a user may have set since."""
-    if not isinstance(agreed, ProgramBound):
+    """Returns whether a bound is that of the layer's present modules and options.
+
+    A user may have replaced or set them since the ranks agreed. All ranks get the same answer.
+    """
+    if not isinstance(agreed, ProgramBound) or not agreed.key.suits(modules):
         return False
     is_same_room = agreed.bounds == _bounds_for(modules, agreed.max_tokens)
     return is_same_room and agreed.restore == modules.pairs[0]
@@ -143,8 +145,12 @@ def _suits(modules: LayerModules, agreed: AgreedBound) -> bool:
 class FirstBoundedProgramCounts(ProgramCounts):
     """Gets a call's row counts by an exchange, after which the ranks agree on a bound for later calls.
 
-    The class is for the first call of each kind (`CallKind`), for calls that `pmoe.BoundedSteps` repeats
-    because their rows did not fit, and for calls outside of its steps.
+    The class is for four kinds of calls:
+
+    - the first call of each kind (`CallKind`);
+    - the next call after heaps were closed, or the layer's modules or options were changed;
+    - calls that `pmoe.BoundedSteps` repeats because their rows did not fit;
+    - calls outside of its steps.
     """
 
     def __init__(self, call: Call, bound: RowBound) -> None:
@@ -155,10 +161,13 @@ class FirstBoundedProgramCounts(ProgramCounts):
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         agreed = super().agree(modules, inputs)
         if agreed.programs is not None and agreed.counts is not None and self._kind is not None:
-            self._agree_on_bound(self._kind, agreed.counts, agreed.programs)
+            key = key_of(modules, inputs.x_TM, inputs.weight_TK)
+            self._agree_on_bound(self._kind, agreed.counts, agreed.programs, key)
         return agreed
 
-    def _agree_on_bound(self, kind: CallKind, counts: RankCounts, programs: Programs) -> None:
+    def _agree_on_bound(
+        self, kind: CallKind, counts: RankCounts, programs: Programs, key: ProgramsKey
+    ) -> None:
         """Stores the room that later calls of a kind have for their rows. All ranks store the same numbers.
 
         The room of a kind of calls never shrinks: a later call may again have as many tokens as the largest
@@ -167,6 +176,7 @@ class FirstBoundedProgramCounts(ProgramCounts):
         kind: the kind of the call.
         counts: the row counts, after the ranks have exchanged them.
         programs: the programs that run the call.
+        key: the key of ``programs``.
         """
         modules = self.call.modules
         known = self._bound.agreed.get(kind)
@@ -184,12 +194,14 @@ class FirstBoundedProgramCounts(ProgramCounts):
             kind,
             ProgramBound(
                 programs=programs,
+                key=key,
                 bounds=bounds,
                 restore=modules.pairs[0],
                 heap=open_program_heap(modules.ranks, programs.device),
                 max_tokens=max_tokens,
                 needs_grad=needs_grad,
             ),
+            may_run_again=self.call.may_run_again,
         )
 
 
@@ -213,11 +225,19 @@ class BoundedProgramCounts(BoundedSource):
     def agree(self, modules: LayerModules, inputs: Inputs) -> AgreedChoice:
         """Gathers the row counts of all ranks on the device, and computes which rows exist. Collective.
 
-        modules: not used.
+        modules: the layer's modules, with the experts to compute.
         inputs: the rows and parameters of the call.
+
+        Raises RuntimeError on all ranks if the programs cannot read the gate's routing weights.
         """
         agreed = self.agreed_bound()
         assert isinstance(agreed, ProgramBound) and self.routed.routing.keep is None
+        if key_of(modules, inputs.x_TM, inputs.weight_TK) != agreed.key:
+            raise RuntimeError(
+                f"gate ({type(self.call.modules.gate).__name__}) returned other routing weights than before "
+                f"({tuple(inputs.weight_TK.shape)}, {inputs.weight_TK.dtype}), for which the programs of "
+                "BoundedSteps were not compiled: call the layer once outside of BoundedSteps.step"
+            )
         ranks = self.call.modules.ranks
         chunks = agreed.bounds.chunks
         gathered = self.gather(agreed, chunks)
@@ -263,13 +283,7 @@ class BoundedProgramCounts(BoundedSource):
         )
         if rows.lacks_gradients:
             runner = NoGradientsProgramRunner(runner)
-        counts = RankCounts(
-            send=rows.send_nPE,
-            recv=rows.recv_nPE,
-            recv_device=rows.recv_nPE,
-            max_tokens=bound.max_tokens,
-            needs_grad=bound.needs_grad or rows.lacks_gradients,
-        )
+        counts = self.rank_counts(rows)
         return Decision(
             call=self.call,
             routed=self.routed,

@@ -15,7 +15,7 @@ all ranks. The table says what they examine:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ BACKENDS: dict[str, ProgramBackend] = {"cuda": CudaBackend()}
 
 
 @dataclass(frozen=True)
-class _Key:
+class ProgramsKey:
     """Everything on which the answer of `_programs_of` depends.
 
     group: name of the ranks' group (`Ranks.name`). A group that is made again has another name.
@@ -62,8 +62,21 @@ class _Key:
     heaps: bool
     closings: int
 
+    def suits(self, modules: LayerModules) -> bool:
+        """Returns whether the programs still are those of a layer's modules, which a user may have replaced.
 
-_agreed: dict[_Key, Programs | str] = {}
+        The dtype of the routing weights is not known before a call is routed, so it is not compared.
+
+        modules: the modules and options of the layer. `layer_refusal` returns None for them.
+        """
+        rows = torch.empty(0, self.shape.d_model, dtype=self.dtype, device=self.device)
+        top_k = getattr(modules.router, "top_k", self.shape.top_k)
+        present = key_of(modules, rows, rows.new_empty(0, top_k))
+        shape = replace(present.shape, weight_bytes=self.shape.weight_bytes)
+        return replace(present, shape=shape) == self
+
+
+_agreed: dict[ProgramsKey, Programs | str] = {}
 """A cache of `_programs_of`: the programs on which ranks agreed, or the reason why there are none."""
 
 FIRST_PAUSE = 100
@@ -90,7 +103,7 @@ class _Pause:
     left: int
 
 
-_pauses: dict[_Key, _Pause] = {}
+_pauses: dict[ProgramsKey, _Pause] = {}
 """The pauses after failed attempts to connect. The keys are those of `_agreed`."""
 
 
@@ -172,6 +185,32 @@ def agreed_programs(
     return None
 
 
+def key_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> ProgramsKey:
+    """Returns the key of the programs for a layer's shapes and dtype.
+
+    modules: the modules of the layer.
+    x_TM: (T, M), the rows of a call. Only their dtype, device and width matter.
+    weight_TK: (T, K), its routing weights. Only their dtype and K matter.
+    """
+    device = x_TM.device
+    backend = BACKENDS.get(device.type)
+    experts = modules.experts
+    assert isinstance(experts, StackedExperts)
+    device_type = device.type if backend is None else backend.device_type
+    heaps = modules.options.switches.program_heaps
+    return ProgramsKey(
+        group=modules.ranks.name,
+        device=device,
+        dtype=x_TM.dtype,
+        experts_type=type(experts),
+        activation=experts.fused_activation,
+        backend=backend,
+        shape=LayerShape.of(modules, x_TM, weight_TK, device_type=device_type),
+        heaps=heaps,
+        closings=num_closings(modules.ranks) if heaps else 0,
+    )
+
+
 def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Programs | str:
     """Returns the programs for a layer's shapes and dtype, or the reason why a rank cannot run them.
 
@@ -183,31 +222,16 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     weight_TK: (T, K), its routing weights.
     """
     ranks = modules.ranks
-    device = x_TM.device
-    backend = BACKENDS.get(device.type)
-    experts = modules.experts
-    assert isinstance(experts, StackedExperts)
-    device_type = device.type if backend is None else backend.device_type
-    shape = LayerShape.of(modules, x_TM, weight_TK, device_type=device_type)
-    heaps = modules.options.switches.program_heaps
-    key = _Key(
-        group=ranks.name,
-        device=device,
-        dtype=x_TM.dtype,
-        experts_type=type(experts),
-        activation=experts.fused_activation,
-        backend=backend,
-        shape=shape,
-        heaps=heaps,
-        closings=num_closings(ranks) if heaps else 0,
-    )
+    key = key_of(modules, x_TM, weight_TK)
+    backend = key.backend
+    shape = key.shape
     pause = _pauses.get(key)
     if pause is not None and pause.left:
         pause.left -= 1
         return pause.reason
     if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
         _forget_closed(key)
-        own = f"its tensors are on {device}, and pass programs run on CUDA devices"
+        own = f"its tensors are on {key.device}, and pass programs run on CUDA devices"
         why = own if backend is None else backend.refusal(shape, x_TM)
         reasons = gathered(ranks, why, stage="agreeing on pass programs")
         others = (f"rank {rank} refuses: {reason}" for rank, reason in enumerate(reasons) if reason)
@@ -224,7 +248,7 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     return _agreed[key]
 
 
-def _forget_closed(key: _Key) -> None:
+def _forget_closed(key: ProgramsKey) -> None:
     """Forgets the programs of a group whose heaps were closed before those of a key.
 
     key: a key of the group, for programs that send rows over heaps or by NCCL.

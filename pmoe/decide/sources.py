@@ -21,7 +21,7 @@ def counts_source(call: Call) -> CountsSource:
         PaddedCounts    the layer has pad_to_capacity: every count equals the capacity
         BalancedCounts  the layer has balance: ranks exchange counts. If any expert gets a copy on another
                         rank, they exchange counts a second time
-        BoundedCounts   the same for a layer with fused="persistent": the counts stay on the device
+        BoundedCounts   the same as BoundedProgramCounts, for the kernels of a layer with fused="persistent"
         FusedCounts     the layer asks for fused kernels: ranks exchange counts, and the host waits for them
         SolverCounts    the layer has pipeline="solve": ranks exchange counts for the last call's numbers of
                         chunks. If the solver then chooses other numbers, they exchange counts a second time

@@ -166,11 +166,11 @@ class CompiledPass:
 class Programs:
     """The programs of all layers with the same sizes on one device.
 
-    `of` compiles a program when it is first needed.
+    `of` and `bounded` compile a program when it is first needed.
 
     backend: the backend that runs the programs.
-    shape: the sizes of the layers. Its field ``trained`` names all parameters; `of` replaces this field for
-        each program.
+    shape: the sizes of the layers. Its field ``trained`` names all parameters; each program replaces this
+        field.
     dtype, device: dtype and device of the rows.
     communicator: the communicator with which programs send rows; None on one rank.
     """

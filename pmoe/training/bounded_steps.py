@@ -89,9 +89,10 @@ class BoundedSteps(Generic[Batch, Result]):
             function is called again. None calls nothing.
         group: the ranks that train the model together. None is the default group, or this process.
 
-    Each step makes one all-reduce of two numbers, so all ranks must make the same calls. A batch is kept
-    until the next step has ended. It must not be changed until then, and ``run`` must be able to read it
-    again.
+    Each step makes one all-reduce of two numbers, so all ranks must make the same calls. They must call a
+    layer with autograd on, or off, together, also outside of `step`. Otherwise they agree on bounds for
+    different calls, and a later step waits until the group's timeout. A batch is kept until the next step has
+    ended. It must not be changed until then, and ``run`` must be able to read it again.
 
     If a step is repeated, buffers of the model and random numbers start again from their values before it.
     All else that ``run`` changes is changed a second time: metrics, objects such as `BalanceLoss`, the state
@@ -229,7 +230,7 @@ class BoundedSteps(Generic[Batch, Result]):
     def _bounded(self) -> Iterator[None]:
         """Returns a with-block in which the rows of the layers' calls are bounded."""
         for bound in self._bounds:
-            bound.is_on = True
+            bound.turn_on()
         try:
             yield
         finally:

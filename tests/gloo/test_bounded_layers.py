@@ -7,9 +7,11 @@ place of CUDA graphs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,10 +229,22 @@ def test_ranks_may_freeze_parameters_of_their_own(name: str) -> None:
         assert exact[0] and not any(exact[1:])
 
 
-def checkpoint_job(rank: int, world: int) -> tuple[list[str], int]:
-    """Returns what differs from training without a bound, if a checkpoint is around the layer."""
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "with pmoe's contexts": {"use_reentrant": False, "context_fn": pmoe.checkpoint_contexts},
+    "without contexts": {"use_reentrant": False},
+    "reentrant": {"use_reentrant": True},
+}
+
+
+def checkpoint_job(rank: int, world: int, name: str) -> tuple[list[str], int, bool]:
+    """Returns what differs from training without a bound, if a checkpoint is around the layer.
+
+    Also returns the repeated steps, and whether the second step gathered row counts.
+    """
     found = []
     repeated = 0
+    calls: list[str] = []
+    checkpointed = partial(checkpoint, **CHECKPOINTS[name])
     for bounded in (False, True):
         with on_cpu(CpuBackend(seed=rank)):
             layer = layer_of()
@@ -238,65 +252,34 @@ def checkpoint_job(rank: int, world: int) -> tuple[list[str], int]:
 
             def run(x: Tensor, layer: pmoe.MoELayer = layer, optimizer: Any = optimizer) -> None:
                 optimizer.zero_grad()
-                y = checkpoint(layer, x, use_reentrant=False, context_fn=pmoe.checkpoint_contexts)
-                (y.square().sum() + 0.01 * layer.l_aux).backward()
+                checkpointed(layer, x.requires_grad_()).square().sum().backward()
 
             steps = pmoe.BoundedSteps(layer, optimizer, run) if bounded else None
             for index in range(BATCHES):
                 x = batch(rank, world, index, rank == 1 and index == 3, False)
-                if steps is not None:
-                    steps.step(x)
-                else:
-                    run(x)
-                    optimizer.step()
+                with counted_collectives() as calls_of_step:
+                    if steps is not None:
+                        steps.step(x)
+                    else:
+                        run(x)
+                        optimizer.step()
+                if index == 1:
+                    calls = calls_of_step
             if steps is not None:
                 steps.finish()
                 repeated = steps.repeated
             found.append({name: value.clone() for name, value in layer.named_parameters()})
     expected, result = found
-    return unlike(result, expected), repeated
+    return unlike(result, expected), repeated, "all_gather_into_tensor" in calls
 
 
-def test_a_checkpoint_may_be_around_the_layer() -> None:
-    for wrong, repeated in ranks(2).run(checkpoint_job):
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_checkpoint_may_be_around_the_layer(name: str) -> None:
+    """In the first step both passes of a checkpoint exchange row counts, so they save the same tensors."""
+    for wrong, repeated, is_bounded in ranks(2).run(checkpoint_job, name):
         assert not wrong
         assert repeated == 1
-
-
-def forward_job(rank: int, world: int) -> tuple[bool, list[int], tuple[object, ...]]:
-    """Calls a layer without autograd: exactly, bounded, and by a graph for another batch.
-
-    Returns whether results are equal, how often each call gathered counts on the device, and how it ran.
-    """
-    gathers = []
-    with on_cpu(CpuBackend(seed=rank)), torch.no_grad():
-        layer = layer_of(slack=4.0)
-        steps = pmoe.BoundedSteps(layer, OPTIMIZERS["AdamW"](layer.parameters()), layer)
-        x, other = (batch(rank, world, index, False, False) for index in (0, 3))
-        wanted = [layer(x), layer(other)]
-        graph = Graph()
-        found = []
-        with counted_collectives() as calls, steps.bounded_calls():
-            found.append(layer(x))
-        gathers.append(calls.count("all_gather_into_tensor"))
-        with counted_collectives() as calls, steps.bounded_calls(), graph.capture():
-            y = layer(x)
-        gathers.append(calls.count("all_gather_into_tensor"))
-        x.copy_(other)
-        graph.replay()
-        found.append(y)
-        ran = layer.ran
-        counts = layer.row_counts
-        assert ran is not None and counts is not None
-        is_equal = all(map(torch.equal, found, wanted)) and counts.sent_rows.sum() == TOP_K * len(x)
-    return is_equal, gathers, (ran.path, ran.forward, ran.backward, ran.restore)
-
-
-def test_calls_without_autograd_are_bounded_too() -> None:
-    for is_equal, gathers, ran in ranks(2).run(forward_job):
-        assert is_equal
-        assert gathers == [1, 1]
-        assert ran == ("program", 2, None, None)
+        assert is_bounded
 
 
 # ---- steps that a graph repeats
@@ -450,10 +433,88 @@ def test_a_refusal_says_what_to_do() -> None:
             "x has 33 tokens, and the heap has room for 16: call the layer once with as many tokens before "
             "the capture",
             "its heap was closed after the last call of its kind: make one more call before the capture",
-            "pipeline, memory_reuse or slack was set after the last call of its kind: make one more call "
-            "before the capture",
+            "the experts, the gate, pipeline, memory_reuse or slack were changed after the last call of its "
+            "kind: make one more call before the capture",
             None,
         ]
+
+
+def widen(layer: pmoe.MoELayer) -> None:
+    layer.experts = pmoe.MoELayer(M, 16, EXPERTS, TOP_K, dtype=torch.float64).experts
+
+
+def drop_biases(layer: pmoe.MoELayer) -> None:
+    layer.experts.b1 = layer.experts.b2 = None
+
+
+def set_activation(layer: pmoe.MoELayer) -> None:
+    layer.experts.activation = "relu"
+
+
+def choose_one(layer: pmoe.MoELayer) -> None:
+    layer.gate.top_k = 1
+
+
+CHANGES = {change.__name__: change for change in (widen, drop_biases, set_activation, choose_one)}
+
+
+def change_job(rank: int, world: int, name: str) -> tuple[bool, list[bool]]:
+    """Changes a layer's modules between two calls. Returns whether results are those of the engine.
+
+    Also returns whether each of the two calls after the change gathered row counts on the device.
+    """
+    x = batch(rank, world, 0, False, False)
+    found = []
+    is_bounded = []
+    for bounded in (False, True):
+        with on_cpu(CpuBackend(seed=rank)):
+            layer = layer_of(slack=4.0)
+            steps = pmoe.BoundedSteps(layer, OPTIMIZERS["AdamW"](layer.parameters()), layer)
+            layer(x)
+            torch.manual_seed(6)
+            CHANGES[name](layer)
+            for _ in range(2):
+                block = steps.bounded_calls() if bounded else contextlib.nullcontext()
+                with block, counted_collectives() as calls:
+                    y = layer(x)
+                y.square().sum().backward()
+                is_bounded.append("all_gather_into_tensor" in calls)
+            gradients = [parameter.grad for parameter in layer.experts.parameters()]
+            found.append([y.detach(), *gradients])
+    return all(map(torch.equal, *found)), is_bounded[2:]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_other_experts_or_choices_get_other_programs(name: str) -> None:
+    """The programs on which the ranks agreed before would read the memory of the new experts wrongly."""
+    for is_same, is_bounded in ranks(2).run(change_job, name):
+        assert is_same
+        assert is_bounded == [False, True]
+
+
+WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "another dtype": (lambda x: x.float(), "x of dtype torch.float32 must be of the layer's dtype"),
+    "no tensor": (lambda x: None, f"x (NoneType) must be a torch.Tensor of shape (..., {M})"),
+}
+
+
+def wrong_job(rank: int, world: int, name: str) -> str:
+    """Returns the error of a bounded step in which rank 1 passes a wrong input."""
+    with on_cpu(CpuBackend(seed=rank)):
+        layer = layer_of()
+        optimizer = OPTIMIZERS["fused AdamW"](layer.parameters())
+        steps = pmoe.BoundedSteps[Any, None](layer, optimizer, lambda x: layer(x).sum().backward())
+        x = batch(rank, world, 0, False, False)
+        steps.step(x)
+        return error_of(lambda: steps.step(WRONG[name][0](x) if rank == 1 else x))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_input_of_one_rank_is_named_on_all(name: str) -> None:
+    """The rank's call is of no kind that was made before, and the other rank waits in a bounded call."""
+    with Pool(2, timeout_seconds=SHORT_TIMEOUT_SECONDS) as pool:
+        for told in pool.run(wrong_job, name):
+            assert WRONG[name][1] in told
 
 
 class OverNccl(CpuBackend):

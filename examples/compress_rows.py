@@ -199,7 +199,7 @@ def train(layer: pmoe.MoELayer, arguments: argparse.Namespace, ranks: Ranks) -> 
         x, target = x.to(arguments.device), target.to(arguments.device)
         loss = F.mse_loss(layer(x), target)
         optimizer.zero_grad()
-        (loss + 0.01 * layer.l_aux).backward()
+        ((loss + 0.01 * layer.l_aux) / ranks.world).backward()
         share_gradients(layer, ranks)
         optimizer.step()
         losses.append(ranks.sum(loss.detach().clone()).item() / ranks.world)

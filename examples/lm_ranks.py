@@ -1,12 +1,13 @@
 """Ranks of train_lm.py: experts are spread over them (expert parallel), the rest is data-parallel.
 
 Every rank computes the mean loss of its slice of the batch. All slices have the same size, so the loss of one
-process is the mean of the ranks' losses. After backward, with W ranks:
+process is the mean of the ranks' losses. With W ranks, each rank divides its loss by W before backward. After
+backward:
 
 | parameters | their .grad | to get the gradient of one process |
 |---|---|---|
-| dense (a copy on each rank) | gradient of this rank's loss | all-reduce, divide by W |
-| experts (``allreduce = False``) | sum over ranks of the gradients of their losses | divide by W |
+| dense (a copy on each rank) | gradient of this rank's loss / W | all-reduce |
+| experts (``allreduce = False``) | sum over ranks of the gradients of their losses / W | nothing |
 
 The load-balance loss is different: it is not a mean over tokens, and each rank balances its own tokens. With
 W ranks it is the mean of W losses, which is close to that of all tokens, but not equal. Everything else
@@ -103,9 +104,12 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def share_gradients(model: nn.Module, ranks: Ranks) -> None:
-    """Turns the gradients that backward left into those of one process (see the table of this module)."""
+    """Turns the gradients that backward left into those of one process (see the table of this module).
+
+    Each rank has divided its loss by the number of ranks, so the gradients are not divided here.
+    """
     if ranks.world > 1:
-        reduce_gradients(model, make_meshes(ep=ranks.world))
+        reduce_gradients(model, make_meshes(ep=ranks.world), divide_by=1)
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:

@@ -256,11 +256,12 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
     loss = backward(run)
     share_gradients(model, ranks)
 
-    experts = [parameter for parameter in model.parameters() if is_expert(parameter)]
-    others = [parameter for parameter in model.parameters() if not is_expert(parameter)]
+    parameters = list(model.parameters())
+    experts = [parameter for parameter in parameters if is_expert(parameter)]
+    others = [parameter for parameter in parameters if not is_expert(parameter)]
     square = squared_norm(others, ranks.device) / ranks.world + squared_norm(experts, ranks.device)
     stop = torch.tensor(float(stop_here), device=ranks.device)
-    numbers = torch.stack([loss / ranks.world, square, stop]).double()
+    numbers = torch.stack([loss, square, stop]).double()
     ranks.sum(numbers)  # all small numbers share one reduction, and the host waits for it once
     mean_loss, square_sum, stops = numbers.tolist()
     norm = math.sqrt(square_sum)
@@ -269,7 +270,7 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
             f"step {run.step + 1}: loss {mean_loss}, gradient norm {norm}; try a smaller --lr"
         )
     if norm > arguments.clip:
-        gradients = [tensor.grad for tensor in model.parameters() if tensor.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         # Scales all gradients in one operation. torch has no public function for it.
         torch._foreach_mul_(gradients, arguments.clip / norm)  # pyright: ignore[reportPrivateImportUsage]
     run.optimizer.step()
@@ -277,9 +278,11 @@ def train_step(run: Run, stop_here: bool) -> StepResult:
 
 
 def backward(run: Run) -> Tensor:
-    """Leaves the gradients of this rank's slice of the batch in .grad.
+    """Leaves this rank's part of the gradients of the batch's mean loss in .grad.
 
-    Returns the slice's mean loss, a scalar.
+    Returns this rank's part of the mean loss, a scalar: the slice's mean, divided by the number of ranks. The
+    loss is divided before backward, because it is one number. `share_gradients` then sums the gradients, and
+    need not divide all of them.
     """
     arguments, ranks = run.arguments, run.ranks
     text = run.corpus.train
@@ -289,9 +292,10 @@ def backward(run: Run) -> Tensor:
     parts = ranks.slice(offsets).chunk((arguments.parts or ranks.world) // ranks.world)
     run.optimizer.zero_grad()
     total = torch.zeros((), device=ranks.device)
+    num_parts = len(parts) * ranks.world
     for part in parts:
-        loss = mean_loss(run, text, part) / len(parts)
-        (loss + arguments.aux_weight / len(parts) * run.model.auxiliary_loss()).backward()
+        loss = mean_loss(run, text, part) / num_parts
+        (loss + arguments.aux_weight / num_parts * run.model.auxiliary_loss()).backward()
         total += loss.detach()
     return total
 

@@ -255,9 +255,10 @@ class GradientSum:
         else:
             if self.is_empty:
                 self._zero_without_rows(groups)
-            for expert, grad_nO, rows_nI in groups.rows_by_expert(grad_NO, rows_NI):
+            # Transposed once: a view for each expert would take a part of the time of small products.
+            grads_On = grad_NO.t().split_with_sizes([groups.counts[e] for e in groups.with_rows], 1)
+            for (expert, rows_nI), grad_On in zip(groups.rows_by_expert(rows_NI), grads_On, strict=True):
                 total = self.by_expert[expert]
-                grad_On = grad_nO.t()
                 if self.is_empty and total.dtype == rows_nI.dtype:
                     torch.mm(grad_On, rows_nI, out=total)
                 elif total.dtype == rows_nI.dtype:

@@ -174,7 +174,8 @@ def reduce_gradients(
             - DP, the number of copies of the dense part. Use it if all ranks of "mp" compute the same loss,
               from an output that is a gathered DTensor. torch then counts the gradient of this loss once,
               not once for each rank of "mp", so there are DP losses to average.
-            - 1 for the sum of the losses.
+            - 1 for the sum of the losses. The gradients are then not divided. If each rank divides its loss
+              by P before backward, the sum is the mean of the losses.
             - The number of all ranks' tokens, possibly a scalar tensor, if each loss is a sum over tokens.
         experts_only: True reduces the experts' gradients only. Use it if something else, for example
             DistributedDataParallel, reduces the dense part. DistributedDataParallel must then ignore the
@@ -215,7 +216,11 @@ def reduce_gradients(
         scaled.setdefault((copies, gradient.device, gradient.dtype), []).append(gradient)
         summed.setdefault((over, gradient.device, gradient.dtype), []).append(gradient)
     for (copies, _, _), gradients in scaled.items():
-        torch._foreach_div_(gradients, divide_by * copies)
+        divisor = divide_by * copies
+        # A division by 1 would read and write every gradient for nothing. A scalar on a GPU is not compared
+        # with 1, because the host would wait for its value.
+        if isinstance(divisor, Tensor) or divisor != 1:
+            torch._foreach_div_(gradients, divisor)
     for (over, _, _), gradients in summed.items():
         if dist.get_world_size(groups[over]) > 1:
             _all_reduce(gradients, groups[over])

@@ -495,6 +495,22 @@ def test_gradients_of_any_type_share_few_reductions(bucket_bytes: int, calls: in
         assert [each.unique().tolist() for each in found] == [[2.0], [6.0], [6.0], [6.0], [], [6.0]]
 
 
+def of_experts_alone(rank: int, world: int, divide_by: int | torch.Tensor) -> list[int]:
+    """Returns how often a reduction has written each gradient of experts that no other rank holds."""
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.allreduce = False
+        parameter.grad = torch.ones_like(parameter)
+    reduce_gradients(model, make_meshes(ep=world), divide_by=divide_by)
+    return [parameter.grad._version for parameter in model.parameters()]
+
+
+def test_a_division_by_one_does_not_write_the_gradients() -> None:
+    """Gradients of experts that no other rank holds were read and written for nothing."""
+    assert ranks(2).run(of_experts_alone, 1) == [[0, 0]] * 2
+    assert ranks(2).run(of_experts_alone, 2) == [[1, 1]] * 2
+
+
 def collectives(rank: int, world: int, sizes: dict[str, int]) -> list[int]:
     meshes = make_meshes(**sizes)
     case = Case(world, dense="sequence", **sizes)

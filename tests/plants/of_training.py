@@ -124,8 +124,8 @@ TRAINING = (
         name="replicated-counted-twice",
         breaks="gradients that the ranks of a dense layer share are summed over them",
         file="pmoe/training/parallel.py",
-        old="        torch._foreach_div_(gradients, divide_by * copies)\n",
-        new="        torch._foreach_div_(gradients, divide_by)\n",
+        old="        divisor = divide_by * copies\n",
+        new="        divisor = divide_by\n",
         tests="tests/gloo/test_parallel.py",
     ),
     Plant(

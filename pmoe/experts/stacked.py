@@ -6,7 +6,6 @@ Each weight is one tensor, which has the values of all experts.
 from __future__ import annotations
 
 import abc
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -102,7 +101,10 @@ class StackedExperts(Experts):
 
         None if a subclass outside pmoe has a nonlinearity of its own.
         """
-        return self.activation if self.fuses and _has_own_nonlinearity(type(self)) else None
+        for method in (type(self).activate, type(self).activation_gradient):
+            if not getattr(method, "__module__", "").startswith("pmoe.experts."):
+                return None
+        return self.activation if self.fuses else None
 
     def __init__(
         self,
@@ -494,13 +496,6 @@ class StackedExperts(Experts):
     def extra_repr(self) -> str:
         experts, hidden, d_model = self.shapes()["w1"]
         return f"{experts} x ({d_model} -> {hidden} -> {d_model}), bias={self.has_bias}"
-
-
-@functools.lru_cache(maxsize=64)
-def _has_own_nonlinearity(kind: type[StackedExperts]) -> bool:
-    """Returns whether the nonlinearity of a class of experts is one of pmoe's own. The answer is cached."""
-    methods = (kind.activate, kind.activation_gradient)
-    return all(getattr(method, "__module__", "").startswith("pmoe.experts.") for method in methods)
 
 
 def _first(tensor: Tensor, count: int, dim: int) -> Tensor:

@@ -22,8 +22,8 @@ RANKS = (
         name="counts-taken-before-the-exchange",
         breaks="a rank takes the rows that it sends for those that it gets",
         file=COUNTS,
-        old="        recv, received_once_host = self._split(arrived)\n",
-        new="        recv, received_once_host = self._split(own)\n",
+        old="            recv=arrived,\n",
+        new="            recv=own,\n",
         tests="tests/gloo/test_specification.py",
     ),
     Plant(

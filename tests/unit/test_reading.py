@@ -33,10 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "pmoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MOST_FUNCTIONS = 187
+MOST_FUNCTIONS = 186
 """Functions of pmoe that a forward and a backward pass of the traced layer execute."""
 
-MOST_LINES = 1125
+MOST_LINES = 1124
 """Lines of pmoe that they execute."""
 
 MOST_CHANGES = 40

@@ -727,8 +727,7 @@ class CountsExchange:
             any rank, `RankCounts.sorts_results` is True on all ranks.
         loads: a request for the loads of all experts. It must be None on all ranks or on none.
         early: messages that the routing kernels have already written in this call. They are sent if they have
-            the same fault and counts as the other arguments; otherwise new messages are written. None if
-            counts were exchanged since, because an exchange changes numbers that the heading has.
+            the same fault and counts as the other arguments; otherwise new messages are written.
         """
         counts_FPX = counts_FE.view(counts_FE.shape[0], grid.ep.size, -1)
         self._counted_once = once_FP is not None
@@ -746,7 +745,9 @@ class CountsExchange:
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
         num_degrees = 0 if slots is None else len(slots.degrees)
-        if early is not None and early.fault is fault:
+        # With ``loads`` a call may exchange counts twice, and the first exchange changes numbers of the heading.
+        # `LoadedExchange` also begins twice, but its first exchange ends in an error, and changes none.
+        if early is not None and loads is None and early.fault is fault:
             head = early.heading
         else:
             head = heading(

@@ -17,7 +17,7 @@ from pmoe.call.routed import RoutedBatch
 from pmoe.checkpointing.replay import hidden_from_checkpoints
 from pmoe.choose.choose import choose
 from pmoe.choose.slots import requested_slots
-from pmoe.comm.counts import CountsExchange, EarlyMessages, Fault, FaultError, Loads, RankCounts
+from pmoe.comm.counts import CountsExchange, Fault, FaultError, Loads, RankCounts
 from pmoe.comm.failures import leave
 from pmoe.decide.route import route_batch, sorts_results
 from pmoe.decide.stored_state import check_loaded
@@ -50,7 +50,6 @@ class ExactCounts:
     orders: SortedSlots
     fuses: bool
     _exchange: LoadedExchange | None
-    _early: EarlyMessages | None
     _degrees: tuple[int, ...]
     _once_FP: Tensor | None
     _counts_FE: Tensor
@@ -77,7 +76,6 @@ class ExactCounts:
         orders_type = DeduplicatedSlots if modules.options.send_once else SortedSlots
         self.fuses = False
         self._exchange = None
-        self._early = self.routed.gated.early
         try:
             # Activation checkpointing runs a call twice, and expects both passes to save the same tensors.
             # Only the first pass has an exchange. So the exchange is hidden from checkpointing.
@@ -120,8 +118,6 @@ class ExactCounts:
         modules = self.call.modules
         routed = self.routed
         routing = routed.gated.routing
-        early = self._early
-        self._early = None  # a second exchange of the call (`LoadedExchange`) needs a new heading
         has_k_choices = routing.expert.shape[1] == modules.options.top_k  # dropped choices count as well
         return CountsExchange(
             modules.grid,
@@ -140,7 +136,7 @@ class ExactCounts:
             one_row_a_choice=has_k_choices and routing.mix is None and routing.token is None,
             sorts_results=sorts_results(modules, routed.x_TM) if routed.x_TM.is_cuda else True,
             loads=self.loads,
-            early=early,
+            early=routed.gated.early,
         )
 
     def sort_early(self) -> None:

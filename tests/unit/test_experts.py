@@ -192,7 +192,7 @@ def test_a_nonlinearity_of_ones_own_is_computed_apart_from_the_products() -> Non
 def test_kernels_are_not_launched_after_a_tool_has_replaced_a_method_of_the_class(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer for a class was cached once, so that kernels went on computing what the tool had replaced."""
+    """The answer for a class was cached, and kernels went on computing what the tool had replaced."""
     monkeypatch.setattr(launched, "path_for", lambda device, dtype: "sm_90a")
     experts = FFNExperts(64, 128, 2)
     device = torch.device("cuda", 0)

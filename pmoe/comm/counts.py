@@ -745,7 +745,7 @@ class CountsExchange:
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
         num_degrees = 0 if slots is None else len(slots.degrees)
-        # With ``loads`` a call may exchange counts twice, and the first exchange changes numbers of the heading.
+        # With ``loads`` a call may exchange counts twice, and the first changes numbers of the heading.
         # `LoadedExchange` also begins twice, but its first exchange ends in an error, and changes none.
         if early is not None and loads is None and early.fault is fault:
             head = early.heading

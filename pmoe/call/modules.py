@@ -487,7 +487,10 @@ class LayerModules(PassModules):
 
 
 _parameters_of: Callable[[nn.Module], Iterable[nn.Parameter]] = operator.methodcaller("parameters")
-"""Begins a walk through the parameters of a module and its submodules. It needs no Python call."""
+"""Begins a walk through the parameters of a module and its submodules.
+
+A function in Python would be one more call for each module.
+"""
 
 
 def _as_computed(parameter: Any) -> Tensor:

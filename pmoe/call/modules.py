@@ -48,6 +48,8 @@ class LayerCache:
     padded_kinds   keys of the calls with padded rows that the ranks have already compared
     choosers       objects that choose the number of chunks and the restore pair, and results of choices and
                    measurements. Each key holds everything on which its value depends
+    timed_products keys of the calls for which it is known which kernels compute products fastest
+                   (`pmoe.choose.choose`). Empty if the layer's modules were replaced since
     counted        with ``pipeline="solve"``: the numbers of chunks of the last call. The next call counts its
                    rows so that the batch can be cut into these numbers of chunks. Empty before the first call
     had_copies     whether busy experts had copies on other ranks in the last call
@@ -65,6 +67,7 @@ class LayerCache:
     words: dict[str, str] = field(default_factory=dict)
     padded_kinds: set[PaddedCallKey] = field(default_factory=set)
     choosers: dict[Any, Any] = field(default_factory=dict)
+    timed_products: set[tuple[object, ...]] = field(default_factory=set)
     counted: tuple[int, ...] = ()
     had_copies: bool = False
     node_of_ranks: tuple[int, ...] = ()
@@ -100,6 +103,7 @@ class LayerCache:
         """
         self.differed = None
         self.choosers.clear()
+        self.timed_products.clear()
         self.padded_kinds.clear()
         self.counted = ()
         self.node_of_ranks = ()
@@ -483,7 +487,10 @@ class LayerModules(PassModules):
 
 
 _parameters_of: Callable[[nn.Module], Iterable[nn.Parameter]] = operator.methodcaller("parameters")
-"""Begins a walk through the parameters of a module and its submodules. It needs no Python call."""
+"""Begins a walk through the parameters of a module and its submodules.
+
+A function in Python would be one more call for each module.
+"""
 
 
 def _as_computed(parameter: Any) -> Tensor:

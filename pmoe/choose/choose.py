@@ -50,8 +50,8 @@ def choose(
     n = options.fixed_degree
     has_several_pairs = len(modules.pairs) > 1 and counts.needs_grad
     is_open = n is None or (restore is None and (has_several_pairs or options.budget is not None))
-    known = modules.cache.choosers
-    if is_open or (inputs.x_TM.is_cuda and _products_key(modules, counts, inputs) not in known):
+    timed = modules.cache.timed_products
+    if is_open or (inputs.x_TM.is_cuda and _products_key(modules, counts, inputs) not in timed):
         from pmoe.choose.open_choice import choose_among, measure_products_of
         from pmoe.choose.trials import TrialBatch
 
@@ -62,7 +62,7 @@ def choose(
             publishing_failures(modules.ranks, "the choice of n and of the restore pair"),
         ):
             if measure_products_of(modules, counts, inputs) and inputs.x_TM.is_cuda:
-                known[_products_key(modules, counts, inputs)] = True
+                timed.add(_products_key(modules, counts, inputs))
             if is_open:
                 return choose_among(TrialBatch(modules, counts, inputs, orders, rows_for), restore)
     assert n is not None
@@ -73,10 +73,11 @@ def choose(
 
 
 def _products_key(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> tuple[object, ...]:
-    """Returns the key under which a layer notes that the kernels of a call's products were timed.
+    """Returns the key under which a layer notes that kernels were timed for calls with about so many rows.
 
-    Numbers of rows up to the same power of two have the same key, because they share their kernels.
+    `pmoe.measure.products.measure_products` rounds numbers of rows up to a power of two. So the key has the
+    bits of two numbers of rows: those of the experts, and those of the shared expert.
     """
     num_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
-    buckets = ((num_rows - 1).bit_length(), (counts.max_tokens - 1).bit_length())  # the shared expert's last
-    return ("products timed", inputs.x_TM.dtype, inputs.x_TM.device, buckets, counts.needs_grad)
+    buckets = ((num_rows - 1).bit_length(), (counts.max_tokens - 1).bit_length())
+    return (inputs.x_TM.dtype, inputs.x_TM.device, buckets, counts.needs_grad)

@@ -726,8 +726,8 @@ class CountsExchange:
         sorts_results: whether this rank needs memory for results that are sorted by expert. If it is True on
             any rank, `RankCounts.sorts_results` is True on all ranks.
         loads: a request for the loads of all experts. It must be None on all ranks or on none.
-        early: messages that the routing kernels have written already. They are sent if they agree with the
-            other arguments. Otherwise new messages are written.
+        early: messages that the routing kernels have already written in this call. They are sent if they have
+            the same fault and counts as the other arguments; otherwise new messages are written.
         """
         counts_FPX = counts_FE.view(counts_FE.shape[0], grid.ep.size, -1)
         self._counted_once = once_FP is not None
@@ -745,7 +745,8 @@ class CountsExchange:
         self._one_row_a_choice = one_row_a_choice
         self._loads = loads
         num_degrees = 0 if slots is None else len(slots.degrees)
-        # With ``loads``, counts may be exchanged twice in a call, and the heading of the first time is old.
+        # With ``loads`` a call may exchange counts twice, and the first changes numbers of the heading.
+        # `LoadedExchange` also begins twice, but its first exchange ends in an error, and changes none.
         if early is not None and loads is None and early.fault is fault:
             head = early.heading
         else:
@@ -991,7 +992,7 @@ class CountsExchange:
             if counts_FE.dtype == torch.int32:
                 warn_of_fallback("row counts are exchanged", why)
             return None
-        is_early = early is not None and early.fault is fault and early.heading == head
+        is_early = early is not None and early.heading is head
         if early is not None and is_early and early.counts_FE.data_ptr() == counts_FE.data_ptr():
             messages = Messages.new(counts_FE, size, head.num_degrees, early.memory)
         else:

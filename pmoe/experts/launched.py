@@ -511,23 +511,20 @@ def kernels_for(experts: Any, device: torch.device, dtype: torch.dtype) -> str |
     experts: the layer's experts.
     device, dtype: of the pass's rows.
     """
-    kind: type = type(experts)
-    if not _computes_as_stacked(kind) or experts.fused_activation is None:
-        return None
-    if not COMPUTING.isdisjoint(vars(experts)):  # a tool has replaced a method of this object
+    kind: Any = type(experts)
+    # A subclass, or a tool, may have replaced a method of `COMPUTING`: in its class, or in this object only.
+    computes_as_stacked = (
+        kind.compute is StackedExperts.compute
+        and kind.recompute is StackedExperts.recompute
+        and kind.input_gradient is StackedExperts.input_gradient
+        and kind.weight_gradient is StackedExperts.weight_gradient
+        and COMPUTING.isdisjoint(vars(experts))
+    )
+    if not computes_as_stacked or experts.fused_activation is None:
         return None
     if layout_problem(dtype, d_model=experts.d_model, hidden=experts.num_hidden) is not None:
         return None
     return path_for(device, dtype)
-
-
-@functools.lru_cache(maxsize=64)
-def _computes_as_stacked(kind: type) -> bool:
-    """Returns whether a class has the methods of `StackedExperts` that `LaunchedExperts` replaces.
-
-    The answer is the same for all experts of a class, and is cached.
-    """
-    return all(getattr(kind, name, None) is getattr(StackedExperts, name) for name in COMPUTING)
 
 
 def _is_readable(weight: Tensor, rows: Tensor) -> bool:

@@ -255,8 +255,8 @@ class GradientSum:
         else:
             if self.is_empty:
                 self._zero_without_rows(groups)
-            # Transposed once: a view for each expert would take a part of the time of small products.
-            grads_On = grad_NO.t().split_with_sizes([groups.counts[e] for e in groups.with_rows], 1)
+            # Transposed once for all experts, because a view for each would take long beside small products.
+            grads_On = grad_NO.t().split_with_sizes([groups.counts[expert] for expert in groups.with_rows], 1)
             for (expert, rows_nI), grad_On in zip(groups.rows_by_expert(rows_NI), grads_On, strict=True):
                 total = self.by_expert[expert]
                 if self.is_empty and total.dtype == rows_nI.dtype:

@@ -305,6 +305,7 @@ class MoELayer(OldAttributes, CalledLayer):
             shared_expert = experts_inside("shared_expert", self.shared_expert)
         experts = experts_inside("experts", self.experts)
         stored_state.watch(experts, self.grid, self.num_experts)
+        self.cache.timed_products.clear()  # other experts may have products of other sizes
         return LayerModules(
             grid=self.grid,
             nodes=self.nodes,

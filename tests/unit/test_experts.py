@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pmoe
-from pmoe.experts import FFNExperts
+from pmoe.experts import FFNExperts, launched
 from pmoe.experts.base import ExpertRows
 from pmoe.experts.ffn import ACTIVATIONS, find_activation
 from pmoe.experts.products import GradientSum
@@ -186,6 +186,21 @@ def test_a_nonlinearity_of_ones_own_is_computed_apart_from_the_products() -> Non
             got = a_step(experts, torch.float64, expendable=False)
     for a, b in zip(got, expected, strict=True):
         assert relative_error(a, b) < 1e-13
+
+
+@pytest.mark.parametrize("name", [*sorted(launched.COMPUTING), "activate", "activation_gradient"])
+def test_kernels_are_not_launched_after_a_tool_has_replaced_a_method_of_the_class(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer for a class was cached, and kernels went on computing what the tool had replaced."""
+    monkeypatch.setattr(launched, "path_for", lambda device, dtype: "sm_90a")
+    experts = FFNExperts(64, 128, 2)
+    device = torch.device("cuda", 0)
+    assert launched.kernels_for(experts, device, torch.bfloat16) == "sm_90a"
+    with monkeypatch.context() as tool:
+        tool.setattr(FFNExperts, name, lambda *arguments, **options: None)
+        assert launched.kernels_for(experts, device, torch.bfloat16) is None
+    assert launched.kernels_for(experts, device, torch.bfloat16) == "sm_90a"
 
 
 def test_a_hidden_that_is_not_kept_is_not_stored() -> None:

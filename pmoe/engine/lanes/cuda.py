@@ -43,7 +43,7 @@ class CudaLanes(Lanes):
         self._products: BesideCommunication | None = None
         if ranks.size > 1 and schedule.has_several_chunks:
             self._products = BesideCommunication()
-            self._products.__enter__()
+            self._products.__enter__()  # until `finish`
 
     @classmethod
     def stream_of(cls, device: torch.device, lane: Lane) -> torch.cuda.Stream:

@@ -35,7 +35,7 @@ class Scalars(NamedTuple):
 
 
 NOTHING_KEPT = SavedUnit()
-"""The record of tasks of which nothing is saved for backward."""
+"""The record of a task that saves nothing for backward."""
 
 
 class Forward(Pass):
@@ -52,7 +52,8 @@ class Forward(Pass):
         (`PassPlan.by_kernel`).
     saved: the state for backward, which tasks fill while they run.
     has_recipes: whether the experts override `Experts.recipe` and backward may need its result.
-    keeps_nothing: whether backward makes everything again that its tasks need, so that they share a record.
+    keeps_nothing: whether no task saves anything for backward, because backward makes all of it again. All
+        tasks then have the same record, `NOTHING_KEPT`.
     scalars: the messages with one number for each row. The first message carries the routing weights.
     weight_of_chunk: for each chunk (rows,), the routing weights of its received rows. Set when the experts
         compute the first chunk.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from pmoe.graph.lower import NUMBERS, has_shape
 
@@ -325,6 +325,20 @@ def _dims(node: fx.Node) -> range:
     return range(len(shape(node)))
 
 
+def _counted(dim: int, rank: int) -> int:
+    """Returns a dimension counted from the first one. A negative ``dim`` counts from the last one.
+
+    rank: number of dimensions of the tensor. torch counts a tensor without dimensions as if it had one.
+    """
+    return dim % max(rank, 1)
+
+
+def _same_size(first: fx.Node, second: fx.Node, dim: int) -> bool:
+    """Returns whether two tensors have the same size in a dimension, for all values of symbolic sizes."""
+    sizes = shape(second)
+    return dim < len(sizes) and statically_known_true(sym_eq(shape(first)[dim], sizes[dim]))
+
+
 def _number(node: fx.Node, place: int, default: Any = None) -> Any:
     """Returns a call's argument at position ``place``, or ``default`` if the call has fewer arguments."""
     return node.args[place] if len(node.args) > place else default
@@ -342,16 +356,20 @@ def _argument(node: fx.Node, name: str) -> Any:
 def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
     """Yields the ways to cut an operator along the same dimension of all its inputs and results.
 
+    Inputs may have different sizes. For example, the index of ``gather`` may be shorter than its source. Then
+    element i of one input belongs to element i of the other, so parts of both would not belong together. The
+    operator can be cut only along dimensions in which all inputs have the same size.
+
     node: the call of the operator.
     but: dimensions along which the operator cannot be cut, because it works along them. Softmax works along
         one dimension, for example. Negative numbers count from the last dimension.
     """
-    first, *_ = inputs = tensors(node)
+    first, *others = inputs = tensors(node)
     rank = len(shape(first))
     results = node.meta["val"]
-    without = {index % rank for index in but}
+    without = {_counted(index, rank) for index in but}
     for dim in range(rank):
-        if dim not in without:
+        if dim not in without and all(_same_size(first, other, dim) for other in others):
             result = (dim,) * len(results) if isinstance(results, (list, tuple)) else dim
             yield Combination((dim,) * len(inputs), result)
 
@@ -579,7 +597,7 @@ def _index_select(node: fx.Node) -> Iterator[Combination]:
     Otherwise the source is cut, and all parts use all indices.
     """
     source = tensors(node)[0]
-    selected = _argument(node, "dim") % len(shape(source))
+    selected = _counted(_argument(node, "dim"), len(shape(source)))
     for dim in _dims(source):
         yield Combination((None, 0) if dim == selected else (dim, None), dim)
 
@@ -592,7 +610,7 @@ def _index_add(node: fx.Node) -> Iterator[Combination]:
     all indices.
     """
     source = tensors(node)[0]
-    indexed = _argument(node, "dim") % len(shape(source))
+    indexed = _counted(_argument(node, "dim"), len(shape(source)))
     for dim in _dims(source):
         if dim != indexed:
             yield Combination((dim, None, dim), dim)
@@ -628,14 +646,14 @@ def _reduce(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(tensors(node)[0]))
     dims = _argument(node, "dim")
     listed = [dims] if isinstance(dims, int) else dims
-    removed = {listed_dim % rank for listed_dim in listed} if listed else set(range(rank))
+    removed = {_counted(listed_dim, rank) for listed_dim in listed} if listed else set(range(rank))
     for combination in _alike(node, removed):
         dim = int(combination.inputs[0])  # type: ignore[arg-type]
         num_removed = 0 if _argument(node, "keepdim") else sum(removed_dim < dim for removed_dim in removed)
         result = dim - num_removed
         is_tuple = isinstance(values, (tuple, list))
         yield Combination(combination.inputs, (result,) * len(values) if is_tuple else result)
-    if node.target is aten.sum.dim_IntList:
+    if node.target is aten.sum.dim_IntList and rank:
         for dim in removed:
             yield Combination((dim,), SUM)
 
@@ -696,9 +714,10 @@ def _permute(node: fx.Node) -> Iterator[Combination]:
     rank = len(shape(node))
     order = list(range(rank))
     if node.target is aten.permute.default:
-        order = [index % rank for index in _number(node, 1)]
-    else:
-        first, second = _number(node, 1, 0) % rank, _number(node, 2, rank - 1) % rank
+        order = [_counted(index, rank) for index in _number(node, 1)]
+    elif rank:  # "t" and "transpose" leave a tensor without dimensions as it is
+        first = _counted(_number(node, 1, 0), rank)
+        second = _counted(_number(node, 2, rank - 1), rank)
         order[first], order[second] = order[second], order[first]
     for dim in range(rank):
         yield Combination((dim,), order.index(dim))
@@ -713,13 +732,19 @@ def _one_more_or_less(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut an operator that inserts or removes a dimension: along each other dimension.
 
     Dimensions after the inserted or removed one have a different index in the result than in the source.
+    ``squeeze`` removes only a dimension of size 1. If its dimension has another size, nothing changes: a cut
+    along any other dimension stays where it is.
     """
     operands = tensors(node)
     before, after = len(shape(operands[0])), len(shape(node))
-    changed = _argument(node, "dim") % max(before, after)
+    changed = _counted(_argument(node, "dim"), max(before, after))
     for dim in range(before):
         if after > before or dim != changed:
-            moved = dim + (dim >= changed) if after > before else dim - (dim > changed)
+            moved = dim
+            if after > before:
+                moved = dim + (dim >= changed)
+            elif after < before:
+                moved = dim - (dim > changed)
             yield Combination((dim,) * len(operands), moved)
 
 

@@ -104,7 +104,7 @@ class Explanation:
             for name, count in _moved(program).items():
                 yield f"{direction}: beside {name}: {count} instructions that only weight gradients wait for"
             for name, count in _reduced(program).items():
-                yield f"{direction}: behind {name or 'the beginning'}: {count} gradients are reduced"
+                yield f"{direction}: behind {name or 'the beginning'}: {count} reductions of gradients begin"
 
     def draw(self, path: str | Path | IO[bytes]) -> None:
         """Draws two predicted timelines of each pass into a PNG file: in traced order, and in final order.

@@ -39,7 +39,9 @@ from torch.utils._pytree import tree_map_only
 
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
+from pmoe.graph.buckets import bucket_limits
 from pmoe.graph.operators import LAYERS
+from pmoe.training import gradient_partitioning
 
 Box = list[Tensor]
 """A list with one gradient, which is taken out when the gradient is handed over to autograd.
@@ -189,7 +191,10 @@ class GraphInputs:
         backward graph's results. It returns [] before the order is known.
     group: the ranks over which the gradients of the last call are reduced. If they are not reduced, a group
         of one rank.
-    reduced_bytes: {name of a parameter: bytes of its gradient}, without the parameters of experts.
+    reduced_bytes: {name of a parameter: bytes of its gradient}, without the parameters of experts. The order
+        is that in which autograd gets the gradients in the first step (`wrapped`).
+    bucket_limits: the bytes at which a bucket of gradients is sent: entry i for bucket i, the last for all
+        further buckets.
     """
 
     names: Sequence[str]
@@ -199,6 +204,7 @@ class GraphInputs:
     order: Callable[[], Sequence[int]] = list
     group: Ranks = field(default_factory=Ranks.single)
     reduced_bytes: dict[str, int] = field(default_factory=dict)
+    bucket_limits: Sequence[int] = (gradient_partitioning.PIECE_BYTES,)
 
     @staticmethod
     def of(module: fx.GraphModule, inputs: Sequence[Any]) -> GraphInputs:
@@ -262,7 +268,7 @@ class GraphInputs:
         return result
 
     def _see_reductions(self, inputs: Sequence[Any]) -> None:
-        """Stores the ranks over which this call's gradients are reduced, and the bytes of the gradients.
+        """Stores over which ranks this call's gradients are reduced, and the bytes of gradients and buckets.
 
         `DistributedDataParallel` or `pmoe.GradientReducer` reduces the gradients. Neither of the two reduces
         gradients of experts, so these are left out.
@@ -273,11 +279,13 @@ class GraphInputs:
         reducers: list[Any] = [LAYERS[layer].gradients for layer in self.layers]
         groups = (getattr(reducer, "ranks", None) for reducer in reducers)
         self.group = next(filter(None, groups), Ranks.single())
+        self.bucket_limits = [gradient_partitioning.PIECE_BYTES]
         if wrapper is not None:
             self.group = Ranks(wrapper.process_group)
+            self.bucket_limits = bucket_limits(wrapper)
         self.reduced_bytes = {
             name: inputs[owner].nbytes
-            for name, owner in zip(self.names, self.owners, strict=True)
+            for name, owner in reversed(list(zip(self.names, self.owners, strict=True)))
             if isinstance(inputs[owner], nn.Parameter)
             and inputs[owner].requires_grad
             and not is_expert(inputs[owner])

@@ -8,8 +8,8 @@ reductions of gradients over ranks, because they use the same link. All other in
     communicate                    | all-to-all of rows       |
 
 The instructions of the compute lane run in the order of the list. While an all-to-all runs, the compute lane
-goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3). The function
-`pmoe.planner.simulator.simulate` predicts when each instruction runs.
+goes on, until an instruction needs the result of the all-to-all (Lancet, section 5.3). A message starts only
+after all computation before it in the list. The function `timeline` predicts when each instruction runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pmoe.planner.simulator import Simulated, simulate
+from pmoe.planner.simulator import Simulated
 
 COMPUTE, COMMUNICATE = "compute", "communicate"
 
@@ -71,8 +71,35 @@ class Instruction:
 
 
 def timeline(instructions: Iterable[Instruction]) -> list[Simulated[Instruction]]:
-    """Returns each instruction with its predicted start and end, in seconds from the start of the pass."""
-    return simulate(instructions, lambda instruction: instruction.seconds)
+    """Returns each instruction with its predicted start and end, in seconds from the start of the pass.
+
+    An instruction starts when all of these have ended:
+
+    - the instruction before it on its lane
+    - the instructions whose results it reads
+    - for a message: all computation before it in the list. On a GPU, the stream that sends waits for all
+      computation that the host issued before the message. On the CPU, the host itself computes it first.
+
+    Example: dX (1 s), dW (2 s), then an all-to-all (3 s) that reads dX -> the all-to-all runs from 3 to 6. It
+    would run from 1 to 4 if dW came after it in the list.
+    """
+    end_of: dict[str, float] = {}
+    computed = 0.0
+    sent = 0.0
+    done = []
+    for instruction in instructions:
+        is_message = instruction.lane == COMMUNICATE
+        start = max(computed, sent) if is_message else computed
+        for name in instruction.waits:
+            start = max(start, end_of[name])
+        end = start + instruction.seconds
+        end_of[instruction.name] = end
+        if is_message:
+            sent = end
+        else:
+            computed = end
+        done.append(Simulated(task=instruction, start=start, end=end))
+    return done
 
 
 def total_seconds(instructions: Iterable[Instruction]) -> float:

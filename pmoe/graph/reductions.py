@@ -10,11 +10,14 @@ In the line "compute", "head" and "block" are the operators that compute the gra
 of a transformer block. In the line "communicate", they are the reductions of these gradients. S is a
 dispatch, R a combine.
 
+The wrapper reduces gradients in buckets (`pmoe.graph.buckets`), one message for each. The message of a bucket
+begins when the last gradient of the bucket is handed over.
+
 A gap is a time in which the link is idle. The plan is FSMoE's gradient partition (section 5) for a whole
 graph. Two kinds of plans are compared, and the one with the fastest predicted pass is taken:
 
-- Each gradient takes the first gap into which its whole reduction fits.
-- Gradients may also take gaps that are too short. An all-to-all then waits for the rest of a reduction.
+- Each bucket takes the first gap into which its whole reduction fits.
+- Buckets may also take gaps that are too short. An all-to-all then waits for the rest of a reduction.
 
 The place of a gradient is a number: how many all-to-alls begin before the gradient is handed over. All ranks
 use the same places. Otherwise all-to-alls and reductions that use the same process group could begin in
@@ -28,13 +31,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pmoe.graph.buckets import Bucket, UnsentBuckets, send_seconds
 from pmoe.graph.instructions import COMMUNICATE, COMPUTE, Instruction, timeline, total_seconds
 
 SHARES = (1.0, 0.5, 0.0, -math.inf)
 """Fractions of a reduction that must fit into a gap on the link. All are tried; the fastest pass is taken.
 
-With 1 no all-to-all is delayed. With 0 any gap is long enough. With -inf each gradient is handed over as soon
-as it exists.
+With 1 no all-to-all is delayed. With 0 any gap is long enough. With -inf the gradients of a bucket are handed
+over as soon as all of them exist.
 """
 
 
@@ -65,7 +69,7 @@ class Gradient:
 def plan_hand_overs(
     orders: Sequence[Sequence[Instruction]],
     gradients: Sequence[Gradient],
-    seconds: Mapping[str, float],
+    buckets: Sequence[Bucket],
     agreed: Mapping[str, int] | None = None,
 ) -> list[Instruction]:
     """Chooses the order of a backward pass, and where in it each gradient is handed over to autograd.
@@ -86,18 +90,18 @@ def plan_hand_overs(
 
     orders: instructions of the pass in different orders.
     gradients: the gradients that the pass returns.
-    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
+    buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
     agreed: {name of a gradient: the place on which the ranks have agreed}; None if there is no agreement yet.
     """
-    passes = [_in_order(order, gradients, seconds, agreed) for order in orders]
-    tie = TIE if seconds else 1.0
+    passes = [_in_order(order, gradients, buckets, agreed) for order in orders]
+    tie = TIE if buckets else 1.0
     return min(_fastest(passes, tie), key=_seconds_to_reductions)
 
 
 def _in_order(
     order: Sequence[Instruction],
     gradients: Sequence[Gradient],
-    seconds: Mapping[str, float],
+    buckets: Sequence[Bucket],
     agreed: Mapping[str, int] | None,
 ) -> list[Instruction]:
     """Adds to a pass the instructions that hand gradients over to autograd. Returns the new pass.
@@ -109,14 +113,14 @@ def _in_order(
 
     order: the instructions of the pass, in the order to keep.
     gradients: the gradients that the pass returns.
-    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
+    buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
     agreed: {name of a gradient: the place on which the ranks have agreed}; None if there is no agreement yet.
     """
     if agreed is not None:
-        return with_hand_overs(order, gradients, agreed, seconds)
-    shares = SHARES if seconds else SHARES[-1:]
-    tried = [hand_over_places(order, gradients, seconds, share) for share in shares]
-    return _fastest([with_hand_overs(order, gradients, places, seconds) for places in tried], TIE)[0]
+        return with_hand_overs(order, gradients, agreed, buckets)
+    shares = SHARES if buckets else SHARES[-1:]
+    tried = [hand_over_places(order, gradients, buckets, share) for share in shares]
+    return _fastest([with_hand_overs(order, gradients, places, buckets) for places in tried], TIE)[0]
 
 
 def _fastest(passes: Sequence[list[Instruction]], tie: float) -> list[list[Instruction]]:
@@ -136,21 +140,23 @@ def _seconds_to_reductions(order: Iterable[Instruction]) -> float:
 
 
 def hand_over_places(
-    order: Sequence[Instruction], gradients: Sequence[Gradient], seconds: Mapping[str, float], share: float
+    order: Sequence[Instruction], gradients: Sequence[Gradient], buckets: Sequence[Bucket], share: float
 ) -> dict[str, int]:
     """Decides between which two all-to-alls each gradient is handed over, to be reduced over ranks.
 
     Returns {name of a gradient: number of all-to-alls that begin before it is handed over}.
 
     Reductions and all-to-alls use the same link. Between some all-to-alls the link is predicted to be idle.
-    Reductions should fill these gaps. The gradients choose one after the other, in the order in which they
-    are computed. Each takes the first gap after its computation into which the fraction ``share`` of its
-    reduction fits. If there is no such gap, it is handed over after the last all-to-all.
+    Reductions should fill these gaps. The buckets choose one after the other, in the order in which they are
+    sent. Each takes the first gap into which the fraction ``share`` of its reduction fits. The gap must come
+    after the computation of the bucket's gradients, and not before the gap of the bucket before. If there is
+    no such gap, the bucket comes after the last all-to-all. All gradients of a bucket are handed over in its
+    gap.
 
     order: the instructions of the pass, in order.
     gradients: the gradients that the pass returns.
-    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced, and
-        are handed over as soon as they are computed.
+    buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
+        Gradients in no bucket are not reduced, and are handed over as soon as they are computed.
     share: the fraction of a reduction that must fit into the gap; 1 for the whole reduction.
     """
     begun = 0
@@ -163,26 +169,25 @@ def hand_over_places(
         end[ran.task.name] = ran.end
         if ran.task.communicates:
             messages.append(ran)
-    result = {gradient.name: earliest[gradient.source] for gradient in gradients}
-    waiting = sorted(
-        (gradient for gradient in gradients if gradient.name in seconds),
-        key=lambda gradient: (end[gradient.source], gradient.number),
-    )
+    source_of = {gradient.name: gradient.source for gradient in gradients}
+    result = {name: earliest[source] for name, source in source_of.items()}
     link_free = 0.0
-    for place in range(len(messages) + 1):
-        until = messages[place].start if place < len(messages) else math.inf
-        postponed = []
-        for gradient in waiting:
-            begin = max(link_free, end[gradient.source])
-            needed = share * seconds[gradient.name] if seconds[gradient.name] else 0.0
-            if earliest[gradient.source] <= place and until - begin >= needed:
-                result[gradient.name] = place
-                link_free = begin + seconds[gradient.name]
-            else:
-                postponed.append(gradient)
-        waiting = postponed
-        if place < len(messages):
-            link_free = max(link_free, messages[place].start) + messages[place].task.seconds
+    place = 0
+    for bucket in buckets:
+        sources = [source_of[name] for name in bucket]
+        first_place = max(earliest[source] for source in sources)
+        computed = max(end[source] for source in sources)
+        seconds = send_seconds([bucket])
+        needed = share * seconds if seconds else 0.0
+        while place < len(messages):
+            message = messages[place]
+            gap = message.start - max(link_free, computed)
+            if place >= first_place and gap >= needed:
+                break
+            link_free = max(link_free, message.start) + message.task.seconds
+            place += 1
+        link_free = max(link_free, computed) + seconds
+        result.update(dict.fromkeys(bucket, place))
     return result
 
 
@@ -190,7 +195,7 @@ def with_hand_overs(
     order: Iterable[Instruction],
     gradients: Sequence[Gradient],
     place_of: Mapping[str, int],
-    seconds: Mapping[str, float],
+    buckets: Sequence[Bucket],
 ) -> list[Instruction]:
     """Adds instructions to a pass that hand each gradient over to autograd. Returns the new pass.
 
@@ -202,7 +207,9 @@ def with_hand_overs(
     gradients: the gradients that the pass returns.
     place_of: {name of a gradient: its place}. Gradients without an entry are handed over after the last
         all-to-all.
-    seconds: {name of a gradient: seconds of its reduction}. Gradients without an entry are not reduced.
+    buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
+        The instruction that hands the last gradient of a bucket over takes the seconds of the bucket's
+        message.
 
     Raises ValueError if a gradient needs the result of an all-to-all that comes after its place. This happens
     only if the graphs of two ranks differ.
@@ -213,18 +220,22 @@ def with_hand_overs(
     heapq.heapify(pending)
     # Gradients whose place has come, but which are not computed yet, by the instruction that computes them.
     open_gradients = dict[str, list[Gradient]]()
+    source_of = {gradient.name: gradient.source for gradient in gradients}
+    unsent = UnsentBuckets(buckets)
     result: dict[str, Instruction] = {}
     begun = 0
 
     def hand_over(gradient: Gradient) -> None:
         """Adds the instruction that hands a gradient over to autograd."""
-        waits = (gradient.source,) if gradient.source else ()
+        sent = unsent.add(gradient.name)
+        # A message needs all gradients of its bucket.
+        sources = [gradient.source, *(source_of[name] for bucket in sent for name in bucket)]
         result[gradient.instruction] = Instruction(
             name=gradient.instruction,
-            waits=waits,
-            holds=waits,
-            seconds=seconds.get(gradient.name, 0.0),
-            lane=COMMUNICATE if gradient.name in seconds else COMPUTE,
+            waits=tuple(dict.fromkeys(filter(None, sources))),
+            holds=(gradient.source,) if gradient.source else (),
+            seconds=send_seconds(sent),
+            lane=COMMUNICATE if sent else COMPUTE,
             hands_over=True,
         )
 
@@ -280,16 +291,36 @@ def with_hand_overs(
     return list(result.values())
 
 
-def by_source(gradients: Iterable[Gradient], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns {name of an instruction: seconds of the reductions of the gradients that it computes}.
+def returned(buckets: Iterable[Bucket], gradients: Iterable[Gradient]) -> list[Bucket]:
+    """Returns the buckets without the gradients that a pass does not return.
+
+    All graphs of a program have the same buckets, but a parameter of one graph may be frozen in another.
+
+    buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
+    gradients: the gradients that the pass returns.
+    """
+    names = {gradient.name for gradient in gradients}
+    parts = ({name: bucket[name] for name in bucket if name in names} for bucket in buckets)
+    return [part for part in parts if part]
+
+
+def by_source(gradients: Iterable[Gradient], buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Returns the buckets, in which the instruction that computes a gradient stands for the gradient.
+
+    Gradients that no instruction computes are left out.
 
     gradients: the gradients that the pass returns.
-    seconds: seconds of the reduction of each gradient, by the gradient's name.
+    buckets: which gradients are reduced together, and for how long, in the order in which buckets are sent.
     """
-    result: dict[str, float] = {}
-    for gradient in gradients:
-        if gradient.source and gradient.name in seconds:
-            result[gradient.source] = result.get(gradient.source, 0.0) + seconds[gradient.name]
+    source_of = {gradient.name: gradient.source for gradient in gradients}
+    result = list[Bucket]()
+    for bucket in buckets:
+        seconds: dict[str, float] = {}
+        for name, share in bucket.items():
+            source = source_of[name]
+            if source:
+                seconds[source] = seconds.get(source, 0.0) + share
+        result.append(seconds)
     return result
 
 

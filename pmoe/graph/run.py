@@ -33,6 +33,7 @@ from pmoe.comm.failures import leave
 from pmoe.comm.ranks import Ranks
 from pmoe.decide.begin import check_ranks
 from pmoe.graph import weight_gradients
+from pmoe.graph.buckets import Bucket, divide_into_buckets
 from pmoe.graph.cost import Cost, Costs, Profiled, costs_of, instructions_of, link_of, packed_bytes
 from pmoe.graph.graph_trial import GraphTrial
 from pmoe.graph.hand_over import GradientSteps, GraphInputs, pending
@@ -54,7 +55,7 @@ from pmoe.graph.operators import LAYERS, modules_of
 from pmoe.graph.options import Options
 from pmoe.graph.plan import GraphSplit, RangePlan, backward_axes
 from pmoe.graph.ranges import PartCosts, lags, solve, whole_ranges
-from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs
+from pmoe.graph.reductions import Gradient, by_source, places_in, plan_hand_overs, returned
 
 CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range_for_size.default)
 """Operators in a trace that check that row counts are not negative. They are removed from graphs."""
@@ -76,8 +77,8 @@ class Program:
     limit: memory limit of a backward graph in bytes; 0 before it is known, and for other directions.
     places: {name of a gradient of a backward graph: number of all-to-alls that begin before the gradient is
         handed over}.
-    reductions: {name of a gradient that is reduced over ranks: predicted seconds of the reduction}; {} if no
-        gradient is reduced.
+    reductions: which gradients are reduced over ranks together, and for how many predicted seconds, in the
+        order in which these buckets are sent; [] if no gradient is reduced.
     before: the instructions of the graph with these ranges cut, in the order of the trace; [] before they are
         known.
     instructions: the same instructions, in the order in which the graph runs them.
@@ -92,7 +93,7 @@ class Program:
     is_agreed: bool = False
     limit: float = 0.0
     places: dict[str, int] = field(default_factory=dict)
-    reductions: dict[str, float] = field(default_factory=dict)
+    reductions: list[Bucket] = field(default_factory=list)
     before: list[Instruction] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     watch: Callable[[fx.GraphModule, list[Any]], Sequence[Any]] | None = None
@@ -306,7 +307,7 @@ class GraphRunner:
                     costs
                 )
         program.costs, results = self._profiled(ranks, self.module, boxed)
-        program.reductions = self._reduction_seconds()
+        program.reductions = self._buckets()
         if is_backward and ranks.rank == 0:
             _, order, _, limit = self._fastest(self.module, program.costs)
             program.plan = RangePlan(seconds=total_seconds(order))
@@ -350,21 +351,25 @@ class GraphRunner:
         program.is_agreed = True
         return None
 
-    def _reduction_seconds(self) -> dict[str, float]:
-        """Returns {name of a gradient: predicted seconds of its reduction over ranks}.
+    def _buckets(self) -> list[Bucket]:
+        """Returns which gradients are reduced over ranks together, and for how many predicted seconds.
 
-        In a ring of W ranks, each rank sends 2 (W - 1) / W times the bytes of a gradient. The fixed time of a
-        message is left out, because one message carries several gradients. {} is returned if gradients are
+        In a ring of W ranks, each rank sends 2 (W - 1) / W times the bytes of a gradient. Each gradient of a
+        bucket takes an equal part of the fixed time of the bucket's message. [] is returned if gradients are
         not reduced.
         """
         link = self._link
         num_ranks = self._inputs.group.size
         if not self._names or link is None or num_ranks == 1:
-            return {}
+            return []
         sent = 2 * (num_ranks - 1) / num_ranks
-        return {
-            name: link(sent * num_bytes) - link(0) for name, num_bytes in self._inputs.reduced_bytes.items()
-        }
+        handed_over = set(self._names.values())
+        num_bytes = {name: size for name, size in self._inputs.reduced_bytes.items() if name in handed_over}
+        buckets = list[Bucket]()
+        for names in divide_into_buckets(num_bytes, self._inputs.bucket_limits):
+            fixed_seconds = link(0) / len(names)
+            buckets.append({name: link(sent * num_bytes[name]) - link(0) + fixed_seconds for name in names})
+        return buckets
 
     def _profiled(
         self,
@@ -423,7 +428,7 @@ class GraphRunner:
         """
         program = self.program
         gradients = gradients_of(module, self._names)
-        reductions = program.reductions
+        buckets = returned(program.reductions, gradients)
         before = instructions_of(module, costs)
         inputs = [label(node) for node in module.graph.find_nodes(op="placeholder")]
         input_bytes = {name: costs[name].num_bytes for name in inputs if name in costs}
@@ -434,12 +439,13 @@ class GraphRunner:
         if self.options.weight_gradients and self.ranks is not None:
             listed = partial(weight_gradients.listed, before, limit=limit, kept=kept, input_bytes=input_bytes)
             orders += [weight_gradients.placed(before, weight_gradients.assign(before)), listed()]
-            if reductions:
-                orders.append(listed(reductions=by_source(gradients, reductions)))
+            if buckets:
+                sources = by_source(gradients, buckets)
+                orders += [listed(reductions=sources, one_by_one=alone) for alone in (True, False)]
         fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
         agreed_places = program.places if program.is_agreed else None
-        fastest = plan_hand_overs(fitting or orders[:1], gradients, reductions, agreed_places)
-        before = plan_hand_overs([before], gradients, reductions, agreed_places)
+        fastest = plan_hand_overs(fitting or orders[:1], gradients, buckets, agreed_places)
+        before = plan_hand_overs([before], gradients, buckets, agreed_places)
         return before, fastest, peak_bytes(fastest, kept, input_bytes), limit
 
 

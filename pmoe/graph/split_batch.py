@@ -18,6 +18,7 @@ range, for example by backward.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from pmoe.graph.axes import IRREGULAR, SUM
@@ -87,6 +89,38 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
     """
     begin, end = bounds(tensor.shape[dim], sequences, part, k)
     return tensor.narrow(dim, begin, end - begin)
+
+
+def memory_order(tensor: Tensor) -> list[int]:
+    """Returns the dimensions of a tensor by their strides, the one with the largest stride first.
+
+    tensor: (...) of any shape. If the trace does not know all strides, the tensor counts as contiguous.
+
+    Example: a contiguous (4, 6, 2) tensor -> [0, 1, 2]; its transpose (4, 2, 6) -> [0, 2, 1].
+    """
+    strides = tensor.stride()
+    dims = list(range(len(strides)))
+    if not all(isinstance(stride, int) for stride in strides):
+        return dims
+    # A dimension of size 1 may have any stride: it keeps its place behind the dimension before it.
+    known = [math.inf, *strides]
+    for dim in dims:
+        if statically_known_true(tensor.shape[dim] == 1):
+            known[dim + 1] = known[dim]
+    return sorted(dims, key=lambda dim: -known[dim + 1])
+
+
+def joined_in_order(parts: Sequence[Tensor], dim: int, order: Sequence[int]) -> Tensor:
+    """Joins the parts of a tensor, and keeps the order of dimensions in memory that the whole tensor has.
+
+    A later ``view`` may depend on this order, also in the backward graph, which is traced for it.
+
+    parts: the parts of the batch, (...) of any shape.
+    dim: the dimension along which the tensor was cut.
+    order: the dimensions of the whole tensor, that with the largest stride first (`memory_order`).
+    """
+    joined = torch.cat([part.permute(*order) for part in parts], order.index(dim))
+    return joined.permute(*(order.index(dim) for dim in range(len(order))))
 
 
 def joined_rows(rows: Sequence[Tensor], counts_RE: Sequence[Tensor], by_expert: bool) -> Tensor:
@@ -508,7 +542,10 @@ class _Cutter:
                 self.whole[source] = self._join(source, parts)
             return self._copy(node, self.whole.__getitem__)
         if isinstance(axis, int):
-            return self._call(aten.cat.default, values, axis)
+            order = memory_order(node.meta["val"])
+            if order == sorted(order):
+                return self._call(aten.cat.default, values, axis)
+            return self._call(joined_in_order, values, axis, order)
         if axis == SUM:
             return self._sum(values)
         if axis is None:

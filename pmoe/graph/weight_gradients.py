@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from graphlib import TopologicalSorter
 
+from pmoe.graph.buckets import Bucket, UnsentBuckets, send_seconds
 from pmoe.graph.instructions import Instruction
 
 Listing = Sequence[Instruction]
@@ -173,7 +174,8 @@ def listed(
     limit: float = float("inf"),
     kept: Collection[str] = (),
     input_bytes: Mapping[str, int] | None = None,
-    reductions: Mapping[str, float] | None = None,
+    reductions: Sequence[Bucket] = (),
+    one_by_one: bool = False,
 ) -> list[Instruction]:
     """Returns the instructions in the order of a list schedule, which is found by simulating both lanes.
 
@@ -188,10 +190,15 @@ def listed(
     limit: a number of bytes. While more bytes are allocated, weight gradients that free memory run first.
     kept: names of results and inputs that the graph returns, so that their memory is not freed.
     input_bytes: {name of an input of the graph: its bytes}.
-    reductions: {name of an instruction whose result is reduced over ranks: seconds of the reduction}. While
-        the link is idle, weight gradients that a reduction needs run before all other computation.
+    reductions: which gradients are reduced over ranks together, and for how long, in the order in which they
+        are sent. The names are those of the instructions that compute the gradients. While the link is idle,
+        weight gradients that a reduction needs run before all other computation, those of the next reduction
+        first.
+    one_by_one: whether the link counts as busy for a gradient's share of its reduction as soon as the
+        gradient is computed. If False, the link is idle until all gradients of a reduction are computed, so
+        more weight gradients run early. Neither is always faster.
     """
-    return _List(instructions, limit, kept, input_bytes or {}, reductions or {}).run()
+    return _List(instructions, limit, kept, input_bytes or {}, reductions, one_by_one).run()
 
 
 class _List:
@@ -207,8 +214,9 @@ class _List:
         num_bytes    {name of a result or input of the graph: its bytes}
         limit        a number of bytes; while more are allocated, weight gradients that free memory run first
         live_bytes   bytes that are allocated now
-        reductions   {name of an instruction whose result is reduced over ranks: seconds of the reduction}
-        reduced      names of the weight gradients that a reduction needs
+        unsent       the reductions that have not begun yet, each of the results of some instructions
+        share        with ``one_by_one``: {name of a weight gradient: its share of the seconds of a reduction}
+        bucket_of    {name of a weight gradient that a reduction needs: number of the first such reduction}
         messages     names of the all-to-alls that are not scheduled yet, the next one last
         now          time until which the compute lane is scheduled, in seconds
         link_free    time at which the communicate lane becomes free, in seconds
@@ -228,7 +236,8 @@ class _List:
         limit: float,
         kept: Collection[str],
         input_bytes: Mapping[str, int],
-        reductions: Mapping[str, float],
+        reductions: Sequence[Bucket],
+        one_by_one: bool,
     ) -> None:
         self.by_name = {instruction.name: instruction for instruction in instructions}
         assert len(self.by_name) == len(instructions), "names must be distinct"
@@ -247,11 +256,20 @@ class _List:
         self.messages = [
             instruction.name for instruction in reversed(instructions) if instruction.communicates
         ]
-        self.reductions = reductions
-        self.reduced = set(reductions) & self.free
+        self.unsent = UnsentBuckets([] if one_by_one else reductions)
+        self.share: dict[str, float] = {}
+        for bucket in reductions if one_by_one else []:
+            for name, seconds in bucket.items():
+                self.share[name] = self.share.get(name, 0.0) + seconds
+        self.bucket_of: dict[str, int] = {}
+        for number, bucket in reversed(list(enumerate(reductions))):
+            turn = 0 if one_by_one else number
+            self.bucket_of.update(dict.fromkeys(self.free.intersection(bucket), turn))
         for instruction in reversed(instructions):
-            if instruction.name in self.reduced:
-                self.reduced.update(self.free.intersection(instruction.waits))
+            if instruction.name in self.bucket_of:
+                number = self.bucket_of[instruction.name]
+                for name in self.free.intersection(instruction.waits):
+                    self.bucket_of[name] = min(number, self.bucket_of.get(name, number))
         self.now = 0.0
         self.link_free = 0.0
         self.end: dict[str, float] = {}
@@ -271,8 +289,9 @@ class _List:
                 self._take(self.messages.pop())
             elif self.live_bytes > self.limit and self._freeing():
                 self._take(max(sorted(self.pool), key=self._freed))
-            elif self.link_free <= self.now and not self.reduced.isdisjoint(self.pool):
-                self._take(min(self.reduced & self.pool, key=self.place.__getitem__))
+            elif self.link_free <= self.now and not self.pool.isdisjoint(self.bucket_of):
+                reduced = self.pool.intersection(self.bucket_of)
+                self._take(min(reduced, key=lambda name: (self.bucket_of[name], self.place[name])))
             elif self.chain:
                 self._take(heapq.heappop(self.chain)[1])
             else:
@@ -365,8 +384,9 @@ class _List:
         else:
             self.now += instruction.seconds
             self.end[name] = self.now
-        if name in self.reductions:
-            self.link_free = max(self.now, self.link_free) + self.reductions[name]
+        sent = self.share.get(name, 0.0) + send_seconds(self.unsent.add(name))
+        if sent:
+            self.link_free = max(self.now, self.link_free) + sent
         self.live_bytes += instruction.num_bytes - self._freed(name)
         self.uses.subtract(set(instruction.holds))
         self.sorter.done(name)

@@ -315,6 +315,13 @@ def seen(rank: int, world: int) -> None:
         assert {each.name for each in instructions} <= ran.keys()
         assert all(0 <= each.start <= each.end for each in ran.values())
         assert all(each.communicates == ran[each.name].task.communicates for each in instructions)
+        # As `timeline` predicts: a message starts after all computation before it in the list.
+        computed = 0.0
+        for each in instructions:
+            if each.communicates:
+                assert ran[each.name].start >= computed, each.name
+            else:
+                computed = max(computed, ran[each.name].end)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from pmoe.graph.axes import RULES, SUM, Axis, _is_pointwise, _pointwise, infer, tensors
+from pmoe.graph.instructions import Instruction
 from pmoe.graph.lower import name_all
 from pmoe.graph.plan import GraphSplit, RangePlan
 from pmoe.graph.ranges import Range
@@ -122,6 +124,43 @@ CASES: dict[str, Callable[[], Any]] = {
     "std": lambda: (lambda x: x.std(1), X),
     "std of all but the batch": lambda: (lambda x: x.std((1, 2), correction=0, keepdim=True), X),
     "variance and mean": lambda: (lambda x: torch.var_mean(x, 1), X),
+    "convolution, dilated, of every channel": lambda: (
+        lambda x, w, b: F.conv2d(x, w, b, groups=4, stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+        *(torch.randn(4, 4, 6, 5), torch.randn(8, 1, 3, 3), torch.randn(8)),
+    ),
+    "convolution, transposed, in groups": lambda: (
+        lambda x, w, b: F.conv_transpose1d(x, w, b, stride=3, output_padding=1, dilation=2, groups=2),
+        *(torch.randn(4, 4, 5), torch.randn(4, 3, 3), torch.randn(6)),
+    ),
+    "convolution, transposed, in groups, backward": lambda: (
+        lambda g, x, w: aten.convolution_backward(g, x, w, [6], [2], [1], [1], True, [1], 2, [True] * 3),
+        *(torch.randn(4, 6, 14), torch.randn(4, 4, 7), torch.randn(4, 3, 3)),
+    ),
+    "max of a dimension from the end": lambda: (lambda x: x.max(-2), X),
+    "index select in the last dimension": lambda: (
+        lambda x, i: x.index_select(-1, i),
+        *(X, torch.tensor([1, 0, 1, 1])),
+    ),
+    "index select in the batch": lambda: (
+        lambda x, i: x.index_select(0, i),
+        *(X, torch.tensor([3, 1, 1, 0])),
+    ),
+    "index add from the end": lambda: (
+        lambda x, i, y: x.index_add(-2, i, y, alpha=2),
+        *(X, torch.tensor([5, 0, 3, 3]), torch.randn(4, 4, 2)),
+    ),
+    "repeat of the batch and of two new dimensions": lambda: (lambda x: x.repeat(2, 3, 2, 1, 2), X),
+    "flip of nothing": lambda: (lambda x: x.flip([]), X),
+    "flip of the batch": lambda: (lambda x: x.flip(0, 2), X),
+    "group norm, each channel a group": lambda: (
+        lambda x, w: F.group_norm(x, 4, w),
+        *(torch.randn(4, 4, 3, 3).to(memory_format=torch.channels_last), torch.randn(4)),
+    ),
+    "std of a list from the end": lambda: (lambda x: torch.std(x, (0, -1), correction=2), X),
+    "std and mean": lambda: (lambda x: torch.std_mean(x, (-1, -2), keepdim=False), X),
+    "variance and mean, kept": lambda: (lambda x: torch.var_mean(x, (1,), correction=0, keepdim=True), X),
+    "squeeze": lambda: (lambda x: x.squeeze(-2), torch.randn(4, 1, 6)),
+    "squeeze of a size above 1": lambda: (lambda x: x.squeeze(1), X),
     "new zeros": lambda: (lambda x: x.new_zeros((4, 3)), A),
 }
 
@@ -313,6 +352,122 @@ def test_efficient_attention_is_cut_unless_it_has_dropout_or_a_mask() -> None:
 
 def traced(function: Callable[..., Any], *given: Tensor) -> torch.fx.Graph:
     return make_fx(function, tracing_mode="fake")(*given).graph
+
+
+SMALLER: dict[str, Callable[[], Any]] = {
+    "gather": lambda: (lambda x, i: x.gather(1, i), torch.randn(8, 6), IDS),
+    "scatter": lambda: (lambda x, i: x.scatter(1, i, 2.0), torch.randn(8, 6), IDS),
+    "scatter add": lambda: (
+        lambda x, i, y: x.scatter_add(1, i, y),
+        torch.randn(8, 6),
+        IDS,
+        torch.randn(4, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALLER)
+def test_fewer_indices_than_rows_are_not_cut_with_the_rows(name: str) -> None:
+    """The bug: 8 rows and the indices of the first 4 were halved together, so rows 4 and 5 got indices 2
+    and 3.
+    """
+    function, *given = SMALLER[name]()
+    graph = traced(function, *given)
+    _, refused = infer(graph, dict.fromkeys(graph.find_nodes(op="placeholder"), 0), sequences=4)
+    assert len(refused) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum((0, 1)).sum(0),
+        lambda x: x.sum((0, 1)).t(),
+        lambda x: x.sum((0, 1)).unsqueeze(0).squeeze(0).squeeze(-1),
+        lambda x: x.sum((0, 1)).flip([]),
+        lambda x: x.sum((0, 1)).index_select(0, torch.tensor([0])),
+    ],
+    ids=["sum", "t", "squeeze", "flip", "index select"],
+)
+def test_a_sum_without_dimensions_is_read_without_an_error(function: Callable[[Tensor], Tensor]) -> None:
+    """The bug: negative dimensions were counted modulo 0."""
+    graph = traced(function, A)
+    (x, *_) = graph.find_nodes(op="placeholder")
+    axes, _ = infer(graph, {x: 0}, sequences=4)
+    assert SUM in axes.values()
+
+
+def every_range(split: GraphSplit) -> Iterator[Range]:
+    """Yields each range of a graph that may be cut, in 2, 3 and 4 parts."""
+    cuttable = split.cuttable([Instruction(name=name) for name in split.names])
+    for first, last in itertools.combinations(range(len(split.names) + 1), 2):
+        if cuttable.ends[first] and cuttable.ends[last] and all(cuttable.can[first:last]):
+            for k in (2, 3, 4):
+                yield Range(split.names[first], split.names[last - 1], k, k)
+
+
+IN_RANGES: dict[str, Callable[[], Any]] = {
+    "turned": lambda: (lambda x: x.transpose(1, 2).exp().transpose(1, 2).view(24, 2).cos(), X),
+    "turned with the batch": lambda: (
+        lambda x: x.transpose(0, 1).exp().max(0, keepdim=True).values.transpose(0, 1).view(4, 2).cos(),
+        X,
+    ),
+    "channels last": lambda: (
+        lambda x, w: F.group_norm(F.conv2d(x, w), 2).permute(0, 2, 3, 1).view(4, -1, 6).cos(),
+        *(IMAGES.to(memory_format=torch.channels_last), torch.randn(6, 2, 3, 3)),
+    ),
+    "tokens reversed": lambda: (lambda x: x.flip(-2).reshape(-1, 2).flip(1).view(4, 6, 2).std(-2), X),
+    "a batch reversed": lambda: (lambda x: x.exp().view(-1, 2).flip(0).cos(), X),
+    "a squeeze that does nothing": lambda: (lambda x: x.transpose(0, 2).squeeze(1).exp(), X),
+    "chosen by the batch": lambda: (
+        lambda i, table: table.index_select(1, i).max(0).values.repeat(2, 1, 1).transpose(0, 1),
+        *(torch.tensor([3, 3, 0, 1]), torch.randn(5, 6, 2)),
+    ),
+    "chosen from the batch": lambda: (
+        lambda x, i: x.exp().index_select(0, i).std((1, -1), correction=0),
+        *(X, torch.tensor([3, 3, 0, 1])),
+    ),
+    "tokens chosen from a table": lambda: (
+        lambda i, table: table.index_select(0, i.view(-1)).view(4, 2, 4),
+        *(IDS, torch.randn(6, 4)),
+    ),
+    "weights of the batch": lambda: (
+        lambda w, x: F.conv2d(x, w).flip(-1).cos(),
+        *(torch.randn(4, 2, 3, 3), torch.randn(3, 2, 5, 5)),
+    ),
+    "weights of the batch, in groups": lambda: (
+        lambda w, x: F.conv2d(x, w, groups=2).cos(),
+        *(torch.randn(4, 1, 3, 3), torch.randn(3, 2, 5, 5)),
+    ),
+    "an image without a batch": lambda: (
+        lambda x, w: F.conv2d(x.exp(), w),
+        *(torch.randn(4, 6, 6), torch.randn(2, 4, 3, 3)),
+    ),
+    "norms of the batch": lambda: (
+        lambda x: F.batch_norm(F.instance_norm(x.exp()), None, None, training=True).cos(),
+        torch.randn(4, 3, 6),
+    ),
+    "more repeats than dimensions": lambda: (lambda x: x.repeat(3, 1, 1, 2).flatten(0, 1).cos(), X),
+    "a deviation of all": lambda: (lambda x: (x / x.std()).cos() + x.argmax(), X),
+}
+
+
+@pytest.mark.parametrize("name", IN_RANGES)
+def test_each_range_in_parts_gives_what_the_whole_graph_gives(name: str) -> None:
+    """Cuts every range that may be cut.
+
+    The bug of "turned" and "channels last": parts were joined in another order of dimensions in memory than
+    the whole tensor has, and a ``view`` behind the range raised.
+    """
+    function, *given = IN_RANGES[name]()
+    module = make_fx(function, tracing_mode="fake")(*given)
+    name_all(module.graph)
+    (batch, *_) = module.graph.find_nodes(op="placeholder")
+    split = GraphSplit(module, {batch: 0}, given[0].shape[0])
+    expected = function(*given)
+    for range_ in every_range(split):
+        got = split.apply(RangePlan(split.names, (range_,)))(*given)
+        torch.testing.assert_close(got, expected)
+        assert got.stride() == expected.stride(), range_
 
 
 def test_a_graph_is_followed_to_its_end() -> None:

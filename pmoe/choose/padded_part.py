@@ -38,6 +38,7 @@ def first_padded_tokens(batch: TrialBatch, share: float) -> TrialBatch:
     orders = type(batch.orders)(
         batch.orders.modules, splits.expert_of_rows(row_TK.device), None, Tokens(splits.num_rows)
     )
+    # Rows are sorted by bin, then by expert. A dropped choice has row N, which gives expert 0.
     orders.padding, _ = make_padding(row_TK // rows_a_bin % splits.num_experts, splits)
     counts = splits.counts(
         modules.ranks.size,

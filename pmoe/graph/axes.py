@@ -378,13 +378,15 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
 
 
 def _is_pointwise(target: object) -> bool:
-    """Returns whether an operator is pointwise (torch marks it so) and draws no random numbers.
+    """Returns whether an operator is pointwise (torch marks it so), has one result and draws no random numbers.
 
     An operator that draws random numbers cannot be cut. For example, a dropout in parts would draw other
-    numbers than the dropout of the whole batch.
+    numbers than the dropout of the whole batch. `_pointwise` does not know operators with several results,
+    such as ``frexp``.
     """
-    tags = target.tags if isinstance(target, torch._ops.OpOverload) else []
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1:
+        return False
+    return torch.Tag.pointwise in target.tags and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _pointwise(node: fx.Node) -> Iterator[Combination]:
@@ -407,17 +409,21 @@ def _pointwise(node: fx.Node) -> Iterator[Combination]:
             yield Combination(tuple(inputs), dim)
 
 
-@rule_of(
-    aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default, aten.copy.default
-)
+RULES[aten.copy.default] = _pointwise  # torch does not mark it
+
+
+@rule_of(aten._to_copy.default, aten.clone.default, aten.detach.default, aten.alias.default)
 def _copied(node: fx.Node) -> Iterator[Combination]:
     """Yields the ways to cut a copy or conversion into parts: along each dimension, or as summands.
 
     Summands (`SUM`) are tensors of the whole shape, one for each part, that add up to the input. The copies
-    of the summands add up to the copy of the input.
+    of the summands add up to the copy of the input. This does not hold for conversions to integers or to
+    bool: int(0.5) + int(0.5) is 0, but int(0.5 + 0.5) is 1.
     """
     yield from _pointwise(node)
-    yield Combination((SUM,), SUM)
+    dtype = node.meta["val"].dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == tensors(node)[0].meta["val"].dtype:
+        yield Combination((SUM,), SUM)
 
 
 ALWAYS: dict[object, list[Combination]] = {

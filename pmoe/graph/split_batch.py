@@ -18,7 +18,6 @@ range, for example by backward.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,20 +93,25 @@ def part_of_batch(tensor: Tensor, dim: int, sequences: int, part: int, k: int) -
 def memory_order(tensor: Tensor) -> list[int]:
     """Returns the dimensions of a tensor by their strides, the one with the largest stride first.
 
-    tensor: (...) of any shape. If the trace does not know all strides, the tensor counts as contiguous.
+    tensor: (...) of any shape. Its strides may be symbols. If the trace does not know which of two strides is
+        larger, the dimensions of both keep their order.
 
     Example: a contiguous (4, 6, 2) tensor -> [0, 1, 2]; its transpose (4, 2, 6) -> [0, 2, 1].
     """
     strides = tensor.stride()
-    dims = list(range(len(strides)))
-    if not all(isinstance(stride, int) for stride in strides):
-        return dims
+    ones = [dim for dim, size in enumerate(tensor.shape) if statically_known_true(size == 1)]
+    order = list[int]()
+    for dim, stride in enumerate(strides):
+        if dim in ones:
+            continue
+        place = len(order)
+        while place and statically_known_true(strides[order[place - 1]] < stride):
+            place -= 1
+        order.insert(place, dim)
     # A dimension of size 1 may have any stride: it keeps its place behind the dimension before it.
-    known = [math.inf, *strides]
-    for dim in dims:
-        if statically_known_true(tensor.shape[dim] == 1):
-            known[dim + 1] = known[dim]
-    return sorted(dims, key=lambda dim: -known[dim + 1])
+    for dim in ones:
+        order.insert(order.index(dim - 1) + 1 if dim else 0, dim)
+    return order
 
 
 def joined_in_order(parts: Sequence[Tensor], dim: int, order: Sequence[int]) -> Tensor:

@@ -269,7 +269,7 @@ class _Built:
 
 
 _layers: weakref.WeakKeyDictionary[nn.Module, _Built] = weakref.WeakKeyDictionary()
-"""The layer of each module whose experts have been run.
+"""The layers of each module whose experts have been run.
 
 The keys are weak references, so the table does not keep a module alive.
 """

@@ -641,9 +641,8 @@ def rounded_up(tokens: int, digits: int = 3) -> int:
 def roundings_up(tokens: int) -> list[int]:
     """Returns a number of tokens rounded up to 3, 4, 5 and more binary digits, at last the number itself.
 
-    It is for choices that may fit only fewer tokens than the coarsest rounding. Numbers just below a limit
-    have few roundings up to the limit: of each number of digits, at most those of one coarser step. So
-    choices for all numbers of tokens are remembered by few numbers.
+    A choice is remembered for the first of these numbers that fits into the memory budget. Many numbers of
+    tokens share it, so few choices are made even if batches are just below the most tokens that fit.
 
     Example: 1100 -> [1280, 1152, 1120, 1104, 1100].
     """

@@ -378,9 +378,9 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
 
 
 def _is_pointwise(target: object) -> bool:
-    """Returns whether an operator is pointwise (torch marks it so), has one result and draws no random numbers.
+    """Returns whether an operator is pointwise, has one result and draws no random numbers.
 
-    An operator that draws random numbers cannot be cut. For example, a dropout in parts would draw other
+    torch marks pointwise operators. An operator that draws random numbers cannot be cut. For example, a dropout in parts would draw other
     numbers than the dropout of the whole batch. `_pointwise` does not know operators with several results,
     such as ``frexp``.
     """

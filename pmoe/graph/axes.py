@@ -380,9 +380,9 @@ def _alike(node: fx.Node, but: Iterable[int]) -> Iterator[Combination]:
 def _is_pointwise(target: object) -> bool:
     """Returns whether an operator is pointwise, has one result and draws no random numbers.
 
-    torch marks pointwise operators. An operator that draws random numbers cannot be cut. For example, a dropout in parts would draw other
-    numbers than the dropout of the whole batch. `_pointwise` does not know operators with several results,
-    such as ``frexp``.
+    torch marks pointwise operators. An operator that draws random numbers cannot be cut. For example, a
+    dropout in parts would draw other numbers than the dropout of the whole batch. `_pointwise` does not know
+    operators with several results, such as ``frexp``.
     """
     if not isinstance(target, torch._ops.OpOverload) or len(target._schema.returns) != 1:
         return False

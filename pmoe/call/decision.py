@@ -53,7 +53,8 @@ class LastRowCounts(Protocol):
     def kept_E(self) -> Tensor: ...
 
 
-class HostRowCounts(NamedTuple):
+@dataclass(frozen=True)
+class HostRowCounts:
     """The row counts of one call, kept for users who read them after the call. Implements `LastRowCounts`.
 
     shared          how many rows are sent and received, padding included. These counts are on the host,
@@ -71,7 +72,7 @@ class HostRowCounts(NamedTuple):
 
     def rows(self) -> RankCounts:
         send, recv = (counts.to("cpu").long() for counts in (self.shared.send, self.shared.recv))
-        return self.shared._replace(send=send, recv=recv, recv_device=recv)
+        return replace(self.shared, send=send, recv=recv, recv_device=recv)
 
     def kept_E(self) -> Tensor:
         if self.kept_device_E is None:

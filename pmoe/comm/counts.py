@@ -38,8 +38,8 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,7 +105,8 @@ class FaultError(ValueError):
         self.fault = fault
 
 
-class RankCounts(NamedTuple):
+@dataclass(kw_only=True)  # a frozen one would call a C function for each field
+class RankCounts:
     """Row counts of one call, as one rank knows them after the exchange. Dropped rows are not counted.
 
     All counts are int64. F is the number of bins, which are equal ranges of a rank's tokens; after `joined`
@@ -164,7 +165,7 @@ class RankCounts(NamedTuple):
     recv_device: Tensor
     max_tokens: int
     needs_grad: bool
-    depth: Mapping[int, int] = {}
+    depth: dict[int, int] = field(default_factory=dict)
     host_shortage: bool = False
     sorts_results: bool = True
     max_rows: int | None = None
@@ -202,7 +203,9 @@ class RankCounts(NamedTuple):
         """Returns the counts with tensors on the host also in the fields ``..._device``."""
         if self.recv_device is self.recv and self.received_once is None:
             return self  # a call on the CPU
-        return self._replace(recv_device=self.recv, received_once_device=self.received_once, messages=None)
+        changes = {"recv_device": self.recv, "received_once_device": self.received_once, "messages": None}
+        # Not by `dataclasses.replace`, which calls a C function for each field.
+        return RankCounts(**{**vars(self), **changes})
 
     def travelling(self, rank: int, num_staying: int | None = None) -> RankCounts:
         """Returns a copy in which the rows from this rank to itself count as 0, because they are not sent.
@@ -239,7 +242,7 @@ class RankCounts(NamedTuple):
 
         # The first axis of each tensor is that of the bins.
         kept = {} if self.messages is None else {"recv_device": self.recv_device}
-        tables = {name: join(value) for name, value in self._asdict().items() if name not in kept}
+        tables = {name: join(value) for name, value in vars(self).items() if name not in kept}
         relayed = None if self.relayed is None else tuple(by_chunk(counts, n) for counts in self.relayed)
         return RankCounts(**{**tables, **kept, "relayed": relayed})
 
@@ -438,8 +441,8 @@ class Loads:
         """
         numbers = tuple(agreed[len(agreed) - self.size :])
         ends = (self.num_experts, 2 * self.num_experts)
-        return counts._replace(
-            loads=numbers[: ends[0]], deviations=numbers[slice(*ends)], marks=numbers[ends[1] :]
+        return replace(
+            counts, loads=numbers[: ends[0]], deviations=numbers[slice(*ends)], marks=numbers[ends[1] :]
         )
 
 

@@ -210,11 +210,12 @@ class BalancedCounts(ExactCounts):
                 exchange = self._begin_exchange(Fault.NONE)
                 self.sort_early()
             loads = counts.loads
-            counts = exchange.finish()._replace(loads=loads)
+            counts = replace(exchange.finish(), loads=loads)
         agreed = self.chosen(counts, inputs)
         if copies is not None:
             assert agreed.counts is not None
-            counts = agreed.counts._replace(
+            counts = replace(
+                agreed.counts,
                 loads=loads,
                 hosted_copies=len(copies.hosted),
                 expert_messages=copies.num_sent,
@@ -294,7 +295,7 @@ class BalancedSolverCounts(BalancedCounts, SolverCounts):
         choice = choose(self.call.modules, counts, inputs, self.orders, rows_for=self.rows_for)
         agreed = self.counted(AgreedChoice(choice=choice))
         assert agreed.counts is not None
-        return agreed._replace(counts=agreed.counts._replace(loads=counts.loads))
+        return agreed._replace(counts=replace(agreed.counts, loads=counts.loads))
 
 
 def trained_marks(modules: LayerModules) -> list[int]:

@@ -21,6 +21,7 @@ it only
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ class PaddedCounts:
         own_modules = self.call.modules
         _compare(self.call, self.routed, self._key)
         if may_fuse(self.call.scheduled, self._device, self.routed.dtype):
-            cells = self._host_counts._replace(max_tokens=self._key.num_tokens, max_rows=0)
+            cells = replace(self._host_counts, max_tokens=self._key.num_tokens, max_rows=0)
             steps = find_steps(own_modules, inputs, cells)
             if steps is not None:
                 return AgreedChoice(steps=steps)

@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from pmoe.graph.axes import IRREGULAR, SUM
-from pmoe.graph.lower import is_result, label, merge_weight_gradients
+from pmoe.graph.lower import NUMBERS, is_result, label, merge_weight_gradients
 from pmoe.graph.operators import modules_of
 from pmoe.graph.ranges import Range, stages, turns
 
@@ -529,7 +529,8 @@ class _Cutter:
 
             a dimension   the parts are concatenated
             SUM           the parts are added
-            None          the value is the same in all parts, so the first part is taken
+            None          the value is the same in all parts, so the first part is taken. Only numbers may
+                          differ, such as the size of a part: they are computed again from whole tensors
             IRREGULAR     rows are joined in the order that they would have without parts; row counts are
                           added; sorted slots are computed again for the whole batch
 
@@ -539,11 +540,14 @@ class _Cutter:
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
+        is_view = (isinstance(axis, int) or axis == SUM) and node.target in VIEWS
+        is_number = axis is None and isinstance(node.meta.get("val"), NUMBERS)
         # Join the tensor that is viewed, and view the result. Joining each view would take memory for each.
-        if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
-            source = node.all_input_nodes[0]
-            if source not in self.whole:
-                self.whole[source] = self._join(source, parts)
+        # Numbers are computed again, too, because the sizes of a part are not those of the whole tensor.
+        if is_view or is_number:
+            for source in node.all_input_nodes[:1] if is_view else node.all_input_nodes:
+                if source not in self.whole:
+                    self.whole[source] = self._join(source, parts)
             return self._copy(node, self.whole.__getitem__)
         if isinstance(axis, int):
             order = memory_order(node.meta["val"])

@@ -352,7 +352,7 @@ def _predicted(layer: MoELayer, ran: RunReport) -> tuple[PredictedMemory | None,
     try:
         predicted = layer.predict_memory(
             ran.num_tokens,
-            counts._replace(depth={}),  # do not cut chunks any finer than they were cut in the call
+            replace(counts, depth={}),  # do not cut chunks any finer than they were cut in the call
             pipeline=ran.forward,
             pipeline_backward=ran.backward,
             memory_reuse=ran.restore,

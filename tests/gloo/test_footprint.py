@@ -8,6 +8,7 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -314,7 +315,7 @@ def relayed_job(rank: int, world: int, hop: str) -> tuple[bool, bool]:
     counts = layer.row_counts
     assert counts is not None
     exact = layer.predict_memory(TOKENS, counts)
-    plain = straight.predict_memory(TOKENS, counts._replace(relayed=None))
+    plain = straight.predict_memory(TOKENS, replace(counts, relayed=None))
     relayed = max(int(each.sum(1).max()) for each in counts.relayed or ())
     more = exact.temporary - plain.temporary
     return more == 2 * relayed * D_MODEL * 4, layer.predict_memory(TOKENS).peak >= exact.peak

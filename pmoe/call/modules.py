@@ -88,6 +88,10 @@ class LayerCache:
         # A pickled layer may be loaded by one rank, while the other ranks build theirs.
         return LayerCache, ()
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        # Older versions pickled what their layers knew. It is forgotten, as in `__reduce__`.
+        vars(self).update(vars(LayerCache()))
+
     def forget_ranks(self) -> None:
         """Forgets the facts that depend on the layer's process group, because the layer got another one.
 

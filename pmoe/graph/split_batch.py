@@ -545,7 +545,7 @@ class _Cutter:
         # Join the tensor that is viewed, and view the result. Joining each view would take memory for each.
         # Numbers are computed again, too, because the sizes of a part are not those of the whole tensor.
         if is_view or is_number:
-            for source in node.all_input_nodes[:1] if is_view else node.all_input_nodes:
+            for source in node.all_input_nodes:
                 if source not in self.whole:
                     self.whole[source] = self._join(source, parts)
             return self._copy(node, self.whole.__getitem__)

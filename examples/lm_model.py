@@ -46,7 +46,8 @@ class Attention(nn.Module):
 
     def in_heads(self, rows: Tensor, count: int) -> Tensor:
         """Returns rows (B, C, count * D) as (count, B, heads, C, 2F)."""
-        return rows.unflatten(-1, (count, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        heads: Tensor = rows.unflatten(-1, (count, self.heads, -1))
+        return heads.permute(2, 0, 3, 1, 4)
 
     def rotate(self, rows_BCP: Tensor) -> Tensor:
         """Rotates each pair (i, i + F) of a head's 2F columns by an angle that grows with the position.
@@ -54,7 +55,7 @@ class Attention(nn.Module):
         All columns of queries and keys are multiplied at once, which is faster than head by head.
         """
         length, width = rows_BCP.shape[1:]
-        pairs = rows_BCP.unflatten(-1, (2 * self.heads, -1))
+        pairs: Tensor = rows_BCP.unflatten(-1, (2 * self.heads, -1))
         # Each column gets the other one of its pair: column i gets i + F, and i + F gets i.
         other_BCP = pairs.roll(pairs.shape[-1] // 2, dims=-1).view(-1, length, width)
         return rows_BCP * self.cos_CP[:length] + other_BCP * self.sin_CP[:length]

@@ -621,6 +621,16 @@ def sources_of_the_site() -> list[str | Path]:
     return [sys.version, *versions, *(part for path in files for part in (str(path.relative_to(ROOT)), path))]
 
 
+def test_no_file_holds_the_marks_of_a_conflict() -> None:
+    """A merge that was committed unfinished leaves two versions of a text, between marks that git writes."""
+    folders = (ROOT / each for each in ("bench", "cuda", "docs", "examples", "pmoe", "tests"))
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
+    files = [path for path in files if path.suffix in (".md", ".rst", ".py", ".toml", ".h", ".cuh", ".cu", ".cpp")]
+    assert len(files) > 500
+    mark = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
+    assert [path for path in files if mark.search(path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.timeout(400)  # Sphinx and its imports take ten seconds of a processor that is free
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning_and_is_whole(tmp_path: Path, browser: Page) -> None:

@@ -415,6 +415,8 @@ def from_fields(
     Raises ValueError if the data has no tables, an unknown format, a key that differs from ``key``, or
     numbers of chunks not in ``candidates``.
     """
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"data ({fields!r}) must be an object")
     # The key in the data has been through JSON, which turns tuples into lists.
     expected_key = json.loads(json.dumps(dict(key)))
     version = fields.get("format")

@@ -81,12 +81,25 @@ def _commands_of_two(folder: Path) -> Commands:
         "resumed": (*adam, *resumed),
         "sgd": (*sgd, "--save-dir", folder / "sgd"),
         "translation": (*translation, *places, "--save-dir", folder / "translation"),
+        "left over": left_over(folder, pairs / "data", 2, ranks=2),
     }
     made |= _searching(folder)
     for case in some_of(ON_TWO_RANKS):
         made[case] = refused(case, text / "data", folder / "refused")
     made["accepted 0"] = accepted(0, text / "data", folder / "refused")
     return made
+
+
+def left_over(folder: Path, data: Path, update_freq: int, ranks: int) -> tuple[object, ...]:
+    """A training of two epochs of 7 batches, in steps of 4 batches of all ranks together.
+
+    In the second step of an epoch, the second of two ranks has a batch and a dummy. The gate's biases depend
+    on the tokens that it counts.
+    """
+    model = ("train", data, *TRANSLATION, *TRANSLATION_SGD, "--batch-size", 64, "--max-epoch", 2, *QUIET)
+    gate = ("--moe-gate", "deepseek", "--update-freq", update_freq)
+    name = f"left over on {ranks}"
+    return measuring(folder / name, PLAIN, *model, *gate, "--save-dir", folder / f"{name} saved")
 
 
 def _searching(folder: Path) -> Commands:
@@ -141,6 +154,7 @@ def _commands_of_one(folder: Path) -> Commands:
             *("--save-dir", folder / "translation of one"),
         ),
         "generated": ("generate", pairs, *generated, *beam),
+        "left over": left_over(folder, pairs, 4, ranks=1),
     }
     for case in some_of(ON_ONE_RANK):
         made[case] = refused(case, text, folder / "refused")

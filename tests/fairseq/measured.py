@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -20,8 +21,9 @@ RANK = int(os.environ.get("RANK", "0"))
 MEASURED = "measured"
 """Stands before a command that is measured, with a path and a way: [MEASURED, PATH, WAY, "train", ...]."""
 
-PLAIN, COUNTED, FAILING = "plain", "bytes counted", "a trial out of memory"
-"""The ways to run a training: as it is, with its bytes counted, or with a trial that fails on rank 1."""
+PLAIN, COUNTED, FAILING, DYING = "plain", "bytes counted", "a trial out of memory", "a rank that dies"
+"""The ways to run a training: as it is, with its bytes counted, or with a trial in which rank 1 fails or
+dies."""
 
 
 @dataclass
@@ -56,7 +58,7 @@ def _file(path: Path, rank: int) -> Path:
 def measured(path: Path, way: str, arguments: list[str], main: Callable[[list[str]], None]) -> None:
     """Runs a training as in a process of its own that knows no earlier trials, and writes its steps.
 
-    way: `PLAIN`, `COUNTED` or `FAILING`.
+    way: `PLAIN`, `COUNTED`, `FAILING` or `DYING`.
     main: runs the command.
     """
     from pmoe.choose import search
@@ -104,6 +106,7 @@ def measured(path: Path, way: str, arguments: list[str], main: Callable[[list[st
         mock.patch.object(MoETrainer, "train_step", step),
         mock.patch.object(MoETrainer, "_reduce_and_log_stats", reduced),
         _failing() if way == FAILING else contextlib.nullcontext(),
+        _dying() if way == DYING else contextlib.nullcontext(),
     ):
         main(arguments)
     _file(path, RANK).write_text(json.dumps([asdict(each) for each in steps]), encoding="utf-8")
@@ -126,3 +129,35 @@ def _failing() -> Iterator[None]:
         for patch in Failing(RANK, ERRORS["torch"], 3, float("inf")).patches():
             patched.enter_context(patch)
         yield
+
+
+@contextlib.contextmanager
+def _dying() -> Iterator[None]:
+    """Rank 1 is killed in the backward pass of its first trial."""
+    from types import SimpleNamespace
+
+    from pmoe.choose import trials
+    from pmoe.engine.lanes import base as lanes
+
+    run = trials.Trial.run
+    in_trial = []
+
+    def marked(trial: trials.Trial) -> tuple[float, float]:
+        in_trial.append(trial)
+        return run(trial)
+
+    def watch(schedule: Any, act: Any, device: Any, of: object) -> Any:
+        def action(task: Any) -> Any:
+            if RANK == 1 and in_trial and schedule.direction == "backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(task)
+
+        return action
+
+    watcher = SimpleNamespace(watch=watch)
+    lanes.watchers.append(watcher)
+    try:
+        with mock.patch.object(trials.Trial, "run", marked):
+            yield
+    finally:
+        lanes.watchers.remove(watcher)

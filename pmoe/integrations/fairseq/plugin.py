@@ -134,6 +134,7 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             logged = super().train_step(samples, raise_oom=raise_oom or self.is_spread)
         finally:
             self._is_stepping = False
+            self._tell_whether_dummy(False)
         for layer in self._model.moe_layers if self.has_experts else ():
             if hasattr(layer.fc1.gate, "update_bias"):
                 layer.fc1.gate.update_bias()
@@ -151,9 +152,13 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         Returns the batch, and whether it is a dummy.
         """
         prepared, is_dummy_batch = super()._prepare_sample(sample, is_dummy)
-        for layer in self._model.moe_layers if self.has_experts else ():
-            layer.fc1.is_dummy = is_dummy_batch
+        self._tell_whether_dummy(is_dummy_batch)
         return prepared, is_dummy_batch
+
+    def _tell_whether_dummy(self, is_dummy: bool) -> None:
+        """Tells each MoE layer whether the batches that come next are dummies."""
+        for layer in self._model.moe_layers if self.has_experts else ():
+            layer.fc1.is_dummy = is_dummy
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
         """Runs fairseq's validation step.
@@ -161,7 +166,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         If experts are on several ranks, a batch that does not fit into memory raises an error, even if
         raise_oom is False. fairseq would skip the batch, but then the other ranks would wait for this rank.
         """
-        return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
+        try:
+            return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
+        finally:
+            self._tell_whether_dummy(False)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Scales all gradients down if their norm exceeds ``clip_norm``. Returns the norm, a scalar.

@@ -64,6 +64,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 Commands = dict[str, Sequence[object]]
+PATIENCE = ("--patience", 1, "--validate-interval-updates", 2)
 
 
 def _commands_of_two(folder: Path) -> Commands:
@@ -82,6 +83,8 @@ def _commands_of_two(folder: Path) -> Commands:
         "sgd": (*sgd, "--save-dir", folder / "sgd"),
         "translation": (*translation, *places, "--save-dir", folder / "translation"),
         "left over": left_over(folder, pairs / "data", 2, ranks=2),
+        "finetuned": finetuned(folder, text / "data", 1, ranks=2),
+        "patience": (*model, "--optimizer", "sgd", "--lr", 2, "--max-update", 20, *PATIENCE, "--no-save"),
     }
     made |= _searching(folder)
     for case in some_of(ON_TWO_RANKS):
@@ -100,6 +103,16 @@ def left_over(folder: Path, data: Path, update_freq: int, ranks: int) -> tuple[o
     gate = ("--moe-gate", "deepseek", "--update-freq", update_freq)
     name = f"left over on {ranks}"
     return measuring(folder / name, PLAIN, *model, *gate, "--save-dir", folder / f"{name} saved")
+
+
+def finetuned(folder: Path, data: Path, update_freq: int, ranks: int) -> tuple[object, ...]:
+    """A training that begins with the weights of two ranks' checkpoint and takes nothing else from it."""
+    model = ("train", data, *LANGUAGE_MODEL, *ADAM[:4], "--moe-aux-weight", 0.1, "--max-update", 2, *QUIET)
+    given = ("--finetune-from-model", folder / "sgd" / "checkpoint_last.pt", "--update-freq", update_freq)
+    name = f"finetuned on {ranks}"
+    return measuring(
+        folder / name, PLAIN, *model, *given, "--no-save", "--save-dir", folder / f"{name} saved"
+    )
 
 
 def _searching(folder: Path) -> Commands:
@@ -155,6 +168,7 @@ def _commands_of_one(folder: Path) -> Commands:
         ),
         "generated": ("generate", pairs, *generated, *beam),
         "left over": left_over(folder, pairs, 4, ranks=1),
+        "finetuned": finetuned(folder, text, 2, ranks=1),
     }
     for case in some_of(ON_ONE_RANK):
         made[case] = refused(case, text, folder / "refused")

@@ -32,7 +32,7 @@ from tests.fairseq.environment import (
     write_pairs,
     write_text,
 )
-from tests.fairseq.measured import COUNTED, MEASURED, PLAIN
+from tests.fairseq.measured import COUNTED, HALF, MEASURED, PLAIN
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,11 @@ def _commands_of_two(folder: Path) -> Commands:
         "patience": (*model, "--optimizer", "sgd", "--lr", 2, "--max-update", 20, *PATIENCE, "--no-save"),
     }
     made |= _searching(folder)
+    float16 = ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale")
+    steps = (*model, *SGD, "--max-update", 4, *QUIET, "--no-save")
+    made["float32"] = measuring(folder / "float32", PLAIN, *steps)
+    made["float16"] = measuring(folder / "float16", HALF, *steps, *float16, 128)
+    made["overflows"] = measuring(folder / "overflows", HALF, *steps, *float16, 2**12)
     for case in some_of(ON_TWO_RANKS):
         made[case] = refused(case, text / "data", folder / "refused")
     made["accepted 0"] = accepted(0, text / "data", folder / "refused")

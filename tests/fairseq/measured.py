@@ -22,18 +22,18 @@ RANK = int(os.environ.get("RANK", "0"))
 MEASURED = "measured"
 """Stands before a command that is measured, with a path and a way: [MEASURED, PATH, WAY, "train", ...]."""
 
-PLAIN, COUNTED, CUT = "plain", "bytes counted", "batches cut"
+PLAIN, COUNTED, CUT, HALF = "plain", "bytes counted", "batches cut", "float16 on the CPU"
 FAILING, DYING = "a trial out of memory", "a rank that dies"
 """The ways to run a training: as it is, with its bytes counted, with batches of which a random number of
-sentences is left, or with a trial in which rank 1 fails or dies."""
+sentences is left, with --fp16 allowed on the CPU, or with a trial in which rank 1 fails or dies."""
 
 
 @dataclass
 class Step:
     """What one training step did on one rank.
 
-    loss: sum of the losses of all ranks and batches.
-    norm: norm of all gradients.
+    loss: sum of the losses of all ranks and batches; 0 if the step was skipped because of an overflow.
+    norm: norm of all gradients; 0 if the step was skipped.
     tokens: tokens of each batch of the step on this rank, without padding; 0 for a dummy batch.
     sizes: tokens of each call for which pmoe looked for a number of chunks by trials, on the fullest rank.
     degrees: of each layer with experts, the chunks of the forward and of the backward pass in its last call.
@@ -64,7 +64,7 @@ def _file(path: Path, rank: int) -> Path:
 def measured(path: Path, way: str, arguments: list[str], main: Callable[[list[str]], None]) -> None:
     """Runs a training as in a process of its own that knows no earlier trials, and writes its steps.
 
-    way: `PLAIN`, `COUNTED`, `CUT`, `FAILING` or `DYING`.
+    way: `PLAIN`, `COUNTED`, `CUT`, `HALF`, `FAILING` or `DYING`.
     main: runs the command.
     """
     from pmoe.choose import search
@@ -118,6 +118,7 @@ def measured(path: Path, way: str, arguments: list[str], main: Callable[[list[st
         mock.patch.object(MoETrainer, "_reduce_and_log_stats", reduced),
         _failing() if way == FAILING else contextlib.nullcontext(),
         _dying() if way == DYING else contextlib.nullcontext(),
+        _half() if way == HALF else contextlib.nullcontext(),
     ):
         main(arguments)
     _file(path, RANK).write_text(json.dumps([asdict(each) for each in steps]), encoding="utf-8")
@@ -154,6 +155,20 @@ def _peak(run: Callable[[object], None]) -> int:
 
     with freed_late(0.03):
         return Allocated(run).peak
+
+
+@contextlib.contextmanager
+def _half() -> Iterator[None]:
+    """The CPU takes --fp16. fairseq makes a tensor on a GPU where it skips a step."""
+    import torch
+
+    from pmoe.integrations.fairseq import plugin
+
+    with (
+        mock.patch.object(plugin, "check_training"),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor: tensor),
+    ):
+        yield
 
 
 @contextlib.contextmanager

@@ -116,6 +116,16 @@ def test_two_ranks_finetune_a_checkpoint_as_one_does(session: Session) -> None:
     assert bits_per_token < 0.985 * logged(session.of_two["sgd"].output, "loss")[0]
 
 
+def test_both_ranks_skip_a_step_whose_scaled_gradients_overflow(session: Session) -> None:
+    """facebookresearch/fairseq#1529, #4555: with experts on several ranks, a rank alone may overflow."""
+    exact, half = (steps_of(session.folder / name) for name in ("float32", "float16"))
+    assert [step.loss for step in half] == pytest.approx([step.loss for step in exact], rel=1e-3)
+    assert [step.norm for step in half] == pytest.approx([step.norm for step in exact], rel=3e-3)
+    first, second = (steps_of(session.folder / "overflows", rank) for rank in (0, 1))
+    assert first[0].loss == 0 and sum(step.loss > 0 for step in first) == 4
+    assert [(step.loss, step.norm) for step in first] == [(step.loss, step.norm) for step in second]
+
+
 def test_both_ranks_end_a_training_that_does_not_improve(session: Session) -> None:
     """allenai/allennlp#4794: the first rank to end left the others waiting."""
     output = session.of_two["patience"].output

@@ -126,7 +126,10 @@ class Bench:
         *agreed, failed = largest(self.ranks, self.device, own, stage=AGREEING)
         if failed:
             cause = self.failure[0] if self.failure else None
-            raise TooLittleMemoryError("some rank has too little memory for a measurement") from cause
+            raise TooLittleMemoryError(
+                "some rank has too little memory to measure the speed of this machine: free memory, or run "
+                "`pmoe profile` before training"
+            ) from cause
         return agreed
 
 

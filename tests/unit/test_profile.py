@@ -319,6 +319,9 @@ class Priced:
 
     largest = staticmethod(list)
 
+    def made(self, make: Callable[[], TimedCall]) -> TimedCall:
+        return make()
+
     def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         return {
             lane: [0.0, *(60 + (i + 1) * piece() for i in range(count))]

@@ -39,6 +39,7 @@ from pmoe.measure.store import (
     save_or_warn,
     typed,
 )
+from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
 
@@ -176,6 +177,9 @@ PROFILES: dict[tuple[str, torch.device, torch.dtype], Profile | None] = {}
 The value None says that no file with a profile was found, and that no profile has been measured since.
 """
 
+
+MOST_SECONDS = 1e6
+"""Largest alpha or beta of a line in a file. No measurement takes as long, and predictions would overflow."""
 
 WHOLE_BYTES = 2**28
 """Bytes that are enough to measure the longest products and messages of a profile."""
@@ -351,12 +355,20 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
 
     fields: the profile's fields, as `dataclasses.asdict` gives them.
 
-    Raises CorruptFileError if a field is missing or has another type, and ValueError if the file has another
-    version of the format.
+    Raises CorruptFileError if a field is missing, has another type, or has seconds that nothing takes
+    (`MOST_SECONDS`), and ValueError if the file has another version of the format.
     """
     versions = fields.get("versions")
     file_format = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
     if isinstance(file_format, int) and file_format != FORMAT:
         raise ValueError(f"format version ({file_format}) must be {FORMAT}")
     profile: Profile = typed(Profile, fields, "profile")
+    lines = {name: cost for name, cost in vars(profile).items() if isinstance(cost, LineCost)}
+    for number, fitted in enumerate([] if profile.operations is None else profile.operations.fits):
+        lines[f"operation {number}"] = fitted.line
+    for name, line in lines.items():
+        if max(line.alpha_seconds, line.beta_seconds) > MOST_SECONDS:
+            raise CorruptFileError(
+                f"profile.{name} ({line}) must be at most {MOST_SECONDS:g} s in both numbers"
+            )
     return profile

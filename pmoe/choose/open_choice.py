@@ -28,7 +28,7 @@ from torch import Tensor
 from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import agreed_sizes, copies_at_most
 from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
-from pmoe.choose.search import degrees_by_search
+from pmoe.choose.search import degrees_by_search, n_with_enough_memory
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
 from pmoe.choose.trials import TrialBatch, run_trials
@@ -140,6 +140,8 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
             return _tried(batch, all_choices([(n, n) for n in degrees], [pair]))
 
         degrees_of_passes = degrees_by_solver(batch, pair, tried)
+        if batch.trials_allowed:
+            degrees_of_passes = _solved_with_enough_memory(batch, pair, degrees_of_passes)
     else:
         degrees_of_passes = degrees_by_search(batch, pair)
         if has_several_pairs:
@@ -149,6 +151,27 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
                 pair = fastest
                 degrees_of_passes = degrees_by_search(batch, pair)
     return _check_profile_with_a_step(batch, Choice(**vars(degrees_of_passes), restore=pair))
+
+
+def _solved_with_enough_memory(batch: TrialBatch, pair: Restore, degrees: PassDegrees) -> PassDegrees:
+    """Returns the solver's numbers of chunks, or larger ones if some rank has too little memory for them.
+
+    The layer remembers the result for batches of about the same size. Collective the first time
+    (`n_with_enough_memory`).
+
+    batch: the routed batch.
+    pair: the restore pair of the call: how backward gets the rows and the hidden activation.
+    degrees: the numbers of chunks of both passes that the solver has found.
+    """
+    options = batch.modules.options
+    tokens = rounded_up(batch.counts.max_tokens)
+    dtype = batch.inputs.x_TM.dtype
+    key = ("enough memory", options, pair, dtype, batch.hosted_copies, tokens, degrees)
+    tested = batch.modules.cache.choosers
+    if key not in tested:
+        tested[key] = n_with_enough_memory(batch, pair, degrees)
+    found: PassDegrees = tested[key]
+    return found
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:

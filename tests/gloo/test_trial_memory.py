@@ -74,7 +74,7 @@ def job(
     GIVEN.clear()
     failing = Failing(rank, ERRORS[name], at, most)
     torch.manual_seed(0)
-    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=True, **options)
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, **({"pipeline": True} | options))
     with (
         tempfile.TemporaryDirectory() as folder,  # no stored profile says which n to try
         mock.patch.dict(os.environ, PMOE_CACHE=folder),
@@ -108,7 +108,7 @@ def job(
         "in_use": pmoe.pool("cpu").device.bytes_in_use,
     }
     if got:
-        fixed = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=ran.forward, **options)  # type: ignore[union-attr]
+        fixed = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, **(options | {"pipeline": ran.forward}))  # type: ignore[union-attr]
         fixed.load_state_dict(layer.state_dict())
         expected = step(fixed, rank)
         answer["same"] = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
@@ -200,6 +200,24 @@ def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_l
     first, second = ranks(2).run(job, "torch", None, 0.0, {"memory_reuse": "S4"})
     assert first["error"] == second["error"]
     assert "n=16 with communicate/recompute: about" in first["error"] and "MiB" in first["error"]
+
+
+def test_the_solver_takes_no_n_that_is_too_large_for_one_rank() -> None:
+    """Before, it took n = 1 even if the trial with n = 1 had run out of memory, and tested nothing."""
+    options = {"pipeline": "solve", "memory_reuse": "S4"}
+    for got in ranks(2).run(solved_job, 1_200_000.0, options):
+        assert got["ran"][0] >= 4 and not got["error"]
+    for got in ranks(2).run(solved_job, float("inf"), options):
+        assert got["ran"] == (1, 1) and not got["error"]
+    first, second = ranks(2).run(solved_job, 0.0, options)
+    assert first["error"] == second["error"]
+    assert "n=16 with communicate/recompute: about" in first["error"]
+
+
+def solved_job(rank: int, world: int, most: float, options: dict[str, Any]) -> dict[str, Any]:
+    """As `job`, with a solver for which n = 1 is the fastest."""
+    with mock.patch.object(solve, "first_of_fastest", lambda seconds: min(seconds, key=sum)):
+        return job(rank, world, "torch", None, most, options)
 
 
 def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:

@@ -220,6 +220,24 @@ def solved_job(rank: int, world: int, most: float, options: dict[str, Any]) -> d
         return job(rank, world, "torch", None, most, options)
 
 
+@pytest.mark.parametrize(
+    "options, least",
+    [
+        ({"pipeline": 4, "memory_reuse": True}, "n=4 with communicate/recompute: about"),
+        ({"memory_reuse": True, "memory_budget": "8MiB"}, "n=16 with "),
+    ],
+    ids=["a fixed n", "a budget"],
+)
+def test_if_no_trial_of_a_pair_has_memory_all_ranks_raise_one_error(
+    options: dict[str, Any], least: str
+) -> None:
+    """Before, the pair was taken that was predicted to be the fastest, and its memory was not tested."""
+    first, second = ranks(2).run(job, "torch", None, 0.0, options)
+    assert first["error"] == second["error"] and least in first["error"], first
+    for got in ranks(2).run(job, "torch", None, float("inf"), options):
+        assert not got["error"] and not got["warned"]
+
+
 def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
     """Does the same as `job`, with predictions that leave only n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}

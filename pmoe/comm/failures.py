@@ -25,6 +25,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import errno
 import itertools
 import math
 import threading
@@ -728,8 +729,12 @@ allocates a workspace. The device can still be used after these errors.
 """
 
 
-def lacks_memory(error: RuntimeError) -> bool:
+def lacks_memory(error: BaseException) -> bool:
     """Returns whether an error says that this rank's device or host has too little memory."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
     if isinstance(error, PeerError):  # it quotes the error of another rank
         return False
     return isinstance(error, torch.OutOfMemoryError) or any(

@@ -489,15 +489,28 @@ class _StepOrder:
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
-        """Returns a with-block whose work on the current stream runs after that of the block before."""
+        """Returns a with-block whose work on the current stream runs after that of the block before.
+
+        A block that raises counts, too: it may have replayed a graph before the error.
+        """
         if self._device.type != "cuda":
             yield
             return
         if self._ended is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ended)
-        yield
-        self._ended = torch.cuda.Event()
-        self._ended.record(torch.cuda.current_stream(self._device))
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it would hide the first error
+                self._note_end()
+            raise
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Records an event behind the work of a block on the current stream."""
+        ended = torch.cuda.Event()
+        ended.record(torch.cuda.current_stream(self._device))
+        self._ended = ended
 
 
 class _DroppedRows:

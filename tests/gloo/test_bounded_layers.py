@@ -711,7 +711,10 @@ class Event:
         self.recorded_on = stream.name
 
 
-def test_a_step_waits_for_the_step_before_on_any_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raises", [False, True], ids=["", "that raises"])
+def test_a_step_waits_for_the_step_before_on_any_stream(
+    monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
     """Two steps may replay two graphs over one heap, which are not ordered against each other."""
     log: list[str] = []
     first, second = Stream("stream 1", log), Stream("stream 2", log)
@@ -720,8 +723,11 @@ def test_a_step_waits_for_the_step_before_on_any_stream(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Event", Event)
     order = bounded_steps._StepOrder(torch.device("cuda", 0))
     for current in (first, second, first):
-        with order.one_step():
+        block = pytest.raises(ValueError) if raises else contextlib.nullcontext()
+        with block, order.one_step():
             log.append(f"replay on {current.name}")
+            if raises:
+                raise ValueError("after the replay")
     assert log == [
         "replay on stream 1",
         "stream 2 waits for the step on stream 1",

@@ -90,8 +90,9 @@ class BoundedSteps(Generic[Batch, Result]):
         group: the ranks that train the model together. None is the default group, or this process.
 
     Each step makes one all-reduce of two numbers, so all ranks must make the same calls. They must call a
-    layer with autograd on, or off, together, also outside of `step`. Otherwise they agree on bounds for
-    different calls, and a later step waits until the group's timeout. A batch is kept until the next step has
+    layer with autograd on, or off, together. If one rank alone calls it under ``torch.no_grad``, all ranks
+    raise an error within about a second on the CPU, as they do without a bound; on a GPU, at the latest after
+    the group's timeout. A batch is kept until the next step has
     ended. It must not be changed until then, and ``run`` must be able to read it again.
 
     If a step is repeated, buffers of the model and random numbers start again from their values before it.

@@ -7,6 +7,7 @@ that calls ``run`` and the optimizer. Ranks are processes over gloo. On one rank
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from torch import Tensor, nn
 
 import pmoe
 from pmoe.experts.marks import is_expert
+from tests.gloo.kit import error_of
 from tests.gloo.test_bounded_layers import BY_PROGRAMS
-from tests.pool import ranks
+from tests.pool import GROUP_TIMEOUT_SECONDS, Pool, ranks
 from tests.programs import CpuBackend, on_cpu
 from tests.reference import differing
 
@@ -506,3 +508,43 @@ def test_a_use_trains_as_without_a_bound(world: int, name: str) -> None:
     for wrong, repeated in ranks(world).run(job, name):
         assert not wrong
         print("repeated", repeated)
+
+
+RAISES = ("before the layers", "between the layers", "before backward")
+
+
+def raising_job(rank: int, world: int, where: str) -> tuple[list[str], float]:
+    """Returns the errors of two steps, in the first of which rank 1's own code raises; and its seconds."""
+    with on_cpu(CpuBackend(seed=rank)):
+        training = Training(rank, world, True)
+        model = training.model
+        raises = False
+
+        def check(*_: object) -> None:
+            if raises and rank == 1:
+                raise ValueError("no data")
+
+        place: nn.Module = model.dropout if where == "between the layers" else model
+        if where == "before backward":
+            model.register_forward_hook(check)
+        else:
+            place.register_forward_pre_hook(check)
+        for index in range(2):
+            training.step(training.batch(index))
+        raises = True
+        dist.barrier()
+        began = time.monotonic()
+        told = [error_of(lambda: training.step(training.batch(2)))]
+        seconds = time.monotonic() - began
+        raises = False
+        told.append(error_of(lambda: training.step(training.batch(3))))
+    return told, seconds
+
+
+@pytest.mark.parametrize("where", RAISES)
+def test_an_exception_on_one_rank_ends_the_step_of_all(where: str) -> None:
+    with Pool(2) as pool:
+        for (first, second), seconds in pool.run(raising_job, where):
+            assert "ValueError" in first and "no data" in first
+            assert seconds < GROUP_TIMEOUT_SECONDS / 2
+            assert "left its process group in the middle of a pass" in second

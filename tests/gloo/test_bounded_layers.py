@@ -538,7 +538,7 @@ class Mixed:
 
 def step_without_autograd(steps: Any, layer: pmoe.MoELayer, x: Tensor) -> None:
     with torch.no_grad():
-        steps._run_bounded(bounded_steps._Step(1, x, [], [], []))
+        steps._run_bounded(bounded_steps._Step(1, x, [], bounded_steps._Flags([], []), [], []))
 
 
 def evaluate(steps: Any, layer: pmoe.MoELayer, x: Tensor) -> None:
@@ -564,7 +564,8 @@ MIXED = {
     "a step without autograd": Mixed(
         knows=(True, False),
         other=step_without_autograd,
-        told="is called without gradients (torch.no_grad or inference_mode) on rank 1, and with them on rank 0",
+        told="is called without gradients (torch.no_grad or inference_mode) on rank 1, and with them on rank "
+        "0",
     ),
     "an evaluation": Mixed(
         knows=(True, False),

@@ -134,6 +134,7 @@ class Training:
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for x in parts:
+            x.grad = None
             loss = self.model(x).square().sum() / 16 + 0.01 * self.model.first.l_aux
             loss.backward()
             total += loss.detach()
@@ -143,7 +144,7 @@ class Training:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
         if self.max_norm is not None:
-            pmoe.clip_grad_norm_(self.model.parameters(), self.max_norm)
+            pmoe.clip_grad_norm_(self.model, self.max_norm)
         return total
 
     def step(self, *parts: Tensor) -> None:
@@ -241,6 +242,7 @@ def values_loaded_after_an_overflow(make: Callable[..., Training]) -> Training:
 
 
 def only_the_second_layer_overflows(make: Callable[..., Training]) -> Training:
+    torch.manual_seed(5)
     training = make(model=Model(slack=(4.0, 1.0)))
     for index in range(5):
         training.step(training.batch(index, on=(0,) if index in (1, 3) else ()))
@@ -293,6 +295,15 @@ def frozen_experts(make: Callable[..., Training]) -> Training:
         experts.requires_grad_(index not in (4, 5))
         experts.w1.requires_grad_(index not in (2, 3, 4, 5))
         training.step(training.batch(index, on=(0,) if index in (1, 3, 5, 7) else ()))
+    return training
+
+
+def modules_in_evaluation_mode(make: Callable[..., Training]) -> Training:
+    """The dropout is turned off after a step that overflows, and on again after another one."""
+    training = make()
+    for index in range(6):
+        training.model.dropout.train(index not in (2, 3))
+        training.step(training.batch(index, on=(0,) if index in (1, 3) else ()))
     return training
 
 
@@ -446,6 +457,7 @@ def autograd_off_on_one_rank(make: Callable[..., Training]) -> Training:
     training = make(model=model)
     for index in range(9):
         if index == 2:
+            training.finish()
             training.evaluate("evaluation", training.batch(60, 2 * TOKENS))
         model.off_on = (1,) if index in (3, 6) else ()
         if index == 6:  # outside of a step
@@ -468,6 +480,7 @@ SCENARIOS = {
         (evaluation_between_steps, None),
         (other_batch_sizes, None),
         (frozen_experts, None),
+        (modules_in_evaluation_mode, None),
         (a_copy_of_the_model, None),
         (an_exception_on_all_ranks, None),
         (a_layer_called_twice, None),

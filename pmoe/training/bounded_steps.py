@@ -92,13 +92,15 @@ class BoundedSteps(Generic[Batch, Result]):
     Each step makes one all-reduce of two numbers, so all ranks must make the same calls. They must call a
     layer with autograd on, or off, together. If one rank alone calls it under ``torch.no_grad``, all ranks
     raise an error within about a second on the CPU, as they do without a bound; on a GPU, at the latest after
-    the group's timeout. A batch is kept until the next step has
-    ended. It must not be changed until then, and ``run`` must be able to read it again.
+    the group's timeout. A batch is kept until the next step has ended. It must not be changed until then, and
+    ``run`` must be able to read it again.
 
     If a step is repeated, buffers of the model and random numbers start again from their values before it.
     The same parameters are frozen (requires_grad), and the same modules are in training mode, as in the step.
     If ``run`` reads other values that change between steps, such as the coefficient of a loss, put them into
-    the batch. All else that ``run`` changes is changed a second time: metrics, objects such as `BalanceLoss`, the state
+    the batch. Before parameters are changed otherwise than by the optimizer, or are copied, call `finish`.
+
+    All else that ``run`` changes is changed a second time: metrics, objects such as `BalanceLoss`, the state
     of iterators. GradScaler, several optimizers, and averages of weights that are updated after `step` do not
     know which steps are skipped, so they cannot be used with this class.
 

@@ -14,6 +14,7 @@ no rank sends any row:
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -116,22 +117,23 @@ class ProgramBound(AgreedBound):
     key: a record of all of the layer on which ``programs`` depend.
     bounds: the most rows of each chunk.
     restore: the restore pair: how backward gets the experts' input and hidden activation.
-    heap: the heap of the programs; None if a backend without heaps runs them. A closed heap is not opened
-        again: the next call outside of a CUDA graph agrees on a bound with a new heap.
+    heap: a weak reference to the heap of the programs; None if a backend without heaps runs them. A closed
+        heap is not opened again: the next call outside of a CUDA graph agrees on a bound with a new heap.
     """
 
     programs: Programs
     key: ProgramsOfLayer
     bounds: RowBounds
     restore: Restore
-    heap: ProgramHeap | None
+    heap: weakref.ref[ProgramHeap] | None
 
     @property
     def is_repeatable(self) -> bool:
-        return self.heap is None or self.heap.is_open
+        return self.heap is None or bool(self.repeatable())
 
-    def repeatable(self) -> Iterable[BoundedHeap]:
-        return () if self.heap is None or not self.heap.is_open else (self.heap,)
+    def repeatable(self) -> tuple[BoundedHeap, ...]:
+        heap = None if self.heap is None else self.heap()
+        return () if heap is None or not heap.is_open else (heap,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,21 +165,25 @@ class RowBound:
     is_on: whether calls are bounded now. Otherwise the ranks exchange row counts, and no row is lost.
     agreed: the numbers on which the ranks agreed, for each kind of call.
     waiting: the kinds of calls that are not bounded before the next step (`agree`).
-    heaps: the heaps of bounded calls. Some may have been closed since.
+    heaps: the heaps of bounded calls. Some may have been closed since. The references are weak, because
+        `pmoe.comm.heap.close_heaps` lets go of the heaps that it closes.
+    was_bounded: whether the layer's last call was bounded; the same on all ranks.
     """
 
     exceeded: Tensor
     is_on: bool
     agreed: dict[CallKind, AgreedBound]
     waiting: set[CallKind]
-    heaps: set[BoundedHeap]
+    heaps: weakref.WeakSet[BoundedHeap]
+    was_bounded: bool
 
     def __init__(self, exceeded: Tensor) -> None:
         self.exceeded = exceeded
         self.is_on = False
         self.agreed = {}
         self.waiting = set()
-        self.heaps = set()
+        self.heaps = weakref.WeakSet()
+        self.was_bounded = False
 
     def turn_on(self) -> None:
         """Bounds the calls that follow, until ``is_on`` is set to False."""
@@ -214,7 +220,7 @@ class RowBound:
 
     def find_heaps_of(self, bound: AgreedBound) -> None:
         """Adds the heaps of calls with a bound, and forgets closed heaps. May be a collective."""
-        self.heaps = {*self.open_heaps, *bound.repeatable()}
+        self.heaps = weakref.WeakSet([*self.open_heaps, *bound.repeatable()])
 
     @property
     def open_heaps(self) -> list[BoundedHeap]:

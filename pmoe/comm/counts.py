@@ -849,10 +849,7 @@ class CountsExchange:
             faults = [f"rank {rank}: {Fault(code).text}" for rank, code in enumerate(codes) if code]
             raise FaultError(Fault(max(codes)), "; ".join(faults))
         if self._ranks.size > 1:
-            modes, kinds = headers[:, 2:].t().tolist()
-            self._ranks.any_trains = bool(functools.reduce(operator.or_, modes) & TRAINING)
-            if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
-                compare_headers(modes, kinds, self._ranks)
+            check_headers(*headers[:, 2:].t().tolist(), self._ranks)
 
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
         """Computes on the device all numbers that the host needs, and copies them to the host.
@@ -1043,6 +1040,21 @@ class CountsExchange:
 
 
 # ---- ranks that make different calls: every rank has all headers, so all ranks raise the same error
+
+
+def check_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:
+    """Sets `Ranks.any_trains` and `Ranks.grad_modes_differ`, and compares headers if they differ.
+
+    modes, kinds, ranks: the arguments of `compare_headers`.
+
+    Raises what `compare_headers` raises.
+    """
+    any_modes = functools.reduce(operator.or_, modes)
+    ranks.any_trains = bool(any_modes & TRAINING)
+    ranks.grad_modes_differ = False
+    if modes.count(modes[0]) < len(modes) or kinds.count(kinds[0]) < len(kinds):
+        ranks.grad_modes_differ = bool((any_modes & ~functools.reduce(operator.and_, modes)) & GRAD_ENABLED)
+        compare_headers(modes, kinds, ranks)
 
 
 def compare_headers(modes: Sequence[int], kinds: Sequence[int], ranks: Ranks) -> None:

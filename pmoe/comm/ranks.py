@@ -34,6 +34,8 @@ class Ranks:
     number: the layer's number among the group's layers, from its first exchange of row counts on; 0 before.
     call: the number of the layer's last exchange of row counts, among all exchanges over the group.
     any_trains: whether any rank was in training mode at the layer's last exchange of row counts.
+    grad_modes_differ: whether autograd was on for some ranks and off for others at that exchange. The same on
+        all ranks.
     open_call: the number of the layer's last call for which a backward pass may come
         (`GroupRecord.open_calls`).
 
@@ -50,6 +52,7 @@ class Ranks:
     number: int = 0
     call: int = 0
     any_trains: bool = False
+    grad_modes_differ: bool = False
     open_call: int = 0
     _record: GroupRecord | None = None
 

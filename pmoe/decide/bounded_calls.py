@@ -13,6 +13,16 @@ In both, the ranks gather all row counts on the device. If the rows of any rank 
 rows, and 1 is added to `RowBound.exceeded`. The numbers that ranks gather have a fixed size, so NCCL can
 gather them in a CUDA graph.
 
+Ranks may by mistake make calls of different kinds, for example if one rank calls a layer under torch.no_grad.
+There are three cases:
+
+    one rank bounds its rows, another          they would wait in different collectives. So a rank waits for
+    exchanges row counts                       all ranks in the store before a call that is bounded, if the
+                                               layer's last call was not, and the reverse (`meet_at_change`)
+    all ranks bound their rows                 the gathered numbers have a header. If the headers differ, all
+                                               ranks raise on the CPU. On a GPU they drop all rows
+    all ranks exchange row counts              they agree on no bound (`Ranks.grad_modes_differ`)
+
 Letters: T tokens, n chunks, W ranks, E experts of all ranks.
 """
 
@@ -23,15 +33,21 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from pmoe.call.call import Call
 from pmoe.call.decision import AgreedChoice
 from pmoe.call.modules import LayerModules
 from pmoe.call.routed import RoutedBatch
 from pmoe.call.row_bound import AgreedBound, BoundedRows, CallKind, RowBound
-from pmoe.comm.counts import RankCounts
-from pmoe.comm.failures import at_stage, publishing_failures, wait_for
+from pmoe.comm.counts import (
+    TRAINING,
+    WANTS_GRADIENTS,
+    RankCounts,
+    check_headers,
+    heading,
+)
+from pmoe.comm.failures import at_stage, meet, publishing_failures, wait_for
+from pmoe.comm.group_options import has_peers
 from pmoe.comm.group_record import collectives
 from pmoe.decide.route import cast_dtype, check_input, needs_gradients, route_batch
 from pmoe.engine.lanes.base import watchers
@@ -86,6 +102,46 @@ def _has_wrong_input(call: Call) -> bool:
     except (TypeError, ValueError):
         return True
     return False
+
+
+def meet_at_change(call: Call, bound: RowBound, is_bounded: bool) -> None:
+    """Waits for all ranks, if this call is bounded and the layer's last call was not, or the reverse.
+
+    Steps of a training run only make bounded calls, so they do not wait. The ranks wait in the store, and
+    communicate nothing else.
+
+    call: the call.
+    bound: the layer's bound.
+    is_bounded: whether this rank bounds the call. Otherwise the rank exchanges row counts.
+
+    Raises RuntimeError on the CPU, on all ranks, if they do not make the same call. On a GPU the rank that
+    waits here raises it after the group's timeout, or as soon as a peer has found out.
+    """
+    if call.replay.is_replay or is_bounded == bound.was_bounded:
+        return  # a replay repeats the decisions of the first pass, and exchanges nothing
+    ranks = call.modules.ranks
+    if ranks.group is not None and has_peers(ranks.group):
+        place = "within" if bound.is_on else "outside of"
+        autograd = "on" if torch.is_grad_enabled() else "off (torch.no_grad)"
+        does = "bounds its rows" if is_bounded else "exchanges its row counts"
+        why = (
+            f"calls {ranks.layer} {place} the steps of BoundedSteps, with autograd {autograd}, and {does}, "
+            f"and other ranks do not: {SAME_CALLS}"
+        )
+        meet(ranks, why, compares=False)
+    bound.was_bounded = is_bounded
+
+
+SAME_CALLS = (
+    "every rank must call a layer with autograd on, or every rank with it off, and every rank within "
+    "BoundedSteps.step, or every rank outside of it"
+)
+"""The end of messages about ranks that make calls of different kinds. It says what all ranks must do."""
+
+
+def warn_of_mixed_calls() -> None:
+    """Warns that ranks agreed on no bound, because autograd was on in some ranks' call and off in others'."""
+    warn_unbounded(f"ranks have called it with autograd on and off: {SAME_CALLS}")
 
 
 def was_bounded(call: Call) -> bool:
@@ -187,16 +243,22 @@ class BoundedSource:
     def gather(self, agreed: AgreedBound, chunks: int) -> GatheredCounts:
         """Gathers the number of rows of each rank for each expert. Collective. The host does not wait.
 
-        Each rank sends its row counts and one more number. This number is 0 unless the rank already knows
-        that all ranks must drop their rows, for one of three reasons:
+        Each rank sends its row counts and three more numbers. Two of them say what kind of call the rank
+        makes, as the header of an exchange of row counts does (`pmoe.comm.counts.heading`). The third one is
+        0 unless the rank already knows that all ranks must drop their rows, for one of three reasons:
 
         - the rank has more tokens than the bound allows;
         - the rank needs gradients, and no rank needed any in the call in which the bound was agreed;
         - a check of the rank's routing failed. The dropped step is repeated with an exchange of row counts,
           and then raises the check's error.
 
+        If the ranks make calls of different kinds, all ranks drop their rows, too.
+
         agreed: the bound on which the ranks agreed.
         chunks: n, the number of chunks in which rows are counted.
+
+        Raises FaultError on the CPU, on all ranks, if ranks make calls of different kinds, and a rank needs
+        gradients: the ranks cannot run the backward pass together.
         """
         modules = self.call.modules
         ranks = modules.ranks
@@ -205,9 +267,22 @@ class BoundedSource:
         needs_grad = needs_gradients(self.call, routed.x_TM, *modules.gate.parameters())
         lacks_gradients = needs_grad and not agreed.needs_grad
         counts_nE = count_rows(routed.routing.expert, None, chunks, experts)
-        own = F.pad(counts_nE.flatten(), (0, 1), value=int(routed.num_tokens > agreed.max_tokens)).int()
-        own[-1] += lacks_gradients
-        own[-1] += routed.gated.fault
+        *_, mode, kind = heading(
+            ranks,
+            routed.num_tokens,
+            routed.dtype,
+            0,
+            needs_grad=needs_grad,
+            training=self.call.layer.training,
+            sorts_results=False,
+        ).header
+        # Each number is an argument of a kernel that fills memory, so a CUDA graph can hold the launches.
+        own = counts_nE.new_empty(counts_nE.numel() + 3, dtype=torch.int32)
+        own[:-3] = counts_nE.flatten()
+        own[-3] = int(routed.num_tokens > agreed.max_tokens) + int(lacks_gradients)
+        own[-3] += routed.gated.fault
+        own[-2] = mode
+        own[-1] = kind
         gathered = own.new_empty(ranks.size * own.numel())
         ranks.count_exchange()
         collectives.begun += 1
@@ -216,9 +291,15 @@ class BoundedSource:
             work = dist.all_gather_into_tensor(gathered, own, group=ranks.group, async_op=True)
             wait_for(work, ranks.group, own.is_cuda)
         everyone = gathered.view(ranks.size, -1)
+        modes_W, kinds_W = everyone[:, -2], everyone[:, -1]
+        if not own.is_cuda:
+            check_headers(modes_W.tolist(), kinds_W.tolist(), ranks)
+        # A rank may be in training mode alone, and parameters may be frozen on some ranks only.
+        modes_W = modes_W & ~(TRAINING | WANTS_GRADIENTS)
+        are_same = ((modes_W == modes_W[0]) & (kinds_W == kinds_W[0])).all()
         return GatheredCounts(
             own_nE=counts_nE,
-            all_WnE=everyone[:, :-1].long().view(ranks.size, chunks, experts),
-            is_allowed=(everyone[:, -1] == 0).all(),
+            all_WnE=everyone[:, :-3].long().view(ranks.size, chunks, experts),
+            is_allowed=(everyone[:, -3] == 0).all() & are_same,
             lacks_gradients=lacks_gradients,
         )

@@ -24,6 +24,8 @@ from pmoe.decide.bounded_calls import (
     bound_of_call,
     kind_of,
     kind_refusal,
+    meet_at_change,
+    warn_of_mixed_calls,
     warn_unbounded,
     was_bounded,
 )
@@ -57,6 +59,7 @@ def bounded_source(call: Call, bound: RowBound) -> BoundedCounts | FirstBoundedC
         is_bounded = was_bounded(call)
     else:
         is_bounded = isinstance(bound_of_call(call, bound), KernelBound)
+    meet_at_change(call, bound, is_bounded)
     return BoundedCounts(call, bound) if is_bounded else FirstBoundedCounts(call, bound)
 
 
@@ -105,15 +108,19 @@ class FirstBoundedCounts(FusedCounts):
     def _agree_on_bound(self, kind: CallKind, counts: RankCounts, inputs: Inputs) -> None:
         """Makes a heap with enough room for calls like this one, and stores its room as the bound.
 
-        Nothing is made or stored if the kernels cannot compute the call, or if an earlier heap has enough
-        room. The bound of a kind of calls never shrinks: a later call may again have as many tokens as the
-        largest call before, or need gradients. The method is collective if a heap is made.
+        Nothing is made or stored if the kernels cannot compute the call, if an earlier heap has enough room,
+        or if autograd is on in some ranks' call and off in others': each rank would store another kind. The
+        bound of a kind of calls never shrinks: a later call may again have as many tokens as the largest call
+        before, or need gradients. The method is collective if a heap is made.
 
         kind: the kind of the call.
         counts: the row counts, after the ranks have exchanged them.
         inputs: the rows and parameters of the call.
         """
         modules = self.call.modules
+        if modules.ranks.grad_modes_differ:
+            warn_of_mixed_calls()
+            return
         known = self._bound.agreed.get(kind)
         max_tokens = counts.max_tokens
         needs_grad = counts.needs_grad or (known is not None and known.needs_grad)

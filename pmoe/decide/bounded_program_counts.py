@@ -13,6 +13,8 @@ rows travel over heaps, without padding. A call is bounded if the device compare
 
 from __future__ import annotations
 
+import weakref
+
 from torch import Tensor
 
 from pmoe.call.call import Call
@@ -27,6 +29,8 @@ from pmoe.decide.bounded_calls import (
     kind_of,
     kind_refusal,
     kind_with,
+    meet_at_change,
+    warn_of_mixed_calls,
     warn_unbounded,
     was_bounded,
 )
@@ -62,6 +66,7 @@ def bounded_program_source(call: Call, bound: RowBound) -> CountsSource | None:
         agreed = bound_of_call(call, bound)
         # A closed heap is not opened again: the ranks make a new one in a call that exchanges row counts.
         is_bounded = agreed is not None and agreed.is_repeatable and _suits(modules, agreed)
+    meet_at_change(call, bound, is_bounded)
     return BoundedProgramCounts(call, bound) if is_bounded else FirstBoundedProgramCounts(call, bound)
 
 
@@ -171,7 +176,9 @@ class FirstBoundedProgramCounts(ProgramCounts):
         """Stores the room that later calls of a kind have for their rows. All ranks store the same numbers.
 
         The room of a kind of calls never shrinks: a later call may again have as many tokens as the largest
-        call before, or need gradients. If the programs cannot be bounded, a warning says why, once.
+        call before, or need gradients. If the programs cannot be bounded, a warning says why, once. Nothing
+        is stored if autograd is on in some ranks' call and off in others': each rank would store another
+        kind.
 
         kind: the kind of the call.
         counts: the row counts, after the ranks have exchanged them.
@@ -179,6 +186,9 @@ class FirstBoundedProgramCounts(ProgramCounts):
         key: the key of ``programs``.
         """
         modules = self.call.modules
+        if modules.ranks.grad_modes_differ:
+            warn_of_mixed_calls()
+            return
         known = self._bound.agreed.get(kind)
         max_tokens = counts.max_tokens
         needs_grad = counts.needs_grad
@@ -190,6 +200,7 @@ class FirstBoundedProgramCounts(ProgramCounts):
         if why is not None:
             warn_unbounded(why)
             return
+        heap = open_program_heap(modules.ranks, programs.device)
         self._bound.agree(
             kind,
             ProgramBound(
@@ -197,7 +208,7 @@ class FirstBoundedProgramCounts(ProgramCounts):
                 key=key,
                 bounds=bounds,
                 restore=modules.pairs[0],
-                heap=open_program_heap(modules.ranks, programs.device),
+                heap=None if heap is None else weakref.ref(heap),
                 max_tokens=max_tokens,
                 needs_grad=needs_grad,
             ),

@@ -75,7 +75,15 @@ class LaunchOrder:
         else:
             self._wait(stream)
             recorded = self._launched
-        yield int(stream.cuda_stream)
+        try:
+            yield int(stream.cuda_stream)
+        except BaseException:
+            # The launch may have begun before the error, so later launches wait for it, too. An error of
+            # this record would hide the first error.
+            if recorded is not None:
+                with contextlib.suppress(RuntimeError):
+                    recorded.record(stream)
+            raise
         if recorded is not None:
             recorded.record(stream)
 

@@ -90,11 +90,16 @@ class BoundedSteps(Generic[Batch, Result]):
         group: the ranks that train the model together. None is the default group, or this process.
 
     Each step makes one all-reduce of two numbers, so all ranks must make the same calls. They must call a
-    layer with autograd on, or off, together, also outside of `step`. Otherwise they agree on bounds for
-    different calls, and a later step waits until the group's timeout. A batch is kept until the next step has
-    ended. It must not be changed until then, and ``run`` must be able to read it again.
+    layer with autograd on, or off, together. If one rank alone calls it under ``torch.no_grad``, all ranks
+    raise an error within about a second on the CPU, as they do without a bound; on a GPU, at the latest after
+    the group's timeout. A batch is kept until the next step has ended. It must not be changed until then, and
+    ``run`` must be able to read it again.
 
     If a step is repeated, buffers of the model and random numbers start again from their values before it.
+    The same parameters are frozen (requires_grad), and the same modules are in training mode, as in the step.
+    If ``run`` reads other values that change between steps, such as the coefficient of a loss, put them into
+    the batch. Before parameters are changed otherwise than by the optimizer, or are copied, call `finish`.
+
     All else that ``run`` changes is changed a second time: metrics, objects such as `BalanceLoss`, the state
     of iterators. GradScaler, several optimizers, and averages of weights that are updated after `step` do not
     know which steps are skipped, so they cannot be used with this class.
@@ -174,7 +179,14 @@ class BoundedSteps(Generic[Batch, Result]):
     def _step(self, batch: Batch) -> Result:
         """Runs one training step, as `step` does. Its work on the device follows that of the step before."""
         number = self._next_number()
-        step = _Step(number, batch, self._settings(), self._buffers(), random_states(self._device))
+        step = _Step(
+            number,
+            batch,
+            self._settings(),
+            _Flags.of(self.model),
+            self._buffers(),
+            random_states(self._device),
+        )
         result = self._run_bounded(step)
         if not self._reads_late:
             if self._exceeded_bound(step):
@@ -349,9 +361,11 @@ class BoundedSteps(Generic[Batch, Result]):
         """Runs a step again from the state before it, without a bound on rows, and returns its result.
 
         step: the step, in which the optimizer changed nothing. Its settings of the optimizer, such as the
-            learning rate, hold during the repetition.
+            learning rate, and the model's flags, such as which parameters are frozen, hold during the
+            repetition.
         """
         settings = self._settings()
+        flags = _Flags.of(self.model)
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         layers = (self._padded | self._by_heaps).values()
         last_calls = [(layer, layer.last) for layer in layers]
@@ -359,6 +373,7 @@ class BoundedSteps(Generic[Batch, Result]):
             buffer.data.copy_(value)
         set_random_states(step.random_states, self._device)
         self._set(step.settings)
+        step.flags.restore()
         try:
             self._rows.begin()
             with self._without_bound(), publishing_failures(self._ranks, "a repeated training step"):
@@ -376,6 +391,7 @@ class BoundedSteps(Generic[Batch, Result]):
             self._finish_optimizer_step()
         finally:
             self._set(settings)
+            flags.restore()
             # A CUDA graph writes into the tensors of its capture. So the parameters and layers refer to these
             # tensors again.
             for parameter, gradient in gradients:
@@ -437,6 +453,33 @@ class BoundedSteps(Generic[Batch, Result]):
         self._skips.zero_()
 
 
+@dataclass(frozen=True)
+class _Flags:
+    """Flags of a model that a user may set between two steps, by parameter and by module.
+
+    requires_grad: for each parameter, whether it needs a gradient, and so is not frozen.
+    training: for each module, whether it is in training mode.
+    """
+
+    requires_grad: list[tuple[nn.Parameter, bool]]
+    training: list[tuple[nn.Module, bool]]
+
+    @staticmethod
+    def of(model: nn.Module) -> _Flags:
+        return _Flags(
+            [(parameter, parameter.requires_grad) for parameter in model.parameters()],
+            [(module, module.training) for module in model.modules()],
+        )
+
+    def restore(self) -> None:
+        """Sets all flags to their values in this record."""
+        for parameter, requires_grad in self.requires_grad:
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+        for module, training in self.training:
+            module.training = training
+
+
 @dataclass
 class _Step(Generic[Batch]):
     """A step that may have to be repeated, and the state before it.
@@ -444,6 +487,7 @@ class _Step(Generic[Batch]):
     number        the number of the step (`GroupRecord.steps`); 0 for a single rank
     batch         the argument of ``run``
     settings      the options of the optimizer's parameter groups
+    flags         which parameters were frozen, and which modules were in training mode
     buffers       values of the model's buffers before the step
     random_states states of the random number generators before the step
     answer        on the host, (2,) float32: 1 if the optimizer skips the step, and 1 if no hook ran
@@ -453,6 +497,7 @@ class _Step(Generic[Batch]):
     number: int
     batch: Batch
     settings: list[dict[str, Any]]
+    flags: _Flags
     buffers: list[Tensor]
     random_states: list[Tensor]
     answer: Tensor | None = None
@@ -489,15 +534,28 @@ class _StepOrder:
 
     @contextlib.contextmanager
     def one_step(self) -> Iterator[None]:
-        """Returns a with-block whose work on the current stream runs after that of the block before."""
+        """Returns a with-block whose work on the current stream runs after that of the block before.
+
+        A block that raises counts, too: it may have replayed a graph before the error.
+        """
         if self._device.type != "cuda":
             yield
             return
         if self._ended is not None:
             torch.cuda.current_stream(self._device).wait_event(self._ended)
-        yield
-        self._ended = torch.cuda.Event()
-        self._ended.record(torch.cuda.current_stream(self._device))
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # it would hide the first error
+                self._note_end()
+            raise
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Records an event behind the work of a block on the current stream."""
+        ended = torch.cuda.Event()
+        ended.record(torch.cuda.current_stream(self._device))
+        self._ended = ended
 
 
 class _DroppedRows:

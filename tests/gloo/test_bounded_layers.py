@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -46,7 +48,7 @@ from tests.gloo.test_bounded_rows import (
     run_step,
     state,
 )
-from tests.pool import SHORT_TIMEOUT_SECONDS, Pool, ranks
+from tests.pool import GROUP_TIMEOUT_SECONDS, SHORT_TIMEOUT_SECONDS, Pool, ranks
 from tests.programs import CpuBackend, on_cpu
 
 BY_PROGRAMS = Switches(program=True, program_heaps=True)
@@ -517,6 +519,104 @@ def test_a_wrong_input_of_one_rank_is_named_on_all(name: str) -> None:
             assert WRONG[name][1] in told
 
 
+# ---- ranks that make calls of different kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed:
+    """Calls of which rank 1 makes another kind than rank 0.
+
+    knows: the autograd modes of calls outside of steps that all ranks make first.
+    other: what rank 1 does in place of ``step``.
+    told: what the errors of both ranks say.
+    """
+
+    knows: tuple[bool, ...] = (True,)
+    other: Callable[[pmoe.BoundedSteps[Tensor, Any], pmoe.MoELayer, Tensor], object]
+    told: str
+
+
+def step_without_autograd(steps: Any, layer: pmoe.MoELayer, x: Tensor) -> None:
+    with torch.no_grad():
+        steps._run_bounded(bounded_steps._Step(1, x, [], bounded_steps._Flags([], []), [], []))
+
+
+def evaluate(steps: Any, layer: pmoe.MoELayer, x: Tensor) -> None:
+    with torch.no_grad():
+        layer(x)
+
+
+def train_outside(steps: Any, layer: pmoe.MoELayer, x: Tensor) -> None:
+    layer(x).sum().backward()
+
+
+def call_another_layer(steps: Any, layer: pmoe.MoELayer, x: Tensor) -> None:
+    with steps.bounded_calls():
+        steps.model[1](x).sum().backward()
+
+
+MIXED = {
+    "a step without autograd, for the first time": Mixed(
+        other=step_without_autograd,
+        told="rank 1 calls MoELayer 1 within the steps of BoundedSteps, with autograd off (torch.no_grad), "
+        "and exchanges its row counts, and other ranks do not: every rank must call a layer with autograd on",
+    ),
+    "a step without autograd": Mixed(
+        knows=(True, False),
+        other=step_without_autograd,
+        told="is called without gradients (torch.no_grad or inference_mode) on rank 1, and with them on rank "
+        "0",
+    ),
+    "an evaluation": Mixed(
+        knows=(True, False),
+        other=evaluate,
+        told="rank 1 calls MoELayer 1 outside of the steps of BoundedSteps, with autograd off",
+    ),
+    "training outside of a step": Mixed(
+        other=train_outside,
+        told="rank 1 calls MoELayer 1 outside of the steps of BoundedSteps, with autograd on",
+    ),
+    "another layer of the same sizes": Mixed(
+        other=call_another_layer,
+        told="at this call the ranks are in different layers, numbered by their first calls: rank 0: number "
+        "1; rank 1: number 2",
+    ),
+}
+
+
+def mixed_job(rank: int, world: int, name: str) -> tuple[str, float]:
+    """Returns the error of a rank, and after how many seconds it came."""
+    case = MIXED[name]
+    with on_cpu(CpuBackend(seed=rank)):
+        model = nn.Sequential(layer_of(), layer_of())
+        layer = model[0]
+        assert isinstance(layer, pmoe.MoELayer)
+        x = batch(rank, world, 0, False, False)
+        steps = pmoe.BoundedSteps(
+            model, OPTIMIZERS["fused AdamW"](model.parameters()), lambda x: layer(x).sum().backward()
+        )
+        for has_grad in case.knows:
+            with torch.set_grad_enabled(has_grad):
+                model(x)
+        for _ in range(2):
+            with steps.bounded_calls():
+                model(x).sum().backward()
+        dist.barrier()
+        began = time.monotonic()
+        told = error_of(lambda: case.other(steps, layer, x) if rank == 1 else steps.step(x))
+    return told, time.monotonic() - began
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_ranks_whose_calls_differ_all_raise_long_before_the_timeout(name: str) -> None:
+    """They would wait for each other in different collectives, or in a backward pass."""
+    with Pool(2) as pool:
+        for told, seconds in pool.run(mixed_job, name):
+            assert MIXED[name].told in told
+            assert "timeout" not in told
+            assert seconds < GROUP_TIMEOUT_SECONDS / 2
+
+
 class OverNccl(CpuBackend):
     """A backend whose programs do not run over heaps."""
 
@@ -711,7 +811,10 @@ class Event:
         self.recorded_on = stream.name
 
 
-def test_a_step_waits_for_the_step_before_on_any_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("raises", [False, True], ids=["", "that raises"])
+def test_a_step_waits_for_the_step_before_on_any_stream(
+    monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
     """Two steps may replay two graphs over one heap, which are not ordered against each other."""
     log: list[str] = []
     first, second = Stream("stream 1", log), Stream("stream 2", log)
@@ -720,8 +823,11 @@ def test_a_step_waits_for_the_step_before_on_any_stream(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Event", Event)
     order = bounded_steps._StepOrder(torch.device("cuda", 0))
     for current in (first, second, first):
-        with order.one_step():
+        block = pytest.raises(ValueError) if raises else contextlib.nullcontext()
+        with block, order.one_step():
             log.append(f"replay on {current.name}")
+            if raises:
+                raise ValueError("after the replay")
     assert log == [
         "replay on stream 1",
         "stream 2 waits for the step on stream 1",

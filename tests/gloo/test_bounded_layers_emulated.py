@@ -8,9 +8,11 @@ not tested.
 
 from __future__ import annotations
 
+import gc
 import re
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -196,7 +198,13 @@ def closed_job(rank: int, world: int, kernels: Path) -> tuple[list[str], list[st
         training = InGraph(rank, world, module, 2, 8)
         training.capture()
         training.steps.step(0)
+        bound = training.layer.cache.row_bound
+        assert bound is not None
+        (heap,) = map(weakref.ref, bound.open_heaps)
+        gc.disable()
         close_heaps(Ranks())
+        assert heap() is None, "a closed heap is still referenced"
+        gc.enable()
         told = []
         try:
             with training.steps.bounded_calls(), Graph(module).capture():

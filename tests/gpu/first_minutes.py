@@ -59,21 +59,25 @@ def all_parts(out: Path) -> list[Part]:
             "where does the device wait for the host, with chunks and with offloading?",
         ),
         Part(
-            "nccl", ("-m", "tests.gpu.ladder", "--only", "NCCL, ", "--out", str(out / "ladder")), 110,
+            "nccl", ("-m", "tests.gpu.ladder", "--only", "NCCL, ", "--out", str(out / "ladder")), 100,
             "does NCCL do what the engine asks of it, by 2 and 4 ranks?",
             (("NCCL_DEBUG", "WARN"),),
         ),
         Part(
-            "pool", (*pytest, *(f"tests/gloo/test_{each}.py" for each in POOL)), 120,
+            "pool", (*pytest, *(f"tests/gloo/test_{each}.py" for each in POOL)), 105,
             "are the results of several ranks on CUDA those of the definition?",
             (("PMOE_TESTS_BACKEND", "nccl"),),
+        ),
+        Part(
+            "bounded", ("-m", "tests.gpu.first_bounded", str(out / "bounded.json")), 40,
+            "what does the host pay for a replay of both passes of a layer, on 2 ranks?",
         ),
         Part(
             "grouped_gemm", ("bench/bench_grouped_gemm.py", "--rounds", "5", "--out", folder), 90,
             "do blocks share B, and are rows gathered in the load, where it is faster?",
         ),
         Part(
-            "shapes", ("-m", "tests.gpu.first_shapes", folder), 120,
+            "shapes", ("-m", "tests.gpu.first_shapes", folder), 105,
             "what do SonicMoE's seven shapes take, beside the plain grouped layer?",
         ),
         Part(

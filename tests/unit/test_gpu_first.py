@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import time
@@ -17,12 +18,25 @@ import torch.distributed as dist
 from bench import bench_alone, kernels_on_cpu
 from bench.bench_gpu import Scenario
 from pmoe.comm.wire import unpack_rows
+from pmoe.decide import program_choice
 from pmoe.kernels import extension
+from tests import captured
 from tests.emulated import load_kernels
-from tests.gpu import first_costs, first_minutes, first_shapes, first_traces, first_wire
+from tests.gpu import (
+    first_bounded,
+    first_costs,
+    first_minutes,
+    first_shapes,
+    first_traces,
+    first_wire,
+    test_bounded,
+)
+from tests.gpu.first_bounded import Sizes
 from tests.gpu.first_minutes import Part
 from tests.gpu.ladder.climb import ROOT
 from tests.gpu.ladder.machine import Machine
+from tests.gpu.ladder.nccl import Job
+from tests.programs import CpuBackend
 
 CPU = torch.device("cpu")
 
@@ -108,6 +122,39 @@ def test_rates_of_a_wire_are_those_of_the_bytes_that_the_work_needs(monkeypatch:
     assert torch.equal(problem.rows_NM[problem.position_TK.long()][:, 1], problem.x_TM)
 
 
+TINY = Sizes(tokens=32, d_model=16, d_hidden=8, experts=4, chunks=2, dtype="float64")
+OVER_GLOO = Job("gloo", 2, gpus=0)
+
+
+def stand_in() -> captured.Graph:
+    """Returns a stand-in for a CUDA graph. In this process programs then compute on the CPU."""
+    program_choice.BACKENDS["cpu"] = CpuBackend()
+    return captured.Graph()
+
+
+def test_a_replay_of_a_bounded_layer_is_measured_and_compared_with_exact_passes(tmp_path: Path) -> None:
+    file = tmp_path / "bounded.json"
+    assert first_bounded.run(file, OVER_GLOO, TINY, stand_in, 3) == 0
+    written = json.loads(file.read_text())
+    assert written["gpu"] == "none" and written["sizes"]["chunks"] == 2 and not written["is_shared"]
+    for found in written["ranks"]:
+        assert set(found["costs"]) == {
+            "a replay of both passes", "a step that replays", "both passes, launched",
+        }  # fmt: skip
+        assert all(0 < each["host_us"] <= each["done_us"] for each in found["costs"].values())
+        assert len(found["differences"]) == 4 and max(found["differences"]) < 1e-12
+        assert found["repeated"] == 0
+
+
+def test_the_test_of_a_bounded_layer_on_a_gpu_passes_with_stand_ins() -> None:
+    sizes = Sizes(tokens=64, d_model=16, d_hidden=8, experts=8, chunks=2, dtype="float64")
+    work = functools.partial(test_bounded.trained, sizes=sizes)
+    found, _ = first_bounded.run_ranks(work, OVER_GLOO, stand_in)
+    for of_rank in found:
+        assert of_rank["repeated"] == len(test_bounded.SKEWED)
+        assert max(of_rank["differences"].values()) < 1e-12
+
+
 # ---- the machinery, with parts that stand in
 
 
@@ -158,7 +205,7 @@ def test_all_parts_fit_in_ten_minutes_and_can_be_run(tmp_path: Path) -> None:
     parts = first_minutes.all_parts(tmp_path)
     assert sum(each.seconds for each in parts) <= first_minutes.WALL_SECONDS == 600
     assert [each.name for each in parts] == [
-        "costs", "traces", "nccl", "pool", "grouped_gemm", "shapes", "wire", "flashdmoe",
+        "costs", "traces", "nccl", "pool", "bounded", "grouped_gemm", "shapes", "wire", "flashdmoe",
     ]  # fmt: skip
     for each in parts:
         first, *others = each.command

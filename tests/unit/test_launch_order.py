@@ -77,11 +77,13 @@ class Device:
         self._numbers = count(1)
         self._last = 0
 
-    def launch(self, stream: Stream) -> None:
+    def launch(self, stream: Stream, *, raises: bool = False) -> None:
         self.current = stream
         with self.order.launch() as address:
             assert address == stream.cuda_stream
             stream.do(lambda ended: self._run(ended[stream]))
+            if raises:
+                raise ValueError("an error after the launch")
 
     def _run(self, ended: Ended) -> None:
         number = next(self._numbers)
@@ -200,6 +202,43 @@ def test_a_launch_beside_a_capture_of_the_last_stream_waits_and_does_not_join_th
     with device.capture(first):
         device.launch(other)
     assert device.overlaps == []
+
+
+def test_a_launch_or_replay_after_a_launch_that_raised_waits_for_it(device: Device) -> None:
+    """An error may come after the kernel was launched: outside of graphs, and in a capture."""
+    first, second, third = Stream(1), Stream(2), Stream(3)
+    device.order.let_graphs_wait()
+    with device.capture(first) as graph:
+        device.launch(first)
+    device.launch(first)
+    for stream in (second, first):
+        with pytest.raises(ValueError, match="after the launch"):
+            device.launch(stream, raises=True)
+        device.launch(third)
+        with pytest.raises(ValueError, match="after the launch"):
+            device.launch(stream, raises=True)
+        device.replay(graph, third)
+    with device.capture(first) as graph, pytest.raises(ValueError, match="after the launch"):
+        device.launch(first, raises=True)
+    device.replay(graph, third)  # the stream of the last replay: two graphs are not ordered
+    device.launch(second)
+    assert device.overlaps == []
+
+
+def test_an_error_of_the_record_does_not_hide_the_first_error(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If an error has ended a capture, no event can be recorded in it."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("the capture has failed")
+
+    device.order.let_graphs_wait()
+    monkeypatch.setattr(Event, "record", refuse)
+    with pytest.raises(ValueError, match="after the launch"):
+        device.launch(Stream(1), raises=True)
+    with pytest.raises(RuntimeError, match="the capture has failed"):
+        device.launch(Stream(1))
 
 
 def test_nothing_waits_on_the_cpu() -> None:

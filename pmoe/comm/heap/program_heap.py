@@ -72,6 +72,9 @@ class ProgramHeap:
     def close(self) -> None:
         """Refuses all later passes, and frees the memory. Collective."""
         self.is_open = False
+        self.steps.heap = (
+            None  # a reference cycle, which would keep this object until the garbage collector runs
+        )
         self.exchanger.close()
         self.steps.release()
 

@@ -19,7 +19,7 @@ range, for example by backward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,7 +208,10 @@ def order_of_part(
 
 
 def cut_ranges(
-    module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
+    module: fx.GraphModule,
+    ranges: Mapping[Range, fx.Node],
+    axes: Mapping[fx.Node, Any],
+    uncut: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
     """Returns a new module, in which some ranges of the old module are cut into parts of the batch.
 
@@ -217,11 +220,12 @@ def cut_ranges(
     module: the old module with its graph.
     ranges: {range to cut: a tensor whose first size is the length of the batch (in sequences or tokens)}.
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
+    uncut: nodes that run once, on whole inputs (`pmoe.graph.axes.Inferred`).
 
     In the new graph, a call that was cut has one node for each part. Each of these nodes has the call's
     `label` in meta["origin"]. The node that joins the parts has this label in meta["joins"].
     """
-    return _Cutter(module, axes).run(ranges)
+    return _Cutter(module, axes, uncut).run(ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,21 +299,27 @@ class _Cutter:
 
     module: the module with the old graph.
     axes: for each node of the old graph, the dimension along which it is cut.
+    uncut: nodes of the old graph that run once, on whole inputs.
     graph: the new graph.
     whole: for a node of the old graph, the node of the new graph that has its value for the whole batch.
     sequences: length of the batch in the range that is being cut. It is a number, or a node of the new graph
         that computes the number.
+    first: the name of the range that is being cut: the label of its first call.
     kept: {tensor that forward saved for a layer: the layer's `Route`, and the tensor's name in `Route.kept`}.
     routed: for the `Route` of each layer, one dict for each part. The dict has the nodes with the part's
         sorted slots, row counts and rows, by the names of `Route.kept`.
     """
 
-    def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, axes: Mapping[fx.Node, Any], uncut: Collection[fx.Node]
+    ) -> None:
         self.module = module
         self.axes = axes
+        self.uncut = uncut
         self.graph = fx.Graph()
         self.whole = dict[fx.Node, fx.Node]()
         self.sequences: Any = None
+        self.first = ""
         self.kept: dict[fx.Node, tuple[Route, str]] = {}
         self.routed: dict[Route, list[dict[str, fx.Node]]] = {}
 
@@ -340,6 +350,7 @@ class _Cutter:
             while end < len(calls) and is_result(calls[end]):
                 end += 1
             self.sequences = self._size_of(ranges[range_])
+            self.first = range_.first
             self._cut(calls[index:end], range_.k, range_.lag)
             index = end
         output = self.module.graph.output_node()
@@ -444,9 +455,11 @@ class _Cutter:
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
-            if any(source in inside or self.axes[source] is not None for source in node.all_input_nodes):
+            sources = node.all_input_nodes
+            reads_whole = node in self.uncut or all(self.axes[source] is None for source in sources)
+            if not reads_whole or not inside.isdisjoint(sources):
                 inside.add(node)
-            else:  # no input is cut: computed once, for all parts
+            else:  # computed once, for all parts
                 self.whole[node] = self._copy(node, self.whole.__getitem__)
         cut_nodes = (node for node in body if node in inside)
         stages_of_range = stages(cut_nodes, lambda node: node.target is moe.exchange.default)
@@ -486,7 +499,8 @@ class _Cutter:
                 whole = self.whole[old_node]
                 new_nodes[old_node] = self._routed(old_node, part) if old_node in self.kept else whole
                 if isinstance(axis, int) and isinstance(old_node.meta.get("val"), Tensor):
-                    name = f"{label(old_node)}, cut for part {part}"
+                    # Each range cuts the tensor for itself, and no two calls may have the same name.
+                    name = f"{label(old_node)}, cut for part {part} of the range from {self.first}"
                     new_nodes[old_node] = self._call(
                         part_of_batch, whole, axis, self.sequences, part, k, name=name
                     )

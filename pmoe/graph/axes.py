@@ -96,7 +96,7 @@ def _is_number(node: fx.Node) -> bool:
 
 
 class Inferred(NamedTuple):
-    """How the nodes of a graph are cut into parts of the batch.
+    """The axes of a graph's nodes, and the nodes that run once, on the whole batch.
 
     axes: the axis of each node; None if all parts use the node's whole result. A node with several results
         has a tuple.
@@ -194,6 +194,7 @@ class _Inference:
         self.axes: dict[fx.Node, Any] = {}
         self.refused: dict[fx.Node, str] = {}
         self.uncut = set[fx.Node]()
+        self._cut = set[fx.Node]()  # calls that run on parts of the batch, so that no whole result exists
 
     def add(self, node: fx.Node) -> None:
         """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
@@ -246,14 +247,21 @@ class _Inference:
         inputs = tensors(node)
         axes = self.axes
         if _is_number(node):
-            return IRREGULAR if any(axes[source] == IRREGULAR for source in node.all_input_nodes) else None
+            if any(axes[source] == IRREGULAR for source in node.all_input_nodes):
+                return IRREGULAR
+            # A size that a call reads must be that of the whole batch: ``x / x.shape[0]`` divides each part
+            # of x by the length of the batch.
+            if not self._cut.isdisjoint(node.all_input_nodes):
+                raise RefusedError(f"{node.target} reads the size of {node.args[0]}, which is cut")
+            return None
         if not inputs:
             self._free.add(node)
         if node.target is operator.getitem:
             if inputs[0] in self._free:
                 self._free.add(node)
-            if inputs[0] in self.uncut:
-                self.uncut.add(node)
+            for nodes in (self._cut, self.uncut):
+                if inputs[0] in nodes:
+                    nodes.add(node)
             axis_of_source = axes[inputs[0]]
             index = _number(node, 1)
             return axis_of_source[index] if isinstance(axis_of_source, tuple) else axis_of_source
@@ -270,6 +278,7 @@ class _Inference:
                 for source, axis in zip(inputs, combination.inputs, strict=True):
                     axes[source] = axis
                     self._free.discard(source)  # a tensor keeps the axis of its first use
+                self._cut.add(node)
                 return combination.result
         raise RefusedError(f"{node.target} cannot be cut along {[axes[source] for source in inputs]}")
 
@@ -698,6 +707,8 @@ def _view(node: fx.Node) -> Iterator[Combination]:
     - ``expand`` can be cut along every dimension whose size stays the same.
     - All other views can also be cut into summands (`SUM`): the views of the summands add up to the view of
       their sum.
+    - In a part, the size of the cut dimension is left out (-1), because it follows from the part's number of
+      elements. If the call leaves out another size, that size must be known when the graph is traced.
 
     node: the call of the view.
     """
@@ -708,11 +719,14 @@ def _view(node: fx.Node) -> Iterator[Combination]:
             if size == result[dim + offset] and size != 1:
                 yield Combination((dim,), dim + offset)
         return
+    sizes = _number(node, 1)
+    left_out = {dim for dim, size in enumerate(result) if sizes[dim] == -1 and not isinstance(size, int)}
     for dim, size in enumerate(source):
         before = math.prod(source[:dim])
         for other, other_size in enumerate(result):
             if size != 1 and other_size != 1 and math.prod(result[:other]) == before:
-                yield Combination((dim,), other)
+                if left_out <= {other}:
+                    yield Combination((dim,), other)
                 break
     yield Combination((SUM,), SUM)
 

@@ -426,11 +426,11 @@ class _Cutter:
 
         target: the operator or function that is called.
         args: its arguments.
-        name: the `label` of the call; "" for none.
+        name: the `label` of the call; "" for one that is made of the node's name.
         """
         call = self.graph.call_function(target, args)
-        if name:
-            call.meta["label"] = name
+        # The names of other calls do not end so, and the new graph has each name only once.
+        call.meta["label"] = name or f"{call.name}, added"
         return call
 
     def _copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node], part: str = "") -> fx.Node:
@@ -456,11 +456,13 @@ class _Cutter:
         inside = set[fx.Node]()
         for node in body:
             sources = node.all_input_nodes
-            reads_whole = node in self.uncut or all(self.axes[source] is None for source in sources)
-            if not reads_whole or not inside.isdisjoint(sources):
+            # A size may be that of a whole tensor from before the range, which is cut in the range.
+            is_number = isinstance(node.meta.get("val"), NUMBERS)
+            reads_whole = all(self.axes[source] is None for source in sources)
+            if (reads_whole or is_number or node in self.uncut) and inside.isdisjoint(sources):
+                self.whole[node] = self._copy(node, self.whole.__getitem__)  # computed once, for all parts
+            else:
                 inside.add(node)
-            else:  # computed once, for all parts
-                self.whole[node] = self._copy(node, self.whole.__getitem__)
         cut_nodes = (node for node in body if node in inside)
         stages_of_range = stages(cut_nodes, lambda node: node.target is moe.exchange.default)
         for stage, part in turns(len(stages_of_range), k, lag):
@@ -491,8 +493,8 @@ class _Cutter:
 
             old_node: the input, a node of the old graph.
 
-            An input that was computed before the range is not cut yet. If it must be cut along a dimension, a
-            call that selects the part is added to the new graph.
+            An input that was computed before the range, or once for all parts, is not cut yet. If it must be
+            cut along a dimension, a call that selects the part is added to the new graph.
             """
             if old_node not in new_nodes:
                 axis = self.axes.get(old_node)
@@ -514,8 +516,10 @@ class _Cutter:
         copied = self._copy(node, value, f", part {part}")
         axis = self.axes[node]
         if node.target in SIZED and isinstance(axis, int):
-            whole = node.meta["val"].shape
-            sizes = [whole[index] if size == -1 else size for index, size in enumerate(copied.args[1])]  # type: ignore[arg-type]
+            sizes: list[Any] = [*copied.args[1]]  # type: ignore[misc]
+            if node.target is not aten.expand.default:  # in which -1 keeps a size
+                whole = node.meta["val"].shape
+                sizes = [whole[index] if size == -1 else size for index, size in enumerate(sizes)]
             sizes[axis] = -1
             copied.args = (copied.args[0], sizes)
         if node.target in MADE and isinstance(axis, int):
@@ -543,8 +547,7 @@ class _Cutter:
 
             a dimension   the parts are concatenated
             SUM           the parts are added
-            None          the value is the same in all parts, so the first part is taken. Only numbers may
-                          differ, such as the size of a part: they are computed again from whole tensors
+            None          the value is the same in all parts, so the first part is taken
             IRREGULAR     rows are joined in the order that they would have without parts; row counts are
                           added; sorted slots are computed again for the whole batch
 
@@ -554,11 +557,8 @@ class _Cutter:
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
-        is_view = (isinstance(axis, int) or axis == SUM) and node.target in VIEWS
-        is_number = axis is None and isinstance(node.meta.get("val"), NUMBERS)
         # Join the tensor that is viewed, and view the result. Joining each view would take memory for each.
-        # Numbers are computed again, too, because the sizes of a part are not those of the whole tensor.
-        if is_view or is_number:
+        if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
             for source in node.all_input_nodes:
                 if source not in self.whole:
                     self.whole[source] = self._join(source, parts)

@@ -1,7 +1,8 @@
 """Sums over ranks between calls of layers, which one rank alone asks for: all ranks raise soon.
 
-They are the loads of `DeepSeekGate.update_bias`, statistics, and the counts of a `BalanceLoss`. Before, the rank waited in the sum, and its
-peers in their next call, until the timeout of the process group: 30 minutes with torch's defaults.
+They are the loads of `DeepSeekGate.update_bias`, statistics, and the counts of a `BalanceLoss`. Before, the
+rank waited in the sum, and its peers in their next call, until the timeout of the process group: 30 minutes
+with torch's defaults.
 """
 
 from __future__ import annotations

@@ -799,6 +799,9 @@ def publishing_failures(ranks: Ranks, stage: str) -> contextlib.AbstractContextM
     allocation. After the error, the rank has left a pass in the middle. If all ranks raise an error after the
     same collective, no rank waits, and the group can be used again (`settle`).
 
+    Passes and the exchange of row counts call `leave` in a ``try`` statement of their own, which has the same
+    effect and takes fewer calls of the host.
+
     ranks: the ranks of the layer.
     stage: what the block does, in words. The error of this rank's next call quotes it.
     """

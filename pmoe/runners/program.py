@@ -31,7 +31,7 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.products import GradientSum
 from pmoe.experts.stacked import OPERANDS, StackedExperts
-from pmoe.kernels.operands import VECTOR_BYTES
+from pmoe.kernels.operands import VECTOR_BYTES, is_dense
 from pmoe.program.backend import CompiledPass, Programs
 from pmoe.program.records import Base
 from pmoe.schedule.restore import GATHERED_AGAIN, Restore
@@ -376,8 +376,7 @@ class _PassCall:
 
 def _readable(tensor: Tensor) -> Tensor:
     """Returns a tensor whose rows lie one after another at an aligned address; a copy if they do not."""
-    is_readable = tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
-    return tensor if is_readable else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if is_dense(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _pair_by_number(pass_plan: PassPlan) -> Tensor:

@@ -472,8 +472,7 @@ def _results(case: Case, world: int, rank: int, options: dict[str, Any]) -> dict
     model, _ = built(case, world)
     freeze(case, model, rank)
     watch(case, model.layer, rank)
-    found = program(case, model, rank, real=True)
-    return found
+    return program(case, model, rank, real=True)
 
 
 def _equal(ours: Tensor | None, theirs: Tensor | None) -> bool:

@@ -412,6 +412,22 @@ def test_steps_in_the_wrong_order_are_refused() -> None:
         check_steps([stand_in("one"), stand_in("one")])
 
 
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--only", "routin g"], "--only ('routin g') must be a part of a step's name: copy, extension, "),
+        (["--patience", "0.5"], "--patience (0.5) must be at least 1"),
+        (["--patience", "nan"], "--patience (nan) must be at least 1"),
+    ],
+)
+def test_words_with_which_no_step_could_pass_are_refused_before_the_first(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ladder.main(words)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
 def test_one_step_is_taken_with_what_it_needs() -> None:
     names = [each.name for each in ladder.chosen(all_steps(), "COMET, one rank")]
     assert names == ["copy", "extension", "routing", "COMET, one rank"]

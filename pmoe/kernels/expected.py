@@ -123,7 +123,7 @@ def _fitting(capability: tuple[int, int], archs: Sequence[str]) -> tuple[Version
     binaries = []
     texts = []
     for name in archs:
-        match = re.fullmatch(r"(sm_|ptx)(\d+)([af]?)", name)
+        match = re.fullmatch(r"(sm_|ptx)(\d{2,3})([af]?)", name)
         if match is None or name in UNUSED:
             raise ValueError(
                 f"archs ({name!r}) must be names such as sm_80, sm_90a or ptx80; of compute capability 9.0 "

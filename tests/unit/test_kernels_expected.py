@@ -69,7 +69,7 @@ def test_what_the_driver_loaded_goes_before_the_rules() -> None:
     assert found.hopper is not None and "CUDA_FORCE_PTX_JIT" in found.hopper
 
 
-@pytest.mark.parametrize("name", ["hopper", "sm_90", "ptx90", "ptx90a"])
+@pytest.mark.parametrize("name", ["hopper", "sm_9999", "sm_90", "ptx90", "ptx90a"])
 def test_a_name_for_which_nothing_is_compiled_is_refused(name: str) -> None:
     """As ``setup.py`` refuses it: of compute capability 9.0 there is sm_90a only."""
     with pytest.raises(ValueError, match=rf"archs \('{name}'\) must be names such as sm_80"):

@@ -108,10 +108,10 @@ class _Pause:
 
 
 class ConnectionKey(NamedTuple):
-    """Everything on which a communicator for pass programs depends, besides its group.
+    """The key of a communicator for pass programs, among those of a group.
 
-    The fields are those of `ProgramsKey`. So all layers of a group share a communicator, whatever their sizes
-    and dtypes are: each communicator of NCCL takes memory on the device and a thread.
+    The fields are those of `ProgramsKey`. Sizes and dtypes are not among them, so all layers of a group share
+    a communicator. Each communicator of NCCL takes memory on the device, and a thread.
     """
 
     device: torch.device
@@ -122,7 +122,7 @@ class ConnectionKey(NamedTuple):
 
 @dataclass
 class _GroupPrograms:
-    """What the ranks of a group agreed about pass programs. It is kept as long as the group exists.
+    """The programs, communicators and pauses of a group, on which its ranks have agreed.
 
     agreed: the programs on which the ranks agreed, or the reason why there are none.
     communicators: the communicators with which the programs send rows.
@@ -154,16 +154,16 @@ def _without_closed(answers: dict[KeyOfHeaps, T], closings: int) -> dict[KeyOfHe
 
 
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupPrograms] = weakref.WeakKeyDictionary()
-"""What the ranks of each group agreed (`_programs_of_group`)."""
+"""The programs of each group, as long as the group exists (`_programs_of_group`)."""
 
 _of_one_rank = _GroupPrograms()
 """The programs of layers without a group, on one rank."""
 
 
 def _programs_of_group(ranks: Ranks) -> _GroupPrograms:
-    """Returns what these ranks have agreed so far.
+    """Returns the programs on which these ranks have agreed so far.
 
-    If they have agreed on nothing, the function forgets groups that were destroyed, with their communicators.
+    If there are none yet, the function forgets groups that were destroyed, with their communicators.
     """
     if ranks.group is None:
         return _of_one_rank

@@ -107,11 +107,13 @@ def expected_kernels(
 UNUSED = ("sm_90", "ptx90", "ptx90a", "sm_90f", "ptx90f")
 """Names for which ``setup.py`` compiles nothing: versions 90 of 90 must mean sm_90a (`hopper_refusal`)."""
 
-Versions = tuple[int, int]
+CodeVersions = tuple[int, int]
 """The versions (binary, PTX) of loaded code; 90 means 9.0."""
 
 
-def _fitting(capability: tuple[int, int], archs: Sequence[str]) -> tuple[Versions | None, Versions | None]:
+def _fitting(
+    capability: tuple[int, int], archs: Sequence[str]
+) -> tuple[CodeVersions | None, CodeVersions | None]:
     """Returns the versions of the best binary that fits, and of the best PTX that fits; None if none fits.
 
     A compute capability is major.minor. A binary fits devices with the binary's major number and with a minor

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from pmoe.call.modules import LayerModules
 from pmoe.comm.agreement import all_fail_together, gathered
@@ -52,7 +53,7 @@ class ProgramsKey:
 
     group: name of the ranks' group (`Ranks.name`). A group that is made again has another name.
     device, dtype: of the rows.
-    experts_type, activation: class and nonlinearity of the experts.
+    experts_type, activation: class and nonlinearity of the experts. Parametrizations change neither.
     backend: the backend of the device; None if there is none.
     shape: sizes of the layer.
     heaps: whether rows travel over heaps, if there can be heaps.
@@ -269,7 +270,9 @@ def key_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> ProgramsKe
         group=modules.ranks.name,
         device=device,
         dtype=x_TM.dtype,
-        experts_type=type(experts),
+        # A parametrized module has a class of its own, on the ranks where it is parametrized. Its values are
+        # still those of an operand, so the class of the key must be the same on all ranks.
+        experts_type=type_before_parametrizations(experts),
         activation=experts.fused_activation,
         backend=backend,
         shape=LayerShape.of(modules, x_TM, weight_TK, device_type=device_type),

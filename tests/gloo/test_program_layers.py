@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pmoe import warn
 from pmoe.comm.agreement import all_fail_together
@@ -82,6 +84,34 @@ def test_a_step_by_programs_is_the_engines_to_the_bit_in_all_cases(world: int, b
 def test_experts_may_be_frozen_on_one_rank_only() -> None:
     for frozen_rank in (0, 1):
         ranks(2).run(layer_job, QUICK, frozen_rank)
+
+
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def parametrized_job(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Runs a step by programs and by the engine after rank 0 alone has parametrized its experts."""
+    found = []
+    with on_cpu():
+        for program in (True, False):
+            layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=program)
+            gradients(layer, tokens(5, rank))
+            if rank == 0:
+                parametrize.register_parametrization(layer.experts, "w1", Halved())
+            found.append(gradients(layer, tokens(5, rank)))
+            assert layer.ran is not None
+            assert layer.ran.path == ("program" if program else "pipeline")
+    return found
+
+
+def test_experts_may_be_parametrized_on_one_rank_only() -> None:
+    """torch gives them another class there. Ranks that ask about it alone would wait for the others."""
+    for by_programs, by_engine in ranks(2).run(parametrized_job):
+        assert_same(by_programs, by_engine)
 
 
 class Refusing(CpuBackend):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -162,8 +162,15 @@ class ProgramRunner(PassRunner):
     plan: Plan
     send_nWE: Tensor
     recv_nWE: Tensor
+    _rows: list[ProgramRows] = field(default_factory=list)
 
     def rows(self) -> ProgramRows:
+        if not self._rows:  # the rows of both passes are the same
+            self._rows.append(self._rows_of_plan())
+        return self._rows[0]
+
+    def _rows_of_plan(self) -> ProgramRows:
+        """Returns the rows of the plan, in the form in which programs read them."""
         pass_plan = self.plan.forward
         chunks, pieces = pass_plan.chunks, pass_plan.pieces
         sends = self.programs.shape.sends

@@ -18,7 +18,7 @@ from torch import Tensor
 from pmoe.engine.passes.base import ForwardState, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden, Runs
-from pmoe.experts.products import GradientSum
+from pmoe.experts.products import ExpertViews, GradientSum
 from pmoe.schedule.restore import GATHERED_AGAIN
 
 
@@ -89,6 +89,7 @@ class Backward(Pass):
         self.saved = saved
         self.kept = saved.kept
         self.parameters = saved.inputs.parameters
+        self.views = ExpertViews(self.parameters)
         self.regroup = saved.regroup or self.regroup  # with send_once=True forward computed it, not the plan
         wanted = saved.inputs.like(saved.wanted)
         additions = self.schedule.num_weight_gradients

@@ -36,7 +36,7 @@ from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Actions
 from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage
 from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
-from pmoe.experts.products import RowGroups
+from pmoe.experts.products import ExpertViews, RowGroups
 from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, Stages, sequential
 
@@ -238,6 +238,7 @@ class Pass:
     combine_input: the name of the buffer that the all-to-all back sends. It differs from ``sent_back`` only
         if experts are sharded, because a reduce-scatter comes before.
     parameters: the tensors with which the experts compute.
+    views: the views of each expert's part of the parameters.
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens with M = d_model columns. In
         forward they are the layer's input and output, in backward the gradients of the output and the input.
@@ -261,6 +262,7 @@ class Pass:
     dispatch_output: str
     combine_input: str
     parameters: Sequence[Tensor]
+    views: ExpertViews
     plan: Plan
     pass_plan: PassPlan
     source_TM: Tensor
@@ -413,7 +415,15 @@ class Pass:
         out: (N, M), memory for the result; None lets the experts choose it.
         grad_weight_N: (N,), memory for the gradient of the routing weights; None in forward.
         """
-        return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out, grad_weight_N)
+        return ExpertRows(
+            rows_NM,
+            self.groups(unit),
+            self.parameters,
+            self.space(unit),
+            out,
+            grad_weight_N,
+            views=self.views,
+        )
 
     # ---- towards the experts
 

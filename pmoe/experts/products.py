@@ -75,8 +75,8 @@ class RowGroups:
 
         tensors: tensors whose first dimension indexes the N rows of all experts.
         """
-        if len(self.with_rows) < 2:
-            return [(expert, *tensors) for expert in self.with_rows]
+        if len(self.with_rows) == 1:
+            return ((self.with_rows[0], *tensors),)
         return zip(self.with_rows, *map(self.split, tensors), strict=True)
 
     def split(self, tensor: Tensor, dim: int = 0) -> tuple[Tensor, ...]:

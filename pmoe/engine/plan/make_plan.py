@@ -302,17 +302,19 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
         if bypass_local:
             send_nPE = without_own(send_nPE, rank, num_staying)
             recv_nWE = without_own(recv_nWE, rank, num_staying)
-        numbers_nP = send_nPE.sum(2)
+        # numpy sums small arrays in a third of the time of torch.
+        recv = recv_nWE.numpy()
+        numbers_nP = send_nPE.numpy().sum(2)
         numbers_by_chunk = numbers_nP.tolist()
         sent_by_chunk = (
             numbers_by_chunk if shared.sent_once is None else by_chunk(shared.sent_once, n).tolist()
         )
-        come_nW = recv_nWE.sum(2) if shared.received_once is None else by_chunk(shared.received_once, n)
+        come_nW = recv.sum(2) if shared.received_once is None else by_chunk(shared.received_once, n)
         come_by_chunk = come_nW.tolist()
-        by_expert = recv_nWE.sum(1).tolist()
+        by_expert = recv.sum(1).tolist()
         # `_are_several` without a call for each chunk.
         are_several = [len(come_W) - come_W.count(0) > 1 for come_W in come_by_chunk]
-        come_by_source = recv_nWE.sum((0, 2)).tolist()
+        come_by_source = recv.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None
         fine: Tensor | None = None

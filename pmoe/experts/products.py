@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ class RowGroups:
         return tensor.split_with_sizes([self.counts[expert] for expert in self.with_rows], dim)
 
 
+@dataclass
 class ExpertViews:
     """The views of each expert's part of the parameters. A pass makes each view once, for all chunks.
 
@@ -96,9 +98,8 @@ class ExpertViews:
         as one pass, in which they stay the same. Views of other tensors are made at each call and not stored.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._made: dict[tuple[int, bool], tuple[Tensor, ...]] = {}
+    parameters: Sequence[Tensor]
+    _made: dict[tuple[int, bool], tuple[Tensor, ...]] = field(default_factory=dict)
 
     def of(self, stacked: Tensor, *, transposed: bool = False) -> tuple[Tensor, ...]:
         """Returns the part of each expert, as views; with ``transposed``, of (E, O, I) the matrices (I, O).
@@ -109,7 +110,7 @@ class ExpertViews:
         views = self._made.get(key)
         if views is None:
             views = (stacked.transpose(1, 2) if transposed else stacked).unbind()
-            if any(stacked is parameter for parameter in self._parameters):
+            if any(stacked is parameter for parameter in self.parameters):
                 self._made[key] = views
         return views
 

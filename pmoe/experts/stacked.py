@@ -381,8 +381,7 @@ class StackedExperts(Experts):
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         w1, _, b1, _ = self.weights(expert_rows.parameters)
         hidden_NG = expert_rows.new("T_M", w1.shape[1])
-        views = expert_rows.views
-        self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG, views=views)
+        self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG, views=expert_rows.views)
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def join(

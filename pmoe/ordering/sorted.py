@@ -23,10 +23,8 @@ different numbers of experts; S is then the number of slots of all tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,8 +35,6 @@ from pmoe.ordering.base import Order
 from pmoe.warn import warn_of_fallback
 
 MAX_INT16 = 2**15 - 1
-
-Array = npt.NDArray[Any]
 
 
 def chunk_bounds(num_tokens: int, n: int) -> list[int]:
@@ -100,30 +96,18 @@ def count_rows(
     tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
         is token t.
     """
-    on_host = _is_plain_on_host(expert_TK)
-    key: Any = _values(expert_TK, on_host)
-    chunk = _chunks(expert_TK, n, tokens, on_host)
+    key = expert_TK.reshape(-1).long()
+    chunk = _chunks(expert_TK, n, tokens)
     if chunk is not None:
         key = chunk * num_experts + key
     if keep_TK is not None:
-        key = (np if on_host else torch).where(_values(keep_TK, on_host), key, n * num_experts)
-    if on_host:
-        counts = torch.from_numpy(np.bincount(key, minlength=n * num_experts + 1))
+        key = torch.where(keep_TK.reshape(-1), key, n * num_experts)
+    if type(key) is Tensor and key.device.type == "cpu":
+        counts = torch.from_numpy(np.bincount(key.numpy(), minlength=n * num_experts + 1))
     else:
-        key = key.long()
         counts = torch.zeros(n * num_experts + 1, dtype=torch.int64, device=key.device)
         counts.scatter_add_(0, key, torch.ones_like(key))
     return counts[:-1].view(n, num_experts)
-
-
-def _is_plain_on_host(tensor: Tensor) -> bool:
-    """Returns whether numpy can compute with a tensor. With few tokens it takes a third of torch's time."""
-    return type(tensor) is Tensor and tensor.device.type == "cpu"
-
-
-def _values(of_TK: Tensor, on_host: bool) -> Tensor | Array:
-    """Returns the values in one dimension; if ``on_host``, as a numpy array in the memory of the tensor."""
-    return of_TK.reshape(-1).numpy() if on_host else of_TK.reshape(-1)
 
 
 def sort_rows(
@@ -155,58 +139,54 @@ def sort_rows(
     tokens: the token of each line of expert_TK, if tokens have different numbers of experts; None if line t
         is token t.
     """
-    on_host = _is_plain_on_host(expert_TK)
-    expert: Any = _values(expert_TK, on_host)
-    chunk = _chunks(expert_TK, n, tokens, on_host)
-    where = (np if on_host else torch).where
-    block = chunk
+    expert = expert_TK.reshape(-1)
+    chunk = _chunks(expert_TK, n, tokens)
+    block: Tensor | None = chunk
     if local and (len(local) < num_experts or m < n):  # else all rows stay, in the order of their chunks
         stays = (expert >= local.start) & (expert < local.stop)
         if m == n:
-            block = 0 + stays if chunk is None else 2 * chunk + stays
+            block = stays.long() if chunk is None else 2 * chunk + stays
         elif chunk is not None:
-            block = where(stays, n + (chunk - (n - m)).clip(min=0), chunk)  # as `piece_of` does
+            block = torch.where(stays, n + (chunk - (n - m)).clamp(min=0), chunk)  # as `piece_of` does
     key = expert if block is None else block * num_experts + expert
     if keep_TK is not None:
-        key = where(_values(keep_TK, on_host), key, 2 * (n + m) * num_experts)
-    if on_host and 2 * (n + m) * num_experts <= MAX_INT16:
+        key = torch.where(keep_TK.reshape(-1), key, 2 * (n + m) * num_experts)
+    if type(key) is Tensor and key.device.type == "cpu" and 2 * (n + m) * num_experts <= MAX_INT16:
         # numpy sorts keys of 16 bits digit by digit, in a fifth of the time of torch's sort. The copy lies in
         # memory of torch, so that its bytes are counted.
-        slot = torch.from_numpy(np.argsort(key.astype(np.int16), kind="stable")).clone()
+        slot = torch.from_numpy(np.argsort(key.to(torch.int16).numpy(), kind="stable")).clone()
     else:
-        slot = torch.as_tensor(key).argsort(stable=True)
+        slot = key.argsort(stable=True)
     position = torch.empty_like(slot)
-    if on_host:
-        position.numpy()[slot.numpy()] = np.arange(len(key))
+    if type(slot) is Tensor and slot.device.type == "cpu":
+        position.numpy()[slot.numpy()] = np.arange(slot.numel())
     else:
         position.scatter_(0, slot, torch.arange(slot.numel(), device=slot.device))
     return SortedRows(slot=slot, position=position)
 
 
-def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None, on_host: bool) -> Any:
+def _chunks(expert_TK: Tensor, n: int, tokens: Tokens | None) -> Tensor | None:
     """Returns the chunk of each (token, choice) pair; None if there is only one chunk.
 
-    The result is (T * K,) int64, or (S,) if tokens have different numbers of experts. It is a numpy array if
-    ``on_host``, else a tensor.
+    The result is (T * K,) int64, or (S,) if tokens have different numbers of experts.
 
     expert_TK: (T, K) for T tokens with K choices each. If tokens have different numbers of experts: (S, 1),
         one row for each of the S (token, choice) pairs. Only its shape and device are used.
     n: number of chunks.
     tokens: the token to which each row of expert_TK belongs, if tokens have different numbers of experts.
         None if row t belongs to token t.
-    on_host: whether numpy computes.
     """
     if n == 1:
         return None
     # Token t is in chunk floor(((t + 1) * n - 1) / T), the inverse of `chunk_bounds`.
     num_tokens, top_k = expert_TK.shape
     if tokens is not None and tokens.of_slot is not None:
-        return ((_values(tokens.of_slot, on_host) + 1) * n - 1) // max(tokens.count, 1)
-    bounds = (n - 1, n * num_tokens + n - 1, n)
-    if on_host:
-        chunk_T = np.arange(*bounds) // max(num_tokens, 1)
-        return chunk_T if top_k == 1 else chunk_T.repeat(top_k)
-    chunk_T = torch.arange(*bounds, device=expert_TK.device) // max(num_tokens, 1)
+        chunk_T = ((tokens.of_slot + 1) * n - 1) // max(tokens.count, 1)
+    elif expert_TK.device.type == "cpu":  # numpy takes a third of the time of torch if there are few tokens
+        chunk_T = torch.from_numpy(np.arange(n - 1, n * num_tokens + n - 1, n) // max(num_tokens, 1))
+    else:
+        ends_T = torch.arange(n - 1, n * num_tokens + n - 1, n, device=expert_TK.device)
+        chunk_T = ends_T // max(num_tokens, 1)
     return chunk_T if top_k == 1 else chunk_T.repeat_interleave(top_k)
 
 

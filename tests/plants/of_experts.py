@@ -72,8 +72,8 @@ EXPERTS = (
         name="recomputed-without-bias",
         breaks="T_M is made again without its bias",
         file=STACKED,
-        old="self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG)",
-        new="self.product(expert_rows.rows_NM, w1, expert_rows.groups, None, out=hidden_NG)",
+        old="self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG,",
+        new="self.product(expert_rows.rows_NM, w1, expert_rows.groups, None, out=hidden_NG,",
         tests=f"{TESTS} tests/unit/test_reuse.py",
     ),
     Plant(

@@ -1,4 +1,4 @@
-"""Views of each expert's weights are made once a pass. No call computes with the weights of an earlier call."""
+"""A pass makes views of each expert's weights once. No call computes with the weights of an earlier call."""
 
 from __future__ import annotations
 

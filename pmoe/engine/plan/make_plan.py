@@ -102,11 +102,9 @@ class SortedSlots:
         """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped pairs last."""
         if n not in self._sorted:
             modules = self.modules
-            num_pieces = self.num_pieces(n)
-            num_experts = modules.num_experts
-            staying = modules.staying
+            m = self.num_pieces(n)
             self._sorted[n] = sort_rows(
-                self.expert_TK, self.keep_TK, n, num_experts, staying, num_pieces, self.tokens
+                self.expert_TK, self.keep_TK, n, modules.num_experts, modules.staying, m, self.tokens
             )
         return self._sorted[n]
 
@@ -284,7 +282,10 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     # Most chunks are single bins: these two lines then save the calls of `by_chunk`.
     send_nPE = shared.send if shared.send.shape[0] == n else by_chunk(shared.send, n)
     recv_nWE = shared.recv if shared.recv.shape[0] == n else by_chunk(shared.recv, n)
-    local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
+    local_counts = []
+    if bypass_local:
+        own_nE = send_nPE[:, rank, :num_staying]
+        local_counts = (own_nE if num_pieces == n else _by_piece(own_nE, num_pieces)).tolist()
     order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
     received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     num_tokens = [end - begin for begin, end in itertools.pairwise(token_bounds)]

@@ -64,8 +64,8 @@ EXPERTS = (
         name="bias-of-every-shard",
         breaks="each shard of an expert adds the whole bias",
         file=STACKED,
-        old="product(active_NH, w2, groups, None if self.shard.index else b2,",
-        new="product(active_NH, w2, groups, b2,",
+        old="bias = None if self.shard.index else b2",
+        new="bias = b2",
         tests="tests/gloo/test_flexible.py -k sharded_experts_equal",
     ),
     Plant(

@@ -183,9 +183,8 @@ class FlatAllToAll(Dispatch, Combine):
 
 
 ASYNCHRONOUS = dist.AllToAllOptions()
-"""Options of an all-to-all that the caller awaits later."""
-
 ASYNCHRONOUS.asyncOp = True
+"""Options of an all-to-all that the caller awaits later."""
 
 
 def all_to_all(

@@ -190,7 +190,7 @@ class _OnCuda(Pass):
         slots: for each row its (token, choice) pair, if the first product picks the rows from the tokens; it
             must be None in backward.
         """
-        # As `groups` and `space`, without calls for each task.
+        # As `groups`, without a call for each task.
         i, place = unit
         result_row = None
         if place:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,10 +185,11 @@ class FlatAllToAll(Dispatch, Combine):
 
 @functools.cache
 def _asynchronous() -> dist.AllToAllOptions:
-    """Returns the options of an all-to-all that the caller awaits later."""
-    options = (
-        dist.AllToAllOptions()
-    )  # not a constant, because a torch without torch.distributed lacks the class
+    """Returns the options of an all-to-all that the caller awaits later.
+
+    They are no constant, because a torch that was built without torch.distributed lacks their class.
+    """
+    options = dist.AllToAllOptions()
     options.asyncOp = True
     return options
 
@@ -210,5 +211,8 @@ def all_to_all(
         out = out.view(torch.uint8)
     collectives.begun += 1
     # The method of the group, without `dist.all_to_all_single` around it. That function checks the types of
-    # its arguments again in Python, which takes a third of the host's time of the call.
-    return group.all_to_all_single(out, rows, recv_rows, send_rows, _asynchronous())
+    # its arguments again in Python, which takes a third of the host's time of the call. Before torch 2.13
+    # the method's name was `alltoall_base`.
+    has_name = hasattr(group, "all_to_all_single")
+    start: Callable[..., dist.Work] = group.all_to_all_single if has_name else group.alltoall_base
+    return start(out, rows, recv_rows, send_rows, _asynchronous())

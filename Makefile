@@ -381,11 +381,11 @@ gpu-comet: gpu-build
 	export PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}"
 	[ "$${PMOE_CUDA:-1}" != 0 ] || exit 0
 	if [ -n "$$("$(GPU_PYTHON)" -c "$$FIND_CUOBJDUMP")" ]; then
-		timeout -k 5 80 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/unit/test_comet_kernels.py -m "$(QUICK)" \
+		timeout -k 5 60 "$(GPU_PYTHON)" $(GPU_PYTEST) tests/unit/test_comet_kernels.py -m "$(QUICK)" \
 			$(GPU_PYTEST_ARGS) || failed=1
 	fi
-	timeout -k 5 270 "$(GPU_PYTHON)" $(GPU_PYTEST) $(COMET_TESTS) -m gpu $(GPU_PYTEST_ARGS) || failed=1
-	for one in comet:110 flashdmoe:110; do
+	timeout -k 5 220 "$(GPU_PYTHON)" $(GPU_PYTEST) $(COMET_TESTS) -m gpu $(GPU_PYTEST_ARGS) || failed=1
+	for one in comet:90 flashdmoe:90; do
 		timeout -k 5 $${one#*:} "$(GPU_PYTHON)" bench/bench_$${one%:*}.py --out bench/results $(ARGS) || failed=1
 	done
 	exit $$failed

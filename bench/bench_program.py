@@ -1,6 +1,7 @@
 """How long does the interpreter of pass programs take to issue a pass, without what its calls take?
 
     python bench/bench_program.py [--rounds 12] [--calls 2000] [--json FILE]
+    python bench/bench_program.py --runner
 
 The backend only counts its calls, so launches, events and collectives cost nothing. A run computes the
 numbers of the call from its row counts, resolves the addresses of all operands, and issues all calls:
@@ -14,6 +15,10 @@ rounds the median and the smallest. No GPU is used.
 Further tables predict the host's time of a pass over CUDA and NCCL, and over CUDA and symmetric heaps, from
 the numbers of calls and from assumed costs of a call. The last one is of passes that a CUDA graph repeats.
 Nobody has measured any of them on a GPU.
+
+With ``--runner`` it measures what Python's runner (`pmoe.runners.program`) takes around a pass of two ranks,
+in the branches for CUDA, with nothing issued: it allocates, converts indices, rounds gradients, and passes
+addresses. The assumed costs leave most of this out.
 """
 
 from __future__ import annotations
@@ -22,11 +27,12 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from a clone without installing
 
@@ -268,6 +274,112 @@ def timed(library: Any, ranks: int, n: int, direction: str, rounds: int, calls: 
     }
 
 
+class NothingIssued:
+    """A backend of programs, and a loaded program, that issues nothing."""
+
+    device_type = "cuda"
+    arena_bytes = 1 << 20
+
+    def refusal(self, *_: object) -> None:
+        return None
+
+    def connect(self, *_: object, **__: object) -> object:
+        return self
+
+    def streams(self, *_: object) -> dict[Lane, int]:
+        return {}
+
+    def load(self, *_: object, **__: object) -> NothingIssued:
+        return self
+
+    def cut(self, *_: object) -> NothingIssued:
+        return self
+
+    def take_arena(self, _: object) -> int:
+        return 0
+
+    def workspace_bytes(self, _: object) -> int:
+        return 16
+
+    def run(self, *_: object) -> None:
+        pass
+
+
+RUNNERS_FILES = ("runners/program.py", "experts/products.py")
+"""Files of pmoe whose operators run inside a pass: conversions of indices, and rounding of gradients."""
+
+
+def runners_part(ranks: int, n: int, calls: int) -> dict[str, dict[str, float]]:
+    """Returns for both passes what Python's runner takes around a program that issues nothing.
+
+    It runs on the CPU, in the branches for CUDA (`bench.bench_device_calls`).
+
+    operators: torch's operators that a GPU would launch.
+    microseconds: the smallest CPU time of the thread.
+
+    ranks: W. One of the ranks exists, with a stand-in for the others: call this once a process.
+    """
+    import torch
+
+    from bench import bench_device_calls
+    from bench.links import alike
+    from pmoe import MoELayer
+    from pmoe.call.options import Switches
+    from pmoe.decide import program_choice
+    from pmoe.runners.program import PassRunner, _ProgramBackward
+
+    seconds: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+
+    def timing(direction: str, function: Callable[..., Any]) -> Any:
+        def timed_call(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            result = function(*args, **options)
+            seconds[direction].append(time.thread_time() - start)
+            return result
+
+        return timed_call
+
+    torch.set_num_threads(1)
+    if ranks > 1:
+        alike.start(ranks)
+    torch.manual_seed(0)
+    layer = MoELayer(64, 128, EXPERTS, TOP_K, expert="swiglu", bias=False, dtype=torch.bfloat16,
+                     pipeline=n, memory_reuse="S4", slack=2.0)  # fmt: skip
+    layer.switches = Switches(program=True)
+    x = torch.randn(64, 64, dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn(64, 64, dtype=torch.bfloat16)
+    operators = {}
+    with (
+        bench_device_calls.as_cuda() as device,
+        mock.patch.dict(program_choice.BACKENDS, {"cpu": NothingIssued()}),
+    ):
+        for _ in range(2):  # the first call of a layer compares options
+            counts = {direction: bench_device_calls.Calls() for direction in DIRECTIONS}
+            device.calls = counts["forward"]
+            with device:
+                y = layer(x)
+            device.calls = counts["backward"]
+            with device:
+                y.backward(dy)
+        assert layer.ran is not None and layer.ran.path == "program"
+        for direction, called in counts.items():
+            operators[direction] = sum(
+                number for place, number in called.where.items() if place.startswith(RUNNERS_FILES)
+            )
+        with (
+            mock.patch.object(PassRunner, "_forward", timing("forward", PassRunner._forward)),
+            mock.patch.object(
+                _ProgramBackward, "_gradients", timing("backward", _ProgramBackward._gradients)
+            ),
+        ):
+            for _ in range(calls):
+                layer(x).backward(dy)
+    return {
+        direction: {"operators": operators[direction], "microseconds": 1e6 * min(seconds[direction])}
+        for direction in DIRECTIONS
+    }
+
+
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     summary, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
@@ -276,7 +388,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--rounds", type=int, default=12, help="rounds of a pass (default: 12)")
     parser.add_argument("--calls", type=int, default=2000, help="runs in a round (default: 2000)")
     parser.add_argument("--json", type=Path, default=None, help="file for the numbers")
+    parser.add_argument("--runner", action="store_true", help="measure Python's part of a pass, and end")
     given = parser.parse_args(arguments)
+    if given.runner:
+        parts = runners_part(2, 4, given.calls)
+        print("Python's part of a pass of 2 ranks, n = 4, on this CPU, with nothing issued:")
+        for direction, part in parts.items():
+            print(f"{direction}: {part['operators']} operators, {part['microseconds']:.0f} us")
+        return [{"pass": direction, **part} for direction, part in parts.items()]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "program.so")
         compile_library(path)

@@ -74,7 +74,7 @@ class Subject:
         objects, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         y.backward(self.dy)
-        kept = [tensor for tensor in self.layer.row_counts if isinstance(tensor, torch.Tensor)]
+        kept = [tensor for tensor in vars(self.layer.row_counts).values() if isinstance(tensor, torch.Tensor)]
         return {
             "counts": self.layer.traffic.counts - before,
             "bookkeeping": objects + sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values()),

@@ -1,4 +1,4 @@
-"""Allocations that fail in trials, on one rank."""
+"""Allocations that fail in trials or in measurements, on one rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pmoe.choose import trials
 from pmoe.engine.buffers.arena import DevicePool
@@ -56,3 +57,31 @@ class Failing:
             return mock.patch.object(trials.Trial, name, call)
 
         return [mock.patch.object(DevicePool, "new", failing_new), *map(marked, runs)]
+
+
+class FailingOperators(TorchDispatchMode):
+    """Lets operators that allocate memory on the calling thread fail.
+
+    at: the numbers of the operators that fail, counted from 1.
+    most: operators also fail if a result is larger than this many bytes.
+    count: how many operators have allocated memory so far.
+    """
+
+    def __init__(self, at: range = range(0), most: float = float("inf")) -> None:
+        super().__init__()
+        self.at, self.most, self.count = at, most, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        results = result if isinstance(result, (tuple, list)) else [result]
+        new = [
+            tensor.nbytes
+            for tensor in results
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known
+        ]
+        if new and not func.namespace.startswith("c10d"):
+            self.count += 1
+            if self.count in self.at or max(new) > self.most:
+                raise ERRORS["torch"]
+        return result

@@ -19,7 +19,7 @@ from pmoe.experts.operands import local_part
 from pmoe.experts.stacked import StackedExperts
 from pmoe.gates.base import Gate
 from pmoe.gates.capacity import expert_capacity
-from pmoe.kernels.operands import VECTOR_BYTES
+from pmoe.kernels.operands import is_dense
 from pmoe.ordering.sorted import copies_bytes
 from pmoe.planner.degree import Choice
 from pmoe.planner.layer_sizes import CallRows, CopyNumbers, LayerSizes
@@ -116,8 +116,7 @@ def places_results(modules: LayerModules, device: torch.device, dtype: torch.dty
     may_copy = copies_at_most(modules) != CopyNumbers()
     if not is_plain or may_copy or kernels_for(modules.experts, device, dtype) is None:
         return False
-    weights = map(local_part, modules.experts.used_parameters())
-    return all(weight.is_contiguous() and weight.data_ptr() % VECTOR_BYTES == 0 for weight in weights)
+    return all(map(is_dense, map(local_part, modules.experts.used_parameters())))
 
 
 def memory_shape(modules: LayerModules, rows_TM: Tensor | None = None) -> LayerSizes:

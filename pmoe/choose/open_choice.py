@@ -19,7 +19,7 @@ trials found n, trials then choose the pair again:
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,11 +27,15 @@ from torch import Tensor
 
 from pmoe.call.modules import LayerModules
 from pmoe.call.sizes import agreed_sizes, copies_at_most
-from pmoe.choose.part_of_batch import measure_in_little_memory, part_for_trial
-from pmoe.choose.search import degrees_by_search
+from pmoe.choose.part_of_batch import (
+    from_first_with_enough_memory,
+    measure_in_little_memory,
+    part_for_trial,
+)
+from pmoe.choose.search import degrees_by_search, n_with_enough_memory
 from pmoe.choose.slots import without_host_offload
 from pmoe.choose.solve import degrees_by_solver
-from pmoe.choose.trials import TrialBatch, run_trials
+from pmoe.choose.trials import TrialBatch, run_trials, smallest_with_enough_memory
 from pmoe.comm.agreement import largest
 from pmoe.comm.counts import RankCounts
 from pmoe.engine.buffers.arena import pool
@@ -116,6 +120,7 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
     if restore is None and options.budget is not None:
         choice = _within_budget(batch)
         if not options.solves:
+            choice = _with_enough_memory(batch, choice, lambda: _choices_within_budget(batch))
             return _check_profile_with_a_step(batch, choice)
         restore = choice.restore  # the solver takes the numbers of chunks
     has_several_pairs = restore is None and len(modules.pairs) > 1 and counts.needs_grad
@@ -132,6 +137,10 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
         n_forward = n or PAIR_DEGREE  # the solver chooses n after the pair
         degrees = PassDegrees(n_forward, options.pipeline_backward or n_forward)
         pair = without_host_offload(_cheapest_pair(batch, degrees), counts)
+        if n is not None:
+            every_pair = all_choices([(degrees.forward, degrees.backward)], modules.pairs)
+            choice = Choice(**vars(degrees), restore=pair)
+            pair = _with_enough_memory(batch, choice, lambda: every_pair).restore
     if n is not None:
         degrees_of_passes = PassDegrees(n, options.pipeline_backward or n)
     elif options.solves:
@@ -140,6 +149,8 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
             return _tried(batch, all_choices([(n, n) for n in degrees], [pair]))
 
         degrees_of_passes = degrees_by_solver(batch, pair, tried)
+        if batch.trials_allowed:
+            degrees_of_passes = _solved_with_enough_memory(batch, pair, degrees_of_passes)
     else:
         degrees_of_passes = degrees_by_search(batch, pair)
         if has_several_pairs:
@@ -149,6 +160,62 @@ def choose_among(batch: TrialBatch, restore: Restore | None) -> Choice:
                 pair = fastest
                 degrees_of_passes = degrees_by_search(batch, pair)
     return _check_profile_with_a_step(batch, Choice(**vars(degrees_of_passes), restore=pair))
+
+
+def _with_enough_memory(batch: TrialBatch, choice: Choice, others: Callable[[], Sequence[Choice]]) -> Choice:
+    """Returns the choice, or the smallest choice if some rank has too little memory for a step with it.
+
+    The smallest choice is the one that needs the least memory. Every rank allocates the memory of a step and
+    frees it again. The layer remembers the result for batches of about the same size. Nothing is tested if no
+    trials may run (`TrialBatch.may_try`). Collective the first time.
+
+    batch: the routed batch.
+    choice: the numbers of chunks and the restore pair that trials or predictions have found.
+    others: returns all choices that the options allow.
+
+    Raises OutOfMemoryError on every rank, with the bytes that would be enough, if some rank has too little
+    memory even for the choice that needs the least.
+    """
+    if not batch.may_try:
+        return choice
+    tokens = rounded_up(batch.counts.max_tokens)
+    key = (
+        "enough memory",
+        batch.modules.options,
+        batch.inputs.x_TM.dtype,
+        batch.hosted_copies,
+        tokens,
+        choice,
+    )
+    tested = batch.modules.cache.choosers
+    if key not in tested:
+        try:
+            [tested[key]] = from_first_with_enough_memory(batch, [choice])
+        except torch.OutOfMemoryError:  # raised on every rank
+            tested[key] = smallest_with_enough_memory(batch, others())
+    found: Choice = tested[key]
+    return found
+
+
+def _solved_with_enough_memory(batch: TrialBatch, pair: Restore, degrees: PassDegrees) -> PassDegrees:
+    """Returns the solver's numbers of chunks, or larger ones if some rank has too little memory for them.
+
+    The layer remembers the result for batches of about the same size. Collective the first time
+    (`n_with_enough_memory`).
+
+    batch: the routed batch.
+    pair: the restore pair of the call: how backward gets the rows and the hidden activation.
+    degrees: the numbers of chunks of both passes that the solver has found.
+    """
+    options = batch.modules.options
+    tokens = rounded_up(batch.counts.max_tokens)
+    dtype = batch.inputs.x_TM.dtype
+    key = ("enough memory", options, pair, dtype, batch.hosted_copies, tokens, degrees)
+    tested = batch.modules.cache.choosers
+    if key not in tested:
+        tested[key] = n_with_enough_memory(batch, pair, degrees)
+    found: PassDegrees = tested[key]
+    return found
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:
@@ -320,6 +387,25 @@ def _cheapest_pair(batch: TrialBatch, degrees: PassDegrees, one_is_taken: bool =
     return _chooser_of(batch).pair(batch.sizes, batch.counts.max_tokens, batch.profile, tried)
 
 
+def _all_choices_of(batch: TrialBatch) -> list[Choice]:
+    """Returns all numbers of chunks that the options allow, each with all restore pairs of the layer."""
+    options = batch.modules.options
+    numbers = SOLVER_DEGREES if options.solves else DEGREES
+    if options.fixed_degree is not None:
+        numbers = (options.fixed_degree,)
+    return all_choices([(n, options.pipeline_backward or n) for n in numbers], batch.modules.pairs)
+
+
+def _choices_within_budget(batch: TrialBatch) -> list[Choice]:
+    """Returns the choices whose memory stays within the layer's budget for any routing of this batch."""
+    chooser = _chooser_of(batch)
+    choices = _all_choices_of(batch)
+    if batch.counts.host_shortage:
+        choices = without_offload(choices)
+    sizes = batch.sizes
+    return [choice for choice in choices if chooser.fits(sizes, batch.counts.max_tokens, [choice])]
+
+
 def _within_budget(batch: TrialBatch) -> Choice:
     """Returns the fastest n and restore pair whose memory stays within the budget for any routing.
 
@@ -339,10 +425,7 @@ def _within_budget(batch: TrialBatch) -> Choice:
     options = batch.modules.options
     counts = batch.counts
     pool(batch.inputs.x_TM.device).device.keep_at_most(options.budget or 0)
-    numbers = SOLVER_DEGREES if options.solves else DEGREES
-    if options.fixed_degree is not None:
-        numbers = (options.fixed_degree,)
-    choices = all_choices([(n, options.pipeline_backward or n) for n in numbers], batch.modules.pairs)
+    choices = _all_choices_of(batch)
 
     def tried(candidates: Sequence[Choice]) -> Measured:
         return None if options.solves else _tried(batch, candidates)

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.optimize import nnls
+from torch import Tensor
 
 from pmoe.choose.padded_part import first_padded_tokens
 from pmoe.choose.slots import requested_slots
@@ -52,6 +53,10 @@ from pmoe.choose.trials import (
 )
 from pmoe.comm.agreement import smallest
 from pmoe.comm.counts import CountsExchange, Fault
+from pmoe.comm.failures import publishing_failures
+from pmoe.engine.passes.base import Inputs
+from pmoe.engine.plan.make_plan import SortedSlots
+from pmoe.engine.variants.trial import is_out_of_memory
 from pmoe.ordering.sorted import Tokens
 from pmoe.planner.degree import Choice, all_choices
 from pmoe.planner.degree_trials import NEAR
@@ -307,7 +312,7 @@ def _part_with_memory(
     """Returns the part of a batch on which trials run in the allowed memory: its first tokens. Collective.
 
     A trial is a timed run of both passes. The result is (fraction of the tokens, batch of these tokens). It
-    is None if fewer than `MIN_TOKENS` tokens fit.
+    is None if fewer than `MIN_TOKENS` tokens fit, or if any rank lacks the memory to cut them off.
 
     The first tokens may be routed less evenly than the whole batch. Half of the tokens then need more than
     half of the memory. So the peak is predicted from the row counts of these first tokens. If the peak is
@@ -328,7 +333,9 @@ def _part_with_memory(
         return share, batch
     free = allowed - batch.inputs.x_TM.nbytes
     for _ in range(1 + SHRINKS):
-        part = _first_tokens(batch, share)
+        part = first_tokens(batch, share)
+        if part is None:
+            return None
         fraction = _fraction_on_every_rank(batch, part, choices, free)
         if fraction == 1.0:
             return share, part
@@ -336,18 +343,6 @@ def _part_with_memory(
         if share * batch.counts.max_tokens < MIN_TOKENS:
             return None
     return None
-
-
-def _first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
-    """Calls `first_tokens`. Raises MemoryError if this rank has too little memory for these tokens.
-
-    The error has another type than OutOfMemoryError, because it may be raised on this rank only. Callers
-    assume that all ranks raise an OutOfMemoryError together, and go on after it.
-    """
-    try:
-        return first_tokens(batch, share)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(f"too little memory for the tokens on which trials run: {error}") from error
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:
@@ -641,44 +636,93 @@ def part_for_trial(batch: TrialBatch, choice: Choice) -> TrialBatch | None:
     return None if part is None else part[1]
 
 
-def first_tokens(batch: TrialBatch, share: float) -> TrialBatch:
+def first_tokens(batch: TrialBatch, share: float) -> TrialBatch | None:
     """Returns a routed batch with only the first tokens of each rank, and new row counts. Collective.
+
+    Returns None on every rank if any rank has too little memory to cut off these tokens. The row counts are
+    exchanged after the ranks know that all of them have cut their tokens off.
 
     batch: the routed batch of all tokens.
     share: the fraction of each rank's tokens to take, between 0 and 1, the same on every rank.
     """
-    if batch.orders.padding is not None:
-        return first_padded_tokens(batch, share)
-    modules = batch.modules
-    inputs = batch.inputs
-    orders = batch.orders
-    count = int(share * orders.tokens.count)
-    token_of_slot = orders.tokens.of_slot
-    num_rows = count
-    if token_of_slot is not None:
-        num_rows = int(torch.searchsorted(token_of_slot, count))
-        token_of_slot = token_of_slot[:num_rows]
-    keep_TK = None if orders.keep_TK is None else orders.keep_TK[:num_rows]
-    orders = type(orders)(orders.modules, orders.expert_TK[:num_rows], keep_TK, Tokens(count, token_of_slot))
-    num_bins = batch.counts.send.shape[0]
-    exchange = CountsExchange(
-        modules.grid,
-        orders.count(num_bins),
-        num_tokens=count,
-        fault=Fault.NONE,
-        needs_grad=batch.counts.needs_grad,
-        training=True,
-        dtype=inputs.x_TM.dtype,
-        traffic=modules.traffic,
-        slots=requested_slots(modules, inputs.x_TM, batch.degrees) if modules.limits_rows else None,
-        once_FP=orders.count_once(num_bins),
-        exchanges=(modules.dispatch, modules.combine),
-        bypass_local=modules.stages.local,
-        sorts_results=batch.counts.sorts_results,
-    )
-    # With ring slots, this rank's rows for a copy on this rank go through the all-to-all, too. Only rows for
-    # the rank's own experts stay where they are.
-    if orders.modules.copies is not None:
-        exchange.num_staying = len(orders.modules.staying)
-    part = first_inputs(inputs, count, num_rows)
-    return replace(batch, counts=exchange.finish(), inputs=part, orders=orders, rows_for=None)
+    is_padded = batch.orders.padding is not None
+    cut: TrialBatch | _FirstTokens | None = None
+    with publishing_failures(batch.modules.ranks, "cutting off the tokens of a trial"):
+        try:
+            cut = first_padded_tokens(batch, share) if is_padded else _FirstTokens.of(batch, share)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    if not _smallest_of_ranks(batch, float(cut is not None)):
+        return None
+    assert cut is not None
+    return cut if isinstance(cut, TrialBatch) else cut.with_counts(batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FirstTokens:
+    """The first tokens of a batch on this rank, before the ranks exchange how many rows they send.
+
+    inputs, orders: those of the batch, with these tokens only.
+    counts_FE: rows for each expert, in each of F bins: equal parts of these tokens.
+    once_FP: rows that are sent once for several experts of a rank (`SortedSlots.count_once`).
+    """
+
+    inputs: Inputs
+    orders: SortedSlots
+    counts_FE: Tensor
+    once_FP: Tensor | None
+
+    @classmethod
+    def of(cls, batch: TrialBatch, share: float) -> _FirstTokens:
+        """Cuts off the first tokens of this rank, and counts their rows. Not collective.
+
+        batch: the routed batch of all tokens.
+        share: the fraction of the tokens to take.
+        """
+        orders = batch.orders
+        count = int(share * orders.tokens.count)
+        token_of_slot = orders.tokens.of_slot
+        num_rows = count
+        if token_of_slot is not None:
+            num_rows = int(torch.searchsorted(token_of_slot, count))
+            token_of_slot = token_of_slot[:num_rows]
+        keep_TK = None if orders.keep_TK is None else orders.keep_TK[:num_rows]
+        tokens = Tokens(count, token_of_slot)
+        orders = type(orders)(orders.modules, orders.expert_TK[:num_rows], keep_TK, tokens)
+        num_bins = batch.counts.send.shape[0]
+        return cls(
+            inputs=first_inputs(batch.inputs, count, num_rows),
+            orders=orders,
+            counts_FE=orders.count(num_bins),
+            once_FP=orders.count_once(num_bins),
+        )
+
+    def with_counts(self, batch: TrialBatch) -> TrialBatch:
+        """Exchanges how many rows the ranks send, and returns a batch with these tokens. Collective.
+
+        batch: the routed batch of all tokens.
+        """
+        modules = batch.modules
+        x_TM = batch.inputs.x_TM
+        exchange = CountsExchange(
+            modules.grid,
+            self.counts_FE,
+            num_tokens=self.orders.tokens.count,
+            fault=Fault.NONE,
+            needs_grad=batch.counts.needs_grad,
+            training=True,
+            dtype=x_TM.dtype,
+            traffic=modules.traffic,
+            slots=requested_slots(modules, x_TM, batch.degrees) if modules.limits_rows else None,
+            once_FP=self.once_FP,
+            exchanges=(modules.dispatch, modules.combine),
+            bypass_local=modules.stages.local,
+            sorts_results=batch.counts.sorts_results,
+        )
+        # With ring slots, this rank's rows for a copy on this rank go through the all-to-all, too. Only rows
+        # for the rank's own experts stay where they are.
+        if self.orders.modules.copies is not None:
+            exchange.num_staying = len(self.orders.modules.staying)
+        counts = exchange.finish()
+        return replace(batch, counts=counts, inputs=self.inputs, orders=self.orders, rows_for=None)

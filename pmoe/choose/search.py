@@ -32,7 +32,7 @@ from pmoe.comm.agreement import digest, from_first
 from pmoe.comm.ranks import Ranks
 from pmoe.measure.bench import identity
 from pmoe.measure.store import PathLike, cache_path, load_json, read_or_default, save_json, save_or_warn
-from pmoe.planner.degree import Choice, all_choices
+from pmoe.planner.degree import DEGREES, Choice, all_choices
 from pmoe.planner.degree_trials import times_by_trials
 from pmoe.planner.granularity import GranularityTable, PassDegrees, points_of, rounded
 from pmoe.planner.layer_seconds import step_seconds
@@ -106,14 +106,20 @@ def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegre
     Raises OutOfMemoryError on every rank, with the bytes that would be enough, if some rank has too little
     memory with every number of chunks.
     """
-    larger = [n for n in batch.modules.options.degrees if n > max(degrees.forward, degrees.backward)]
-    numbers = [(degrees.forward, degrees.backward), *((n, n) for n in larger)]
-    choices = all_choices(numbers, [restore])
-    try:
-        chosen = from_first_with_enough_memory(batch, choices)[0]
-    except torch.OutOfMemoryError:
-        every_choice = all_choices([(n, n) for n in batch.modules.options.degrees], [restore])
-        chosen = smallest_with_enough_memory(batch, every_choice)
+    options = batch.modules.options
+    numbers = [n for n in options.degrees if n in DEGREES or not options.solves]
+    chosen_first = all_choices([(degrees.forward, degrees.backward)], [restore])
+    larger = all_choices([(n, n) for n in numbers if n > max(degrees.forward, degrees.backward)], [restore])
+    # With the solver, rows must be counted for the chunks that are tested. No count is for all of them.
+    tests = [chosen_first, larger] if options.solves else [[*chosen_first, *larger]]
+    for choices in filter(None, tests):
+        try:
+            chosen = from_first_with_enough_memory(batch.counted_for(choices), choices)[0]
+            return PassDegrees(chosen.forward, chosen.backward)
+        except torch.OutOfMemoryError:  # raised on every rank
+            continue
+    every_choice = all_choices([(n, n) for n in numbers], [restore])
+    chosen = smallest_with_enough_memory(batch.counted_for(every_choice), every_choice)
     return PassDegrees(chosen.forward, chosen.backward)
 
 
@@ -415,6 +421,8 @@ def from_fields(
     Raises ValueError if the data has no tables, an unknown format, a key that differs from ``key``, or
     numbers of chunks not in ``candidates``.
     """
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"data ({fields!r}) must be an object")
     # The key in the data has been through JSON, which turns tuples into lists.
     expected_key = json.loads(json.dumps(dict(key)))
     version = fields.get("format")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,10 +37,11 @@ from pmoe.comm.base import Exchange, FlatAllToAll
 from pmoe.comm.failures import publishing_failures
 from pmoe.comm.grid import Grid
 from pmoe.comm.hierarchical import HierarchicalExchange
+from pmoe.engine.variants.trial import is_out_of_memory
 from pmoe.measure.layer_modules import ROWS, gate_lines, order_lines, rows_within
 from pmoe.measure.module_cost import profile_module
 from pmoe.measure.operations import measure_exchange
-from pmoe.measure.profile import WHOLE_BYTES, WIDER, load_or_measure
+from pmoe.measure.profile import WHOLE_BYTES, WIDER, in_less_memory, load_or_measure
 from pmoe.planner.copy_work import NO_COPIES, CopyWork
 from pmoe.planner.costs import FREE, LayerCosts, LineCost
 from pmoe.planner.degree import TRIED, all_choices
@@ -186,14 +187,15 @@ def module_lines(
         for side, exchange in own_exchanges.items():
             name = names[side]
             if name is None:
-                measured = measure_exchange(
+                measure_within = functools.partial(
+                    measure_exchange,
                     modules.ranks,
                     rows_TM.device,
                     rows_TM.dtype,
                     exchange,
                     modules.options.row_columns,
-                    most_bytes=most,
                 )
+                measured, _ = in_less_memory(modules.ranks, most, measure_within)
                 messages[side] = measured.line
             else:
                 messages[side] = operations.exchanges[name].line if name else None
@@ -264,7 +266,25 @@ def _order_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) ->
     """
     options = modules.options
     with publishing_failures(modules.ranks, "timing the order"):
-        return order_lines(modules.order, rows_TM, options.top_k, options.num_experts, rows)
+        return _lines_or_free(
+            3, lambda: order_lines(modules.order, rows_TM, options.top_k, options.num_experts, rows)
+        )
+
+
+def _lines_or_free(count: int, timed: Callable[[], tuple[LineCost, ...]]) -> tuple[LineCost, ...]:
+    """Returns the cost lines of a module of the layer, or free lines if this rank has too little memory.
+
+    The ranks then take the largest costs of any rank (`_agreed`), so the other ranks' costs count.
+
+    count: the number of lines.
+    timed: times the module on this rank, without a collective, and returns the lines.
+    """
+    try:
+        return timed()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return (FREE.line,) * count
 
 
 def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> tuple[LineCost, ...]:
@@ -291,7 +311,7 @@ def _gate_costs(modules: LayerModules, rows_TM: Tensor, rows: Sequence[int]) -> 
         return FREE.line, FREE.line
     if modules.trusts_gate:
         with publishing_failures(modules.ranks, "timing the gate"):
-            return gate_lines(gate, rows_TM, rows)
+            return _lines_or_free(2, lambda: gate_lines(gate, rows_TM, rows))
     try:
         return gate_lines(gate, rows_TM, rows)
     except Exception as error:  # timing a gate is no collective, so no other rank waits for this rank
@@ -321,9 +341,12 @@ def measure_expert_module(
     def make(count: int) -> Tensor:
         return torch.randn(count, rows_TM.shape[1], dtype=rows_TM.dtype, device=rows_TM.device)
 
+    def timed() -> tuple[LineCost, ...]:
+        return tuple(fitted.line for fitted in profile_module(module, rows, make))
+
     with publishing_failures(grid.all, "timing an expert"):
-        fits = profile_module(module, rows, make)
-    forward, backward = _agreed(grid, rows_TM.device, [fit.line for fit in fits])
+        lines = _lines_or_free(2, timed)
+    forward, backward = _agreed(grid, rows_TM.device, lines)
     return forward, backward
 
 

@@ -35,13 +35,16 @@ def run_command(args: argparse.Namespace) -> Output:
     needs no device. --archs then names the architectures that the kernels are assumed to be compiled for. If
     the compiled extension or a CUDA device is missing, the output says so, and the command does not fail.
 
-    Raises ValueError for --archs without --capability, or with a name that is no architecture.
+    Raises ValueError for --archs without --capability, without a name, or with a name that is no
+    architecture.
     """
     if args.archs is not None and args.capability is None:
         raise ValueError(f"--archs ({args.archs!r}) needs --capability: it says for which device")
     report = status()
     archs = report.archs if args.archs is None else args.archs
     names = [name for name in re.split(r"[\s,;]+", archs or "") if name]
+    if args.archs is not None and not names:
+        raise ValueError(f"--archs ({args.archs!r}) must name an architecture such as sm_80")
     if args.capability is not None:
         expected = [expected_kernels(args.capability, names)]
     else:

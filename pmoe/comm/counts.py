@@ -849,7 +849,8 @@ class CountsExchange:
             faults = [f"rank {rank}: {Fault(code).text}" for rank, code in enumerate(codes) if code]
             raise FaultError(Fault(max(codes)), "; ".join(faults))
         if self._ranks.size > 1:
-            check_headers(*headers[:, 2:].t().tolist(), self._ranks)
+            modes, kinds = headers[:, 2:].t().tolist()
+            check_headers(modes, kinds, self._ranks)
 
     def _to_host(self) -> tuple[Tensor, list[Tensor]]:
         """Computes on the device all numbers that the host needs, and copies them to the host.

@@ -15,15 +15,21 @@ all ranks. The table says what they examine:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import weakref
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from pmoe.call.modules import LayerModules
 from pmoe.comm.agreement import all_fail_together, gathered
 from pmoe.comm.counts import RankCounts
+from pmoe.comm.group_record import is_known
 from pmoe.comm.heap.program_heap import num_closings
+from pmoe.comm.ranks import Ranks
 from pmoe.engine.passes.base import Inputs
 from pmoe.experts.stacked import StackedExperts
 from pmoe.planner.degree import Choice
@@ -31,6 +37,8 @@ from pmoe.program.backend import ProgramBackend, Programs
 from pmoe.program.layer_shape import LayerShape
 from pmoe.program.on_cuda import CudaBackend
 from pmoe.warn import warn_once
+
+T = TypeVar("T")
 
 MOST_ROWS = 2**31 - 1
 """The largest number of rows in a program, because a program's indices of rows are int32."""
@@ -45,7 +53,7 @@ class ProgramsKey:
 
     group: name of the ranks' group (`Ranks.name`). A group that is made again has another name.
     device, dtype: of the rows.
-    experts_type, activation: class and nonlinearity of the experts.
+    experts_type, activation: class and nonlinearity of the experts. Parametrizations change neither.
     backend: the backend of the device; None if there is none.
     shape: sizes of the layer.
     heaps: whether rows travel over heaps, if there can be heaps.
@@ -76,9 +84,6 @@ class ProgramsKey:
         return replace(present, shape=shape) == self
 
 
-_agreed: dict[ProgramsKey, Programs | str] = {}
-"""A cache of `_programs_of`: the programs on which ranks agreed, or the reason why there are none."""
-
 FIRST_PAUSE = 100
 """The length of the first pause, in calls: after ranks failed to connect, the engine runs so many calls.
 
@@ -103,8 +108,71 @@ class _Pause:
     left: int
 
 
-_pauses: dict[ProgramsKey, _Pause] = {}
-"""The pauses after failed attempts to connect. The keys are those of `_agreed`."""
+class ConnectionKey(NamedTuple):
+    """The key of a communicator for pass programs, among those of a group.
+
+    The fields are those of `ProgramsKey`. Sizes and dtypes are not among them, so all layers of a group share
+    a communicator. Each communicator of NCCL takes memory on the device, and a thread.
+    """
+
+    device: torch.device
+    backend: ProgramBackend
+    heaps: bool
+    closings: int
+
+
+@dataclass
+class _GroupPrograms:
+    """The programs, communicators and pauses of a group, on which its ranks have agreed.
+
+    agreed: the programs on which the ranks agreed, or the reason why there are none.
+    communicators: the communicators with which the programs send rows.
+    pauses: the pauses after failed attempts to connect.
+    """
+
+    agreed: dict[ProgramsKey, Programs | str] = field(default_factory=dict)
+    communicators: dict[ConnectionKey, Any] = field(default_factory=dict)
+    pauses: dict[ConnectionKey, _Pause] = field(default_factory=dict)
+
+    def forget_closed(self, key: ProgramsKey) -> None:
+        """Forgets what belongs to heaps that were closed before those of ``key``, a key of the group."""
+        if not key.heaps:
+            return
+        self.agreed = _without_closed(self.agreed, key.closings)
+        self.communicators = _without_closed(self.communicators, key.closings)
+        self.pauses = _without_closed(self.pauses, key.closings)
+
+
+KeyOfHeaps = TypeVar("KeyOfHeaps", ProgramsKey, ConnectionKey)
+
+
+def _without_closed(answers: dict[KeyOfHeaps, T], closings: int) -> dict[KeyOfHeaps, T]:
+    """Returns a cache without its entries of heaps that were closed.
+
+    closings: how often heaps of the group were closed so far (`ProgramsKey.closings`).
+    """
+    return {key: value for key, value in answers.items() if not key.heaps or key.closings == closings}
+
+
+_of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupPrograms] = weakref.WeakKeyDictionary()
+"""The programs of each group, as long as the group exists (`_programs_of_group`)."""
+
+_of_one_rank = _GroupPrograms()
+"""The programs of layers without a group, on one rank."""
+
+
+def _programs_of_group(ranks: Ranks) -> _GroupPrograms:
+    """Returns the programs on which these ranks have agreed so far.
+
+    If there are none yet, the function forgets groups that were destroyed, with their communicators.
+    """
+    if ranks.group is None:
+        return _of_one_rank
+    if ranks.group not in _of_groups:
+        for group in [group for group in _of_groups if not is_known(group)]:
+            del _of_groups[group]
+        _of_groups[ranks.group] = _GroupPrograms()
+    return _of_groups[ranks.group]
 
 
 def layer_refusal(modules: LayerModules) -> str | None:
@@ -202,7 +270,9 @@ def key_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> ProgramsKe
         group=modules.ranks.name,
         device=device,
         dtype=x_TM.dtype,
-        experts_type=type(experts),
+        # A parametrized module has a class of its own, on the ranks where it is parametrized. Its values are
+        # still those of an operand, so the class of the key must be the same on all ranks.
+        experts_type=type_before_parametrizations(experts),
         activation=experts.fused_activation,
         backend=backend,
         shape=LayerShape.of(modules, x_TM, weight_TK, device_type=device_type),
@@ -214,8 +284,8 @@ def key_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> ProgramsKe
 def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Programs | str:
     """Returns the programs for a layer's shapes and dtype, or the reason why a rank cannot run them.
 
-    The function is a collective, unless the answer is in the cache `_agreed`, or ranks failed to connect a
-    short while ago (`_pauses`).
+    The function is a collective, unless the answer is in a cache (`_GroupPrograms.agreed`), or ranks failed
+    to connect a short while ago (`_GroupPrograms.pauses`).
 
     modules: the modules of the layer.
     x_TM: (T, M), the rows of a call.
@@ -223,69 +293,66 @@ def _programs_of(modules: LayerModules, x_TM: Tensor, weight_TK: Tensor) -> Prog
     """
     ranks = modules.ranks
     key = key_of(modules, x_TM, weight_TK)
+    known = _programs_of_group(ranks)
+    if key in known.agreed:
+        return known.agreed[key]
+    # One agreement for each key: a key is new on all ranks at the same time.
     backend = key.backend
     shape = key.shape
-    pause = _pauses.get(key)
+    connection = None if backend is None else ConnectionKey(key.device, backend, key.heaps, key.closings)
+    pause = known.pauses.get(connection) if connection is not None and shape.sends else None
     if pause is not None and pause.left:
         pause.left -= 1
         return pause.reason
-    if key not in _agreed:  # one agreement for each key: a key is new on all ranks at the same time
-        _forget_closed(key)
-        own = f"its tensors are on {key.device}, and pass programs run on CUDA devices"
-        why = own if backend is None else backend.refusal(shape, x_TM)
-        reasons = gathered(ranks, why, stage="agreeing on pass programs")
-        others = (f"rank {rank} refuses: {reason}" for rank, reason in enumerate(reasons) if reason)
-        why = why or next(others, None)
-        if why is not None or backend is None:
-            _agreed[key] = why or own
-        else:
-            programs = _connected_on_all(backend, modules, shape, x_TM)
-            if isinstance(programs, str):  # on all ranks, which begin the same pause
-                calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
-                _pauses[key] = _Pause(programs, calls, left=calls)
-                return programs
-            _agreed[key] = programs
-    return _agreed[key]
-
-
-def _forget_closed(key: ProgramsKey) -> None:
-    """Forgets the programs of a group whose heaps were closed before those of a key.
-
-    key: a key of the group, for programs that send rows over heaps or by NCCL.
-    """
-    if not key.heaps:
-        return
-    for answers in (_agreed, _pauses):
-        closed = [
-            old for old in answers if old.heaps and old.group == key.group and old.closings < key.closings
-        ]
-        for old in closed:
-            del answers[old]
+    known.forget_closed(key)
+    own = f"its tensors are on {key.device}, and pass programs run on CUDA devices"
+    why = own if backend is None else backend.refusal(shape, x_TM)
+    reasons = gathered(ranks, why, stage="agreeing on pass programs")
+    others = (f"rank {rank} refuses: {reason}" for rank, reason in enumerate(reasons) if reason)
+    why = why or next(others, None)
+    if why is not None or backend is None or connection is None:
+        known.agreed[key] = why or own
+        return known.agreed[key]
+    if shape.sends and ranks.size > 1 and connection not in known.communicators:
+        communicator, failure = _connected_on_all(backend, modules, x_TM.device)
+        if failure:  # on all ranks, which begin the same pause
+            calls = FIRST_PAUSE if pause is None else LONGER * pause.calls
+            known.pauses[connection] = _Pause(failure, calls, left=calls)
+            return failure
+        known.communicators[connection] = communicator
+    known.agreed[key] = Programs(
+        backend=backend,
+        shape=shape,
+        dtype=x_TM.dtype,
+        device=x_TM.device,
+        communicator=known.communicators.get(connection) if shape.sends else None,
+    )
+    return known.agreed[key]
 
 
 def _connected_on_all(
-    backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor
-) -> Programs | str:
-    """Returns programs with a communicator if every rank has one, or the reason why some rank has none.
+    backend: ProgramBackend, modules: LayerModules, device: torch.device
+) -> tuple[Any, str]:
+    """Returns a communicator and "" if every rank has one, or None and why some rank has none.
 
     If a rank failed alone, for example because it cannot start a thread, the other ranks have a communicator
     with which that rank would never send. So the ranks compare their errors. Collective.
 
-    backend, shape: of the programs.
-    modules: the modules of the layer.
-    x_TM: (T, M), the rows of a call.
+    backend: the backend of the programs.
+    modules: the modules of the layer, which has several ranks.
+    device: this rank's device.
 
     Raises other errors than RuntimeErrors on every rank.
     """
     stage = "connecting the ranks for pass programs"
     ranks = modules.ranks
-    programs: Programs | None = None
+    communicator = None
     failure = ""
     unexpected: Exception | None = None
     try:
-        programs = _connected(backend, modules, shape, x_TM)
+        communicator = backend.connect(ranks, device, heaps=modules.options.switches.program_heaps)
     except Exception as error:
-        if ranks.size > 1 and ranks.record.reason_left:
+        if ranks.record.reason_left:
             raise  # a collective of the group failed: no other may follow
         failure = str(error) or type(error).__name__
         # A RuntimeError is not kept: its traceback would keep the rows of the call in memory.
@@ -296,25 +363,4 @@ def _connected_on_all(
     failures = gathered(ranks, failure, stage=stage)
     of_others = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
     failure = failure or next(of_others, "")
-    if programs is None or failure:
-        return f"there is no communicator: {failure}"
-    return programs
-
-
-def _connected(backend: ProgramBackend, modules: LayerModules, shape: LayerShape, x_TM: Tensor) -> Programs:
-    """Returns programs with a communicator for the layer's ranks. Collective.
-
-    Raises RuntimeError if no communicator could be made. It may be raised on some ranks only.
-    """
-    ranks = modules.ranks
-    communicator = None
-    if shape.sends and ranks.size > 1:
-        heaps = modules.options.switches.program_heaps
-        communicator = backend.connect(ranks, x_TM.device, heaps=heaps)
-    return Programs(
-        backend=backend,
-        shape=shape,
-        dtype=x_TM.dtype,
-        device=x_TM.device,
-        communicator=communicator,
-    )
+    return (None, f"there is no communicator: {failure}") if failure else (communicator, "")

@@ -103,7 +103,7 @@ class _Experts(torch.autograd.Function):
         ctx.backward_from = saved.backward
         ctx.inputs = inputs
         ctx.ranks = ranks
-        ctx.call = ranks.expect_backward(y_TM.device)
+        ctx.call_number = ranks.expect_backward(y_TM.device)
         ctx.needs_peers = saved.needs_peers
         return y_TM
 
@@ -127,7 +127,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, grad_TM: Tensor, backward_from: BackwardFunction) -> tuple[Tensor | None, ...]:
-        with backward_pass(ctx.ranks, ctx.call):
+        with backward_pass(ctx.ranks, ctx.call_number):
             tensors = list(ctx.saved_tensors)
             for check in {getattr(node, "check_unchanged", None) for node, _ in ctx.next_functions}:
                 # The nodes of DTensors and adapters have this check. autograd's own check of saved tensors
@@ -139,7 +139,7 @@ class _Experts(torch.autograd.Function):
             if ctx.inputs.compare is not None:
                 ctx.inputs.compare(ctx.inputs.like(wanted).parameters, grad_TM.device)
             if ctx.needs_peers:
-                ctx.ranks.count_backward(ctx.call)
+                ctx.ranks.count_backward(ctx.call_number)
             with without_autocast(grad_TM.device.type):
                 return *(None,) * NOT_DIFFERENTIATED, *backward_from(tensors, wanted, grad_TM)
 

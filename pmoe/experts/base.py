@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from pmoe.arguments import check_count, check_int
 from pmoe.experts.operands import freeze_rows, read_value, value_names
-from pmoe.experts.products import GradientSum, RowGroups
+from pmoe.experts.products import NO_VIEWS, ExpertViews, GradientSum, RowGroups
 from pmoe.schedule.buffer_sizes import HiddenColumns
 from pmoe.settings import ModuleWithSettings
 
@@ -93,6 +93,7 @@ class ExpertRows(NamedTuple):
         tokens; None if rows_NM has the rows. Only `pmoe.experts.launched.LaunchedExperts` gets it.
     result_row: (N,) int32, for each of the N rows the row of ``out`` that takes its result; None if row r of
         ``out`` takes the result of row r. Only `pmoe.experts.launched.LaunchedExperts` gets it.
+    views: the views of each expert's part of ``parameters`` that the pass has made already.
     """
 
     rows_NM: Tensor
@@ -103,6 +104,7 @@ class ExpertRows(NamedTuple):
     grad_weight_N: Tensor | None = None
     slots: RowSlots | None = None
     result_row: Tensor | None = None
+    views: ExpertViews = NO_VIEWS
 
     def new(self, name: str, columns: int, num_rows: int | None = None) -> Tensor:
         """Returns uninitialised memory of shape (num_rows, columns) from ``space``.

@@ -12,16 +12,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pmoe.experts.base import WHOLE, Shard
 from pmoe.experts.stacked import StackedExperts
 
 aten: Any = torch.ops.aten
+gelu: Any = F.gelu  # its type hints leave out the argument ``out``; aten.gelu.out takes 3 us longer
 
 
 def _gelu(hidden: Tensor, out: Tensor) -> Tensor:
     for hidden_part, out_part in _of_few_shapes(hidden, out):
-        aten.gelu.out(hidden_part, out=out_part)
+        gelu(hidden_part, out=out_part)
     return out
 
 

@@ -443,11 +443,6 @@ class LaunchedExperts:
         return scale_of(weight_N, weight_N.new_empty(0, dtype=self._scale_dtype))
 
 
-def is_dense(rows: Tensor) -> bool:
-    """Returns whether a tensor is contiguous, at an address from which kernels can read and write."""
-    return rows.is_contiguous() and rows.data_ptr() % VECTOR_BYTES == 0
-
-
 def without_result_rows(expert_rows: ExpertRows) -> ExpertRows:
     """Returns the argument for experts that write results in the order of rows, and not by ``result_row``.
 

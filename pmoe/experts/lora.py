@@ -44,7 +44,14 @@ from pmoe.experts.dtensor_layout import is_of_other_place, replace_parameter
 from pmoe.experts.expert_autograd import saves_plainly
 from pmoe.experts.ffn import FFNExperts
 from pmoe.experts.operands import local_part, value_names
-from pmoe.experts.products import GradientSum, RowGroups, expert_input_gradient, expert_product
+from pmoe.experts.products import (
+    NO_VIEWS,
+    ExpertViews,
+    GradientSum,
+    RowGroups,
+    expert_input_gradient,
+    expert_product,
+)
 from pmoe.experts.stacked import HIDDEN_DIMS, UNCUT, StackedExperts, part_of_cut, put_expert
 from pmoe.experts.swiglu import SwiGLUExperts
 from pmoe.kernels.registry import Form
@@ -409,6 +416,8 @@ def adapted_product(
     bias_EO: Tensor | None = None,
     out: Tensor | None = None,
     scale_N: Tensor | None = None,
+    *,
+    views: ExpertViews = NO_VIEWS,
 ) -> Tensor:
     """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O).
 
@@ -420,16 +429,22 @@ def adapted_product(
     bias_EO: (E, O); None adds nothing.
     out: (N, O), memory for the result; None allocates it.
     scale_N: (N,), a factor for each row; None is 1.
+    views: the views of weights and biases that the pass has made already.
     """
     if isinstance(weight, Tensor):
-        return expert_product(rows_NI, weight, groups, bias_EO, out, scale_N)
-    out = expert_product(rows_NI, weight.base, groups, bias_EO, out)
+        return expert_product(rows_NI, weight, groups, bias_EO, out, scale_N, views=views)
+    out = expert_product(rows_NI, weight.base, groups, bias_EO, out, views=views)
     _add_product(out, weight.lowered(rows_NI, groups), weight.up.transpose(-2, -1), groups)
     return out if scale_N is None else out.mul_(scale_N.unsqueeze(1))
 
 
 def adapted_input_gradient(
-    grad_NO: Tensor, weight: Tensor | AdaptedWeight, groups: RowGroups, out: Tensor | None = None
+    grad_NO: Tensor,
+    weight: Tensor | AdaptedWeight,
+    groups: RowGroups,
+    out: Tensor | None = None,
+    *,
+    views: ExpertViews = NO_VIEWS,
 ) -> Tensor:
     """Returns grad @ weight[e] for the rows of each expert e: the gradient of the rows, (N, I).
 
@@ -439,10 +454,11 @@ def adapted_input_gradient(
     weight: the matrices of E experts, (E, O, I) with I input features, alone or with an adapter.
     groups: where each expert's rows begin and end.
     out: (N, I), memory for the result; None allocates it.
+    views: the views of weights that the pass has made already.
     """
     if isinstance(weight, Tensor):
-        return expert_input_gradient(grad_NO, weight, groups, out)
-    out = expert_input_gradient(grad_NO, weight.base, groups, out)
+        return expert_input_gradient(grad_NO, weight, groups, out, views=views)
+    out = expert_input_gradient(grad_NO, weight.base, groups, out, views=views)
     _add_product(out, weight.lowered_gradient(grad_NO, groups), weight.down, groups)
     return out
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,10 +76,47 @@ class RowGroups:
 
         tensors: tensors whose first dimension indexes the N rows of all experts.
         """
-        if len(self.with_rows) < 2:
-            return [(expert, *tensors) for expert in self.with_rows]
-        sizes = [self.counts[expert] for expert in self.with_rows]
-        return zip(self.with_rows, *(tensor.split_with_sizes(sizes) for tensor in tensors), strict=True)
+        if len(self.with_rows) == 1:
+            return ((self.with_rows[0], *tensors),)
+        return zip(self.with_rows, *map(self.split, tensors), strict=True)
+
+    def split(self, tensor: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """Returns the rows of each expert that has rows, as views; the tensor itself if only one has any.
+
+        tensor: a tensor of which dimension ``dim`` indexes the N rows of all experts.
+        """
+        if len(self.with_rows) == 1:
+            return (tensor,)
+        return tensor.split_with_sizes([self.counts[expert] for expert in self.with_rows], dim)
+
+
+@dataclass
+class ExpertViews:
+    """The views of each expert's part of the parameters. A pass makes each view once, for all chunks.
+
+    parameters: the tensors with which the experts compute, (E, ...) for E experts. The object lives as long
+        as one pass, in which they stay the same. Views of other tensors are made at each call and not stored.
+    """
+
+    parameters: Sequence[Tensor]
+    _made: dict[tuple[int, bool], tuple[Tensor, ...]] = field(default_factory=dict)
+
+    def of(self, stacked: Tensor, *, transposed: bool = False) -> tuple[Tensor, ...]:
+        """Returns the part of each expert, as views; with ``transposed``, of (E, O, I) the matrices (I, O).
+
+        stacked: (E, ...), a weight or bias of E experts.
+        """
+        key = (id(stacked), transposed)
+        views = self._made.get(key)
+        if views is None:
+            views = (stacked.transpose(1, 2) if transposed else stacked).unbind()
+            if any(stacked is parameter for parameter in self.parameters):
+                self._made[key] = views
+        return views
+
+
+NO_VIEWS = ExpertViews(())
+"""Stores no views, because it has no parameters."""
 
 
 def choice(
@@ -129,6 +167,7 @@ def expert_product(
     out: Tensor | None = None,
     scale_N: Tensor | None = None,
     method: str | None = None,
+    views: ExpertViews = NO_VIEWS,
 ) -> Tensor:
     """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e: (N, O).
 
@@ -139,6 +178,7 @@ def expert_product(
     out: (N, O), memory for the result; None allocates it.
     scale_N: (N,), a factor for each row; None is 1.
     method: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+    views: the views of weight and bias that the pass has made already.
     """
     method = choice("forward", rows_NI, weight_EOI, groups, bias_EO, out) if method is None else method
     if method == PMOE:
@@ -149,8 +189,8 @@ def expert_product(
         out = result.contiguous() if out is None else out.copy_(result)
     else:
         out = rows_NI.new_empty(rows_NI.shape[0], weight_EOI.shape[1]) if out is None else out
-        weight_IO = weight_EOI.transpose(1, 2).unbind()
-        bias_O = () if bias_EO is None else bias_EO.unbind()
+        weight_IO = views.of(weight_EOI, transposed=True)
+        bias_O = () if bias_EO is None else views.of(bias_EO)
         for expert, rows, out_rows in groups.rows_by_expert(rows_NI, out):
             if bias_O:
                 torch.addmm(bias_O[expert], rows, weight_IO[expert], out=out_rows)
@@ -176,6 +216,7 @@ def expert_input_gradient(
     groups: RowGroups,
     out: Tensor | None = None,
     method: str | None = None,
+    views: ExpertViews = NO_VIEWS,
 ) -> Tensor:
     """Returns grad @ weight[e] for the rows of each expert e: the gradient of the rows, (N, I).
 
@@ -184,6 +225,7 @@ def expert_input_gradient(
     groups: where each expert's rows begin and end.
     out: (N, I), memory for the result; None allocates it.
     method: the implementation, PMOE, GROUPED_MM or LOOP; None lets `choice` pick it.
+    views: the views of the weight that the pass has made already.
     """
     method = choice("input", grad_NO, weight_EOI, groups, None, out) if method is None else method
     if method == PMOE:
@@ -191,7 +233,7 @@ def expert_input_gradient(
     if method == GROUPED_MM:
         return expert_product(grad_NO, weight_EOI.transpose(1, 2), groups, out=out, method=method)
     out = grad_NO.new_empty(grad_NO.shape[0], weight_EOI.shape[2]) if out is None else out
-    weight_OI = weight_EOI.unbind()
+    weight_OI = views.of(weight_EOI)
     for expert, grad, out_rows in groups.rows_by_expert(grad_NO, out):
         torch.mm(grad, weight_OI[expert], out=out_rows)
     return out
@@ -256,7 +298,7 @@ class GradientSum:
             if self.is_empty:
                 self._zero_without_rows(groups)
             # Transposed once for all experts, because a view for each would take long beside small products.
-            grads_On = grad_NO.t().split_with_sizes([groups.counts[expert] for expert in groups.with_rows], 1)
+            grads_On = groups.split(grad_NO.t(), 1)
             for (expert, rows_nI), grad_On in zip(groups.rows_by_expert(rows_NI), grads_On, strict=True):
                 total = self.by_expert[expert]
                 if self.is_empty and total.dtype == rows_nI.dtype:

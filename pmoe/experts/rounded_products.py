@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pmoe.experts.products import RowGroups
+from pmoe.experts.products import NO_VIEWS, ExpertViews, RowGroups
 from pmoe.experts.stacked import StackedExperts
 from pmoe.kernels.scaled_products import products as scaled
 from pmoe.kernels.scaled_products.formats import ProductsName
@@ -38,6 +38,8 @@ class RoundedProducts:
         bias_EO: Tensor | None = None,
         out: Tensor | None = None,
         scale_N: Tensor | None = None,
+        *,
+        views: ExpertViews = NO_VIEWS,
     ) -> Tensor:
         """Returns (rows @ weight[e]^T + bias[e]) * scale for the rows of each expert e.
 
@@ -49,11 +51,18 @@ class RoundedProducts:
         bias_EO: (E, O); None adds nothing.
         out: (N, O), memory for the result; None allocates it.
         scale_N: (N,), a factor for each row; None is 1.
+        views: not read, because the rounded weights have no views for each expert.
         """
         return self._multiply(rows_NI, weight_EOI, "forward", groups, bias_EO, out, scale_N)
 
     def input_product(
-        self, grad_NO: Tensor, weight_EOI: Tensor, groups: RowGroups, out: Tensor | None = None
+        self,
+        grad_NO: Tensor,
+        weight_EOI: Tensor,
+        groups: RowGroups,
+        out: Tensor | None = None,
+        *,
+        views: ExpertViews = NO_VIEWS,
     ) -> Tensor:
         """Returns grad @ weight[e] for the rows of each expert e: (N, I).
 
@@ -63,6 +72,7 @@ class RoundedProducts:
         weight_EOI: (E, O, I), a matrix for each of E experts, with I input features.
         groups: where each expert's rows begin and end.
         out: (N, I), memory for the result; None allocates it.
+        views: not read, because the rounded weights have no views for each expert.
         """
         return self._multiply(grad_NO, weight_EOI, "input", groups, None, out, None)
 

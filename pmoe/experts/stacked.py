@@ -352,12 +352,13 @@ class StackedExperts(Experts):
             )  # fmt: skip
         else:
             assert hidden_NG is not None and expert_rows.slots is None
-            self.product(rows_NM, w1, groups, b1, out=hidden_NG)
+            self.product(rows_NM, w1, groups, b1, out=hidden_NG, views=expert_rows.views)
             self.activate(hidden_NG, active_NH)
         if not keep:
             hidden_NG = None  # frees it before T_DO is allocated
         out = expert_rows.new("T_DO", w2.shape[1]) if expert_rows.out is None else expert_rows.out
-        self.product(active_NH, w2, groups, None if self.shard.index else b2, out=out, scale_N=weight_N)
+        bias = None if self.shard.index else b2
+        self.product(active_NH, w2, groups, bias, out=out, scale_N=weight_N, views=expert_rows.views)
         return out, None if hidden_NG is None else Hidden(tensors=[hidden_NG])
 
     def _fused(
@@ -380,7 +381,7 @@ class StackedExperts(Experts):
     def recompute(self, expert_rows: ExpertRows, recipe: Any) -> Hidden:
         w1, _, b1, _ = self.weights(expert_rows.parameters)
         hidden_NG = expert_rows.new("T_M", w1.shape[1])
-        self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG)
+        self.product(expert_rows.rows_NM, w1, expert_rows.groups, b1, out=hidden_NG, views=expert_rows.views)
         return Hidden(tensors=[hidden_NG], expendable=True)
 
     def join(
@@ -436,7 +437,7 @@ class StackedExperts(Experts):
             grad_weight_N = grad_weight_N.to(weight_N.dtype)
         else:
             grad_active_NH = _first(grad_hidden_NG, num_hidden, 1)
-            self.input_product(grad_NM, w2, groups, out=grad_active_NH)
+            self.input_product(grad_NM, w2, groups, out=grad_active_NH, views=expert_rows.views)
             rows = self._scratch_rows(grad_NM.device.type)
             if in_place:
                 scratch = expert_rows.new("scratch", num_hidden, min(rows, grad_NM.shape[0]))
@@ -457,14 +458,14 @@ class StackedExperts(Experts):
                 if in_place:
                     active_bH.copy_(block_bH)
         if b2 is not None and not self.shard.index:
-            b2_M = b2.unbind()
+            b2_M = expert_rows.views.of(b2)
             for expert, grad, grad_weight in groups.rows_by_expert(grad_NM, grad_weight_N):
                 if grad_weight.dtype == grad.dtype:
                     grad_weight.addmv_(grad, b2_M[expert])
                 else:
                     grad_weight.add_((grad @ b2_M[expert]).to(grad_weight.dtype))
         out = expert_rows.new("dT_DI", w1.shape[2]) if expert_rows.out is None else expert_rows.out
-        self.input_product(grad_hidden_NG, w1, groups, out=out)
+        self.input_product(grad_hidden_NG, w1, groups, out=out, views=expert_rows.views)
         if not weighs_active:
             grad_NM.mul_(scale_N1)
         return out, grad_weight_N, (expert_rows.rows_NM, grad_hidden_NG, active_NH, grad_NM)

@@ -20,7 +20,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -95,9 +95,25 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), NUMBERS)
 
 
+class Inferred(NamedTuple):
+    """The axes of a graph's nodes, and the nodes that run once, on the whole batch.
+
+    axes: the axis of each node; None if all parts use the node's whole result. A node with several results
+        has a tuple.
+    refused: for each node that cannot be cut, the reason. It runs once, on the whole batch. Its result can
+        still be cut into parts, which later nodes read.
+    uncut: nodes of which no input was cut when their axis was found. They run once, on whole inputs, although
+        a later node may have decided the axis of an input (`_Inference`).
+    """
+
+    axes: dict[fx.Node, Any]
+    refused: dict[fx.Node, str]
+    uncut: set[fx.Node]
+
+
 def infer(
     graph: fx.Graph, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node] = (), sequences: Any = None
-) -> tuple[dict[fx.Node, Any], dict[fx.Node, str]]:
+) -> Inferred:
     """Returns the axis along which each node of the graph is cut, and the nodes that cannot be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
@@ -110,24 +126,16 @@ def infer(
     sequences: number of sequences or tokens in the batch. It is an int, or a symbol if it is not known when
         the graph is traced. A tensor is cut only along dimensions whose size is a multiple of this number.
         None allows all dimensions.
-
-    Returns (axes, refused)
-
-        axes      the axis of each node; None if all parts use the node's whole result
-        refused   for each node that cannot be cut, the reason
-
-    A node that cannot be cut runs once, on the whole batch. Its result can still be cut into parts, which
-    later nodes read.
     """
     inference = _Inference(known_axes, free, sequences)
     for node in graph.nodes:
         inference.add(node)
-    return inference.axes, inference.refused
+    return Inferred(inference.axes, inference.refused, inference.uncut)
 
 
 def follow(
     body: Iterable[fx.Node], known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any
-) -> dict[fx.Node, Any]:
+) -> Inferred:
     """Returns the axes of the results and the inputs of some calls of a graph, if all calls can be cut.
 
     An axis is the dimension along which a tensor is cut into parts of the batch.
@@ -147,7 +155,7 @@ def follow(
         for source in node.all_input_nodes:
             inference.axes.setdefault(source, known_axes.get(source))
         inference.axes[node] = inference.axis(node)
-    return inference.axes
+    return Inferred(inference.axes, {}, inference.uncut)
 
 
 class RefusedError(Exception):
@@ -161,6 +169,7 @@ class _Inference:
 
     axes: the axis of each node that was added so far; a tuple for a node with several results.
     refused: for each node that cannot be cut, the reason.
+    uncut: nodes that read no cut tensor when they were added. They run once, on the whole batch.
 
     A tensor is free while its axis is undecided. The first operator that reads a free tensor and is cut
     decides the axis. These tensors are free:
@@ -169,6 +178,13 @@ class _Inference:
     - results of operators that cannot be cut, if `_behind` finds no axis for them,
     - results of operators that take no tensor,
     - results of operators with at least one free input and no input that is cut.
+
+    A free tensor may have readers on both sides of the one that decides its axis. Example: ``positions`` is
+    free, and x is cut along dimension 0.
+
+        positions.flip(0)    no input is cut: reads all positions (``uncut``)
+        x * positions        is cut: each part of x needs its part of the positions. Their axis is now 0
+        positions + 1        reads a tensor with axis 0: is cut
     """
 
     def __init__(self, known_axes: Mapping[fx.Node, Axis], free: Iterable[fx.Node], sequences: Any) -> None:
@@ -177,6 +193,8 @@ class _Inference:
         self._free = {node for node in free if known_axes.get(node) is None}
         self.axes: dict[fx.Node, Any] = {}
         self.refused: dict[fx.Node, str] = {}
+        self.uncut = set[fx.Node]()
+        self._cut = set[fx.Node]()  # calls that run on parts of the batch, so that no whole result exists
 
     def add(self, node: fx.Node) -> None:
         """Finds and stores the axis of a node. All nodes that the node reads must have been added before.
@@ -229,12 +247,21 @@ class _Inference:
         inputs = tensors(node)
         axes = self.axes
         if _is_number(node):
-            return IRREGULAR if any(axes[source] == IRREGULAR for source in node.all_input_nodes) else None
+            if any(axes[source] == IRREGULAR for source in node.all_input_nodes):
+                return IRREGULAR
+            # A size that a call reads must be that of the whole batch: ``x / x.shape[0]`` divides each part
+            # of x by the length of the batch.
+            if not self._cut.isdisjoint(node.all_input_nodes):
+                raise RefusedError(f"{node.target} reads the size of {node.args[0]}, which is cut")
+            return None
         if not inputs:
             self._free.add(node)
         if node.target is operator.getitem:
             if inputs[0] in self._free:
                 self._free.add(node)
+            for nodes in (self._cut, self.uncut):
+                if inputs[0] in nodes:
+                    nodes.add(node)
             axis_of_source = axes[inputs[0]]
             index = _number(node, 1)
             return axis_of_source[index] if isinstance(axis_of_source, tuple) else axis_of_source
@@ -244,12 +271,14 @@ class _Inference:
         if all(axes[source] is None for source in inputs) and node.target is not moe.order.default:
             if not self._free.isdisjoint(inputs):
                 self._free.add(node)
+            self.uncut.add(node)
             return None
         for combination in self._rule(node)(node):
             if all(map(self._fits, inputs, combination.inputs)) and self._has_parts(node, combination):
                 for source, axis in zip(inputs, combination.inputs, strict=True):
                     axes[source] = axis
                     self._free.discard(source)  # a tensor keeps the axis of its first use
+                self._cut.add(node)
                 return combination.result
         raise RefusedError(f"{node.target} cannot be cut along {[axes[source] for source in inputs]}")
 
@@ -678,6 +707,8 @@ def _view(node: fx.Node) -> Iterator[Combination]:
     - ``expand`` can be cut along every dimension whose size stays the same.
     - All other views can also be cut into summands (`SUM`): the views of the summands add up to the view of
       their sum.
+    - In a part, the size of the cut dimension is left out (-1), because it follows from the part's number of
+      elements. If the call leaves out another size, that size must be known when the graph is traced.
 
     node: the call of the view.
     """
@@ -688,11 +719,14 @@ def _view(node: fx.Node) -> Iterator[Combination]:
             if size == result[dim + offset] and size != 1:
                 yield Combination((dim,), dim + offset)
         return
+    sizes = _number(node, 1)
+    left_out = {dim for dim, size in enumerate(result) if sizes[dim] == -1 and not isinstance(size, int)}
     for dim, size in enumerate(source):
         before = math.prod(source[:dim])
         for other, other_size in enumerate(result):
             if size != 1 and other_size != 1 and math.prod(result[:other]) == before:
-                yield Combination((dim,), other)
+                if left_out <= {other}:
+                    yield Combination((dim,), other)
                 break
     yield Combination((SUM,), SUM)
 

@@ -258,7 +258,9 @@ def link_of(
         work = within_bytes(messages(ranks, device, dtype), most_bytes)
         units = min(work.max_units, 1 + int(LONG_SECONDS / (work.size * max(line.beta_seconds, 1e-12))))
         with open_bench(ranks, device) as bench:
-            seconds = seconds_of(bench, COMMUNICATE, work.make(units), REPEATS, min)
+            seconds = seconds_of(
+                bench, COMMUNICATE, bench.made(functools.partial(work.make, units)), REPEATS, min
+            )
         beta = max(0.0, seconds - line.alpha_seconds) / (units * work.size)
         link = replace(line, beta_seconds=beta)
         # A message of `LONG_SECONDS` is long enough, whatever a later limit allows.

@@ -246,7 +246,8 @@ def _run_backward(
     with _with_autograd(), _without_hooks(kept.sources):
         results, given = zip(*of_results, strict=True)
         found = torch.autograd.grad(results, kept.sources, given, allow_unused=True)
-    return [_laid_out(gradient, source) for gradient, source in zip(found, kept.sources, strict=True)]
+    laid_out = [_laid_out(gradient, source) for gradient, source in zip(found, kept.sources, strict=True)]
+    return _apart(laid_out, [*gradients, *inputs, *parameters])
 
 
 def _fake_run_backward(
@@ -360,6 +361,24 @@ def _laid_out(gradient: Tensor | None, source: Tensor) -> Tensor:
         return torch.zeros_like(like)
     local = local_part(gradient)
     return local if local.stride() == like.stride() else torch.empty_like(like).copy_(local)
+
+
+def _apart(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors of which no two share memory; a copy of each result that shares memory.
+
+    torch refuses other results of an operator. Two gradients share memory, for example, if a gate multiplies
+    by several parameters at once: they are then views of one gradient.
+
+    results: the results of an operator.
+    arguments: its arguments, with which no result may share memory, either.
+    """
+    taken = {each.untyped_storage()._cdata for each in arguments}
+    apart: list[Tensor] = []
+    for result in results:
+        storage = result.untyped_storage()._cdata
+        apart.append(result.clone() if storage in taken else result)
+        taken.add(storage)
+    return apart
 
 
 # ---- a MoELayer

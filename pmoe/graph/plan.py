@@ -93,7 +93,7 @@ class GraphSplit:
         self._routes = routes(module.graph)
         free = module.graph.find_nodes(op="placeholder") if self._routes else []
         num_sequences = batch.meta["val"].shape[0] if batch else None
-        self._axes, self._refused = infer(module.graph, input_axes, free, num_sequences)
+        self._axes, self._refused, self._uncut = infer(module.graph, input_axes, free, num_sequences)
         if batch:
             _put_last(module.graph, self._refused)
         elif self._routes:
@@ -181,8 +181,10 @@ class GraphSplit:
         if not plan.ranges:
             return self._module
         if self.names == plan.names and self._batch and self.sequences > 1:
-            return cut_ranges(self._module, dict.fromkeys(plan.ranges, self._batch), self._axes)
+            batches = dict.fromkeys(plan.ranges, self._batch)
+            return cut_ranges(self._module, batches, self._axes, self._uncut)
         axes = dict[fx.Node, Any]()
+        uncut = set[fx.Node]()
         ranges = dict[Range, fx.Node]()
         free = [node for route in self._routes for node in route.kept.values()]
         for (begin, end), range_ in zip(self._layers(), plan.ranges_of_layers(), strict=True):
@@ -190,10 +192,12 @@ class GraphSplit:
                 body = self.calls[begin : end + 1]
                 with_results = [call for node in body for call in (node, *filter(is_result, node.users))]
                 tokens: Any = body[0].args[0]
-                axes |= follow(with_results, _tokens(body), free, tokens.meta["val"].shape[0])
+                inferred = follow(with_results, _tokens(body), free, tokens.meta["val"].shape[0])
+                axes |= inferred.axes
+                uncut |= inferred.uncut
                 own_range = replace(range_, first=label(body[0]), last=label(body[-1]))
                 ranges[own_range] = tokens
-        return cut_ranges(self._module, ranges, axes)
+        return cut_ranges(self._module, ranges, axes, uncut)
 
     def _layers(self) -> list[tuple[int, int]]:
         """Returns for each MoELayer the positions of its first and last instruction in ``calls``."""

@@ -441,7 +441,7 @@ class GraphRunner:
             orders += [weight_gradients.placed(before, weight_gradients.assign(before)), listed()]
             if buckets:
                 sources = by_source(gradients, buckets)
-                orders += [listed(reductions=sources, one_by_one=alone) for alone in (True, False)]
+                orders += [listed(reductions=sources, one_by_one=True), listed(reductions=sources)]
         fitting = [order for order in orders if peak_bytes(order, kept, input_bytes) <= limit]
         agreed_places = program.places if program.is_agreed else None
         fastest = plan_hand_overs(fitting or orders[:1], gradients, buckets, agreed_places)

@@ -19,7 +19,7 @@ range, for example by backward.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,7 +208,10 @@ def order_of_part(
 
 
 def cut_ranges(
-    module: fx.GraphModule, ranges: Mapping[Range, fx.Node], axes: Mapping[fx.Node, Any]
+    module: fx.GraphModule,
+    ranges: Mapping[Range, fx.Node],
+    axes: Mapping[fx.Node, Any],
+    uncut: Collection[fx.Node] = (),
 ) -> fx.GraphModule:
     """Returns a new module, in which some ranges of the old module are cut into parts of the batch.
 
@@ -217,11 +220,12 @@ def cut_ranges(
     module: the old module with its graph.
     ranges: {range to cut: a tensor whose first size is the length of the batch (in sequences or tokens)}.
     axes: for each node, the dimension along which it is cut (`pmoe.graph.axes.infer`).
+    uncut: nodes that run once, on whole inputs (`pmoe.graph.axes.Inferred`).
 
     In the new graph, a call that was cut has one node for each part. Each of these nodes has the call's
     `label` in meta["origin"]. The node that joins the parts has this label in meta["joins"].
     """
-    return _Cutter(module, axes).run(ranges)
+    return _Cutter(module, axes, uncut).run(ranges)
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,21 +299,27 @@ class _Cutter:
 
     module: the module with the old graph.
     axes: for each node of the old graph, the dimension along which it is cut.
+    uncut: nodes of the old graph that run once, on whole inputs.
     graph: the new graph.
     whole: for a node of the old graph, the node of the new graph that has its value for the whole batch.
     sequences: length of the batch in the range that is being cut. It is a number, or a node of the new graph
         that computes the number.
+    first: the name of the range that is being cut: the label of its first call.
     kept: {tensor that forward saved for a layer: the layer's `Route`, and the tensor's name in `Route.kept`}.
     routed: for the `Route` of each layer, one dict for each part. The dict has the nodes with the part's
         sorted slots, row counts and rows, by the names of `Route.kept`.
     """
 
-    def __init__(self, module: fx.GraphModule, axes: Mapping[fx.Node, Any]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, axes: Mapping[fx.Node, Any], uncut: Collection[fx.Node]
+    ) -> None:
         self.module = module
         self.axes = axes
+        self.uncut = uncut
         self.graph = fx.Graph()
         self.whole = dict[fx.Node, fx.Node]()
         self.sequences: Any = None
+        self.first = ""
         self.kept: dict[fx.Node, tuple[Route, str]] = {}
         self.routed: dict[Route, list[dict[str, fx.Node]]] = {}
 
@@ -340,6 +350,7 @@ class _Cutter:
             while end < len(calls) and is_result(calls[end]):
                 end += 1
             self.sequences = self._size_of(ranges[range_])
+            self.first = range_.first
             self._cut(calls[index:end], range_.k, range_.lag)
             index = end
         output = self.module.graph.output_node()
@@ -415,11 +426,11 @@ class _Cutter:
 
         target: the operator or function that is called.
         args: its arguments.
-        name: the `label` of the call; "" for none.
+        name: the `label` of the call; "" for one that is made of the node's name.
         """
         call = self.graph.call_function(target, args)
-        if name:
-            call.meta["label"] = name
+        # The names of other calls do not end so, and the new graph has each name only once.
+        call.meta["label"] = name or f"{call.name}, added"
         return call
 
     def _copy(self, node: fx.Node, value: Callable[[fx.Node], fx.Node], part: str = "") -> fx.Node:
@@ -444,10 +455,14 @@ class _Cutter:
         parts: list[dict[fx.Node, fx.Node]] = [{} for _ in range(k)]
         inside = set[fx.Node]()
         for node in body:
-            if any(source in inside or self.axes[source] is not None for source in node.all_input_nodes):
+            sources = node.all_input_nodes
+            # A size may be that of a whole tensor from before the range, which is cut in the range.
+            is_number = isinstance(node.meta.get("val"), NUMBERS)
+            reads_whole = all(self.axes[source] is None for source in sources)
+            if (reads_whole or is_number or node in self.uncut) and inside.isdisjoint(sources):
+                self.whole[node] = self._copy(node, self.whole.__getitem__)  # computed once, for all parts
+            else:
                 inside.add(node)
-            else:  # no input is cut: computed once, for all parts
-                self.whole[node] = self._copy(node, self.whole.__getitem__)
         cut_nodes = (node for node in body if node in inside)
         stages_of_range = stages(cut_nodes, lambda node: node.target is moe.exchange.default)
         for stage, part in turns(len(stages_of_range), k, lag):
@@ -478,15 +493,16 @@ class _Cutter:
 
             old_node: the input, a node of the old graph.
 
-            An input that was computed before the range is not cut yet. If it must be cut along a dimension, a
-            call that selects the part is added to the new graph.
+            An input that was computed before the range, or once for all parts, is not cut yet. If it must be
+            cut along a dimension, a call that selects the part is added to the new graph.
             """
             if old_node not in new_nodes:
                 axis = self.axes.get(old_node)
                 whole = self.whole[old_node]
                 new_nodes[old_node] = self._routed(old_node, part) if old_node in self.kept else whole
                 if isinstance(axis, int) and isinstance(old_node.meta.get("val"), Tensor):
-                    name = f"{label(old_node)}, cut for part {part}"
+                    # Each range cuts the tensor for itself, and no two calls may have the same name.
+                    name = f"{label(old_node)}, cut for part {part} of the range from {self.first}"
                     new_nodes[old_node] = self._call(
                         part_of_batch, whole, axis, self.sequences, part, k, name=name
                     )
@@ -500,8 +516,10 @@ class _Cutter:
         copied = self._copy(node, value, f", part {part}")
         axis = self.axes[node]
         if node.target in SIZED and isinstance(axis, int):
-            whole = node.meta["val"].shape
-            sizes = [whole[index] if size == -1 else size for index, size in enumerate(copied.args[1])]  # type: ignore[arg-type]
+            sizes: list[Any] = [*copied.args[1]]  # type: ignore[misc]
+            if node.target is not aten.expand.default:  # in which -1 keeps a size
+                whole = node.meta["val"].shape
+                sizes = [whole[index] if size == -1 else size for index, size in enumerate(sizes)]
             sizes[axis] = -1
             copied.args = (copied.args[0], sizes)
         if node.target in MADE and isinstance(axis, int):
@@ -529,8 +547,7 @@ class _Cutter:
 
             a dimension   the parts are concatenated
             SUM           the parts are added
-            None          the value is the same in all parts, so the first part is taken. Only numbers may
-                          differ, such as the size of a part: they are computed again from whole tensors
+            None          the value is the same in all parts, so the first part is taken
             IRREGULAR     rows are joined in the order that they would have without parts; row counts are
                           added; sorted slots are computed again for the whole batch
 
@@ -540,11 +557,8 @@ class _Cutter:
         """
         values = [part[node] for part in parts]
         axis = self.axes[node]
-        is_view = (isinstance(axis, int) or axis == SUM) and node.target in VIEWS
-        is_number = axis is None and isinstance(node.meta.get("val"), NUMBERS)
         # Join the tensor that is viewed, and view the result. Joining each view would take memory for each.
-        # Numbers are computed again, too, because the sizes of a part are not those of the whole tensor.
-        if is_view or is_number:
+        if (isinstance(axis, int) or axis == SUM) and node.target in VIEWS:
             for source in node.all_input_nodes:
                 if source not in self.whole:
                     self.whole[source] = self._join(source, parts)

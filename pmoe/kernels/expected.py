@@ -78,7 +78,8 @@ def expected_kernels(
 
     Example: (10, 3) with sm_80, sm_90a, sm_100 and ptx80 -> runs "sm_100".
     """
-    loaded = loaded or _fitting(capability, archs)
+    binary, text = _fitting(capability, archs)
+    loaded = loaded or binary or text
     loop = grouped_mm_loops(capability)
     why = "its binary fits"
     runs = hopper = None
@@ -89,7 +90,9 @@ def expected_kernels(
     else:
         runs = binary_of(*loaded)
         hopper = hopper_refusal(*loaded, capability)
-        if loaded[0] != loaded[1]:
+        # The versions are equal if the driver compiles PTX of the device's own capability.
+        if loaded[0] != loaded[1] or loaded is text:
+            runs = f"PTX of compute_{loaded[1]}, compiled by the driver"
             why = "each kernel at its first launch, which takes minutes in all"
     return ExpectedKernels(
         capability=capability,
@@ -101,26 +104,39 @@ def expected_kernels(
     )
 
 
-def _fitting(capability: tuple[int, int], archs: Sequence[str]) -> tuple[int, int] | None:
-    """Returns the versions (binary, PTX) of the code that the driver would load; None if none fits.
+UNUSED = ("sm_90", "ptx90", "ptx90a", "sm_90f", "ptx90f")
+"""Names for which ``setup.py`` compiles nothing: versions 90 of 90 must mean sm_90a (`hopper_refusal`)."""
+
+CodeVersions = tuple[int, int]
+"""The versions (binary, PTX) of loaded code; 90 means 9.0."""
+
+
+def _fitting(
+    capability: tuple[int, int], archs: Sequence[str]
+) -> tuple[CodeVersions | None, CodeVersions | None]:
+    """Returns the versions of the best binary that fits, and of the best PTX that fits; None if none fits.
 
     A compute capability is major.minor. A binary fits devices with the binary's major number and with a minor
-    number that is equal or larger. A binary with "a" at the end of its name fits one capability only; "f" at
-    the end changes nothing. PTX fits every device with an equal or larger capability.
+    number that is equal or larger. PTX fits every device with an equal or larger capability. An "a" at the
+    end of the name of either means that it fits one capability only, and an "f" that it fits no other major
+    number.
     """
     device = 10 * capability[0] + capability[1]
     binaries = []
     texts = []
     for name in archs:
-        match = re.fullmatch(r"(sm_|ptx)(\d+)([af]?)", name)
-        if match is None:
-            raise ValueError(f"archs ({name!r}) must be names such as sm_80, sm_90a or ptx80")
+        match = re.fullmatch(r"(sm_|ptx)(\d{2,3})([af]?)", name)
+        if match is None or name in UNUSED:
+            raise ValueError(
+                f"archs ({name!r}) must be names such as sm_80, sm_90a or ptx80; of compute capability 9.0 "
+                "only sm_90a"
+            )
         version = int(match[2])
-        if match[1] == "ptx" and version <= device:
-            texts.append(version)
         is_same = version == device if match[3] == "a" else version // 10 == device // 10
+        if match[1] == "ptx" and version <= device and (is_same or not match[3]):
+            texts.append(version)
         if match[1] == "sm_" and is_same and version <= device:
             binaries.append(version)
-    if binaries:
-        return max(binaries), max(binaries)
-    return (device, max(texts)) if texts else None
+    binary = max(binaries, default=None)
+    text = max(texts, default=None)
+    return None if binary is None else (binary, binary), None if text is None else (device, text)

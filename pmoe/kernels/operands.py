@@ -105,6 +105,11 @@ def strides_fit(rows: Tensor) -> bool:
     return columns_fit and (rows.shape[0] <= 1 or apart)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Returns whether a tensor is contiguous, at an address from which kernels can read and write."""
+    return tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
+
+
 def _misplaced_rows(name: str, rows: Tensor) -> str | None:
     """Returns why kernels cannot read a tensor (rows, columns) with its strides; None if they can.
 

@@ -5,6 +5,9 @@ queue of tasks that run one after another. The lanes run side by side.
 
 All ranks time the same work. The work may be a collective, so all ranks must run it equally often. The number
 of runs follows from numbers on which all ranks have agreed (`Bench.largest`), never from a rank's own clock.
+
+A rank may run out of memory. It then still takes part in all messages, and leaves out the other work. All
+ranks raise the same error where they agree on numbers next, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +31,7 @@ from torch import Tensor
 
 from pmoe.comm.agreement import largest
 from pmoe.comm.base import all_to_all
-from pmoe.comm.failures import at_stage
+from pmoe.comm.failures import at_stage, lacks_memory
 from pmoe.comm.ranks import Ranks
 from pmoe.comm.topology import node_ids
 from pmoe.planner.cost_model import COMMUNICATE, COMPUTE, COPY
@@ -53,6 +56,10 @@ LaneRuns = Mapping[str, tuple[TimedCall, int]]
 """The work of each lane (a queue of tasks), by the lane's name: (a function, how often it is called)."""
 
 
+class TooLittleMemoryError(torch.OutOfMemoryError):
+    """Raised on every rank of a measurement if some rank has too little memory for it."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """Runs and times work in three lanes: computation, messages and copies.
@@ -61,20 +68,73 @@ class Bench:
 
     ranks: the ranks that measure together.
     device: the device on which the work runs.
-    run: a function that runs all lanes side by side. Its argument has for each lane a function and how often
-        to call it. Returns for each lane, in seconds, when its first call started, then when each call ended.
+    run_lanes: a function that runs all lanes side by side (`run`).
+    failure: the errors of too little memory on this rank: none or one.
     """
 
     ranks: Ranks
     device: torch.device
-    run: Callable[[LaneRuns], dict[str, Marks]]
+    run_lanes: Callable[[LaneRuns], dict[str, Marks]]
+    failure: list[BaseException] = field(default_factory=list)
+
+    def made(self, make: Callable[[], TimedCall]) -> TimedCall:
+        """Returns the work that ``make`` returns. If this rank lacks the memory, the work does nothing.
+
+        The next call of `largest` then raises on every rank, before any rank begins the work. `seconds_of`
+        begins with such a call.
+        """
+        works: list[TimedCall] = []
+        self.attempt(lambda: works.append(make()))
+        return works[0] if works else _nothing
+
+    def run(self, work: LaneRuns) -> dict[str, Marks]:
+        """Runs all lanes side by side.
+
+        If a computation or a copy runs out of memory on this rank, the rank leaves out its later computations
+        and copies, but no messages. The next call of `largest` then raises on every rank.
+
+        work: for each lane, a function and how often to call it.
+
+        Returns for each lane, in seconds, when its first call started, then when each call ended.
+        """
+        return self.run_lanes(
+            {
+                lane: (action if lane == COMMUNICATE else partial(self.attempt, action), count)
+                for lane, (action, count) in work.items()
+            }
+        )
+
+    def attempt(self, action: TimedCall) -> None:
+        """Calls a function, unless this rank has run out of memory. Notes an error of too little memory."""
+        if self.failure:
+            return
+        try:
+            action()
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+            self.failure.append(error.with_traceback(None))  # a traceback's frames keep tensors alive
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Returns the largest of each value over all ranks. Collective, so it also serves as a barrier.
 
         values: numbers of this rank. All ranks must pass equally many.
+
+        Raises `TooLittleMemoryError` on every rank if any rank has run out of memory in work of this bench.
         """
-        return largest(self.ranks, self.device, values, stage=AGREEING)
+        own = [*values, float(bool(self.failure))]
+        *agreed, failed = largest(self.ranks, self.device, own, stage=AGREEING)
+        if failed:
+            cause = self.failure[0] if self.failure else None
+            raise TooLittleMemoryError(
+                "some rank has too little memory to measure the speed of this machine: free memory, or run "
+                "`pmoe profile` before training"
+            ) from cause
+        return agreed
+
+
+def _nothing() -> None:
+    """Stands in for work that a rank has too little memory for."""
 
 
 @contextmanager
@@ -167,7 +227,7 @@ def seconds_of(
 
     bench: runs the function and reads the clock.
     lane: the queue in which the function runs: computation, messages or copies.
-    action: the function.
+    action: the function (`Bench.made`).
     repeats: number of timed calls.
     of: computes the result from the seconds of these calls; the median by default.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -192,10 +193,10 @@ def longest_units(bench: Bench, work: LaneWork, piece_seconds: float) -> int:
     piece_seconds: about how many seconds the work should take.
     """
     units = work.first_units
-    first_seconds = seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
+    first_seconds = seconds = seconds_of(bench, work.lane, bench.made(partial(work.make, units)), TRIES, min)
     while units < work.max_units and (seconds < piece_seconds / 2 or seconds < 3 * first_seconds):
         units = min(work.max_units, 4 * units)
-        seconds = seconds_of(bench, work.lane, work.make(units), TRIES, min)
+        seconds = seconds_of(bench, work.lane, bench.made(partial(work.make, units)), TRIES, min)
     if seconds < piece_seconds:
         units = min(work.max_units, int(units * piece_seconds / seconds))
     return units
@@ -219,10 +220,10 @@ def measured_line(bench: Bench, work: LaneWork, sizes: Iterable[int], repeats: i
     """
     sizes = list(sizes)
     for _ in range(2):
-        samples = {
-            float(units * work.size): seconds_of(bench, work.lane, work.make(units), repeats)
-            for units in sizes
-        }
+        samples = {}
+        for units in sizes:
+            action = bench.made(partial(work.make, units))
+            samples[float(units * work.size)] = seconds_of(bench, work.lane, action, repeats)
         fitted = fit(samples.items(), relative=True)
         if not (fitted.line.alpha_seconds and fitted.line.beta_seconds):
             fitted = from_zero(samples)

@@ -147,10 +147,11 @@ def measure_exchange(
     def make(num_rows: int) -> TimedCall:
         splits = [num_rows] * peers.size
         splits[peers.rank] = 0
-        sent, received = torch.ones(2, sum(splits), columns, dtype=dtype, device=device)
+        # This may be a collective. So it comes before tensors that one rank may have too little memory for.
         counts_FW = torch.tensor([splits], device=device)
         counts = exchange.relay_counts(counts_FW, counts_FW)
         relayed = () if counts is None else tuple(counts[0].tolist())
+        sent, received = torch.ones(2, sum(splits), columns, dtype=dtype, device=device)
 
         def run() -> None:
             work = exchange.exchange(sent, splits, received, splits, relayed)

@@ -15,17 +15,18 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pmoe.comm.agreement import from_first, largest
 from pmoe.comm.base import Exchange
 from pmoe.comm.ranks import Ranks
-from pmoe.measure.bench import AGREEING, identity
+from pmoe.measure.bench import AGREEING, TooLittleMemoryError, identity
 from pmoe.measure.operations import measure_exchange, measure_operations, part_of
 from pmoe.measure.rates import measure
 from pmoe.measure.store import (
@@ -38,8 +39,11 @@ from pmoe.measure.store import (
     save_or_warn,
     typed,
 )
+from pmoe.planner.costs import LineCost
 from pmoe.planner.profile import FORMAT, Identity, Profile
 from pmoe.warn import log, warn_once
+
+T = TypeVar("T")
 
 NAMED = re.compile(r"(?!division_|degrees_).*_v\d+\.json")
 """Pattern of the names that `profile_path` gives files.
@@ -93,27 +97,35 @@ def load_or_measure(
         profile = PROFILES.get(key)  # this process measured it in little memory, so no file has it
     if profile is None:
         log.info("measuring %s with %d ranks: this takes some seconds, once", device, ranks.size)
-        profile = measure(ranks, device, dtype, quick=True, most_bytes=limit)
+        new_profile, reached = in_less_memory(
+            ranks, limit, partial(measure, ranks, device, dtype, quick=True)
+        )
+        profile = new_profile
         _limits[key] = limit
+        _lacked_memory.discard(key)
+        if reached < limit:
+            _lacked_memory.add(key)
     elif stored is not None:
         _limits[key] = math.inf
-    is_whole = _limits.get(key, math.inf) == math.inf
+        _lacked_memory.discard(key)
+    is_whole = _limits.get(key, math.inf) == math.inf and key not in _lacked_memory
     if operations:
         named = (("across", across), ("inside", inside))
         sizes = [part_of(ranks, device, name, part).size for name, part in named]
         operation_lines = profile.operations
         if operation_lines is None or [operation_lines.num_across, operation_lines.num_inside] != sizes:
             log.info("measuring FSMoE's operations on %s among %d x %d ranks, once", device, *sizes)
-            operation_lines = measure_operations(
-                ranks, device, dtype, across=across, inside=inside, most_bytes=limit
-            )
-            is_whole = is_whole and limit == math.inf
+            measured = partial(measure_operations, ranks, device, dtype, across=across, inside=inside)
+            new_lines, reached = in_less_memory(ranks, limit, measured)
+            operation_lines = new_lines
+            is_whole = is_whole and reached == math.inf
         for name, exchange in sorted((exchanges or {}).items()):
             if name in operation_lines.exchanges:
                 continue
             log.info("measuring the all-to-all %s on %s, once", name, device)
-            line = measure_exchange(ranks, device, dtype, exchange, most_bytes=limit)
-            is_whole = is_whole and limit == math.inf
+            measured_exchange = partial(measure_exchange, ranks, device, dtype, exchange)
+            line, reached = in_less_memory(ranks, limit, measured_exchange)
+            is_whole = is_whole and reached == math.inf
             operation_lines = replace(operation_lines, exchanges={**operation_lines.exchanges, name: line})
         if operation_lines is not profile.operations:
             profile = replace(profile, operations=operation_lines)
@@ -166,6 +178,9 @@ The value None says that no file with a profile was found, and that no profile h
 """
 
 
+MOST_SECONDS = 1e6
+"""Largest alpha or beta of a line in a file. No measurement takes as long, and predictions would overflow."""
+
 WHOLE_BYTES = 2**28
 """Bytes that are enough to measure the longest products and messages of a profile."""
 
@@ -178,6 +193,41 @@ bytes for a measurement.
 
 _limits: dict[tuple[str, torch.device, torch.dtype], float] = {}
 """The limit of bytes under which each profile of this process was measured; infinite if there was none."""
+
+_lacked_memory: set[tuple[str, torch.device, torch.dtype]] = set()
+"""Profiles of this process that were measured with fewer bytes, because a rank lacked memory for the limit.
+
+No file stores them.
+"""
+
+MOST_REPEATS = 6
+"""How often a measurement for which some rank lacks memory is repeated with smaller tensors."""
+
+
+def in_less_memory(ranks: Ranks, most_bytes: float, measured: Callable[..., T]) -> tuple[T, float]:
+    """Measures, and repeats the measurement with smaller tensors if any rank runs out of memory. Collective.
+
+    Each repetition may allocate a quarter (1 / `WIDER`) of the bytes of the one before. Rank 0 warns once.
+    Returns the result, and the limit of bytes of the measurement that gave it.
+
+    ranks: the ranks that measure.
+    most_bytes: how many bytes the first measurement may allocate, the same on every rank.
+    measured: measures, and allocates at most its keyword argument ``most_bytes``. It raises
+        `TooLittleMemoryError` on every rank if any rank runs out of memory.
+
+    Raises TooLittleMemoryError on every rank if the memory is too little even for the smallest tensors.
+    """
+    for _ in range(MOST_REPEATS):
+        try:
+            return measured(most_bytes=most_bytes), most_bytes
+        except TooLittleMemoryError:
+            most_bytes = min(most_bytes, WHOLE_BYTES) / WIDER
+        if ranks.rank == 0:
+            warn_once(
+                "some rank ran out of memory in a measurement of this machine: smaller tensors are measured, "
+                "so choices may be worse. Free memory, or measure before training with `pmoe profile`"
+            )
+    return measured(most_bytes=most_bytes), most_bytes
 
 
 def profile_of(
@@ -305,12 +355,20 @@ def profile_from(fields: Mapping[str, Any]) -> Profile:
 
     fields: the profile's fields, as `dataclasses.asdict` gives them.
 
-    Raises CorruptFileError if a field is missing or has another type, and ValueError if the file has another
-    version of the format.
+    Raises CorruptFileError if a field is missing, has another type, or has seconds that nothing takes
+    (`MOST_SECONDS`), and ValueError if the file has another version of the format.
     """
     versions = fields.get("versions")
     file_format = versions.get("file", FORMAT) if isinstance(versions, dict) else FORMAT
     if isinstance(file_format, int) and file_format != FORMAT:
         raise ValueError(f"format version ({file_format}) must be {FORMAT}")
     profile: Profile = typed(Profile, fields, "profile")
+    lines = {name: cost for name, cost in vars(profile).items() if isinstance(cost, LineCost)}
+    for number, fitted in enumerate([] if profile.operations is None else profile.operations.fits):
+        lines[f"operation {number}"] = fitted.line
+    for name, line in lines.items():
+        if max(line.alpha_seconds, line.beta_seconds) > MOST_SECONDS:
+            raise CorruptFileError(
+                f"profile.{name} ({line}) must be at most {MOST_SECONDS:g} s in both numbers"
+            )
     return profile

@@ -79,7 +79,7 @@ def measure(
             kind = within_bytes(any_size, most_bytes / len(kinds))
             units = longest_units(bench, kind, effort.piece_seconds)
             lines[name] = measured_line(bench, kind, (units // 16, units // 4, units), effort.repeats)
-            pieces.setdefault(kind.lane, []).append(kind.make(units))
+            pieces.setdefault(kind.lane, []).append(bench.made(partial(kind.make, units)))
         by_lane = {lane: partial(_in_turn, of_lane) for lane, of_lane in pieces.items()}
         interference = _interference(bench, by_lane, effort)
     costs = {name: fitted.line for name, fitted in lines.items()}

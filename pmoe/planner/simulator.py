@@ -113,7 +113,8 @@ def simulate_slowed(
         step = min(remaining / speed.get(lane, 1.0) for lane, (_, remaining) in running.items())
         now += step
         for lane, (task, remaining) in list(running.items()):
-            if remaining / speed.get(lane, 1.0) <= step:
+            # Tasks of NaN seconds end, too, such as 0 rows of infinite seconds. Else the loop has no end.
+            if not remaining / speed.get(lane, 1.0) > step:
                 end[task.name] = now
                 del running[lane]
             else:

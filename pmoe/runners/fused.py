@@ -44,6 +44,7 @@ from pmoe.kernels import flashdmoe, grouped_gemm
 from pmoe.kernels.comet.backend import Steps
 from pmoe.kernels.comet.operators import FusedRouting
 from pmoe.kernels.flashdmoe import PLACES, RoutingInput
+from pmoe.kernels.operands import is_dense
 from pmoe.ordering.sorted import SortedRows, sort_rows
 from pmoe.runners.pipeline import keep_for_backward
 from pmoe.schedule.restore import Restore
@@ -73,8 +74,7 @@ def dense(rows: Tensor) -> Tensor:
 
     rows: (T, M), T rows of M = d_model columns.
     """
-    rows = rows.contiguous()
-    return rows if rows.data_ptr() % 16 == 0 else rows.clone()
+    return rows if is_dense(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
 KernelsOutput = tuple[Tensor, list[Tensor | None]]

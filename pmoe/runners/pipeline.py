@@ -45,14 +45,13 @@ class PipelineRunner:
     plan: Plan
 
     def forward(self, inputs: Inputs, *, keep: bool) -> tuple[Tensor, Saved | None]:
-        plan = self.plan
         try:
-            forward = make_forward(plan, inputs, keep, Forward)
+            forward = make_forward(self.plan, inputs, keep, Forward)
             y_TM = forward.run()
         except BaseException as error:
-            leave(error, plan.modules.grid.all, "a forward pass")
+            leave(error, self.plan.modules.grid.all, "a forward pass")
             raise
-        return y_TM, keep_for_backward(plan, forward.saved) if keep else None
+        return y_TM, keep_for_backward(self.plan, forward.saved) if keep else None
 
 
 def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType]) -> ForwardType:
@@ -65,8 +64,7 @@ def make_forward(plan: Plan, inputs: Inputs, keep: bool, plain: type[ForwardType
         order of inheritance, so that their methods are called first.
     """
     variants = _variants(plan, inputs.x_TM.is_cuda, moves=keep and plan.restore.offloads)
-    composed = _compose((*[first for first, _ in variants], plain))
-    return composed(plan, inputs, keep)  # type: ignore[no-any-return]
+    return cast(ForwardType, _compose((*(first for first, _ in variants), plain))(plan, inputs, keep))
 
 
 def make_backward(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from pmoe.engine.passes.base import Inputs
 from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.products import GradientSum
 from pmoe.experts.stacked import OPERANDS, StackedExperts
-from pmoe.kernels.operands import VECTOR_BYTES
+from pmoe.kernels.operands import VECTOR_BYTES, is_dense
 from pmoe.program.backend import CompiledPass, Programs
 from pmoe.program.records import Base
 from pmoe.schedule.restore import GATHERED_AGAIN, Restore
@@ -162,8 +162,15 @@ class ProgramRunner(PassRunner):
     plan: Plan
     send_nWE: Tensor
     recv_nWE: Tensor
+    _rows: list[ProgramRows] = field(default_factory=list)
 
     def rows(self) -> ProgramRows:
+        if not self._rows:  # the rows of both passes are the same
+            self._rows.append(self._rows_of_plan())
+        return self._rows[0]
+
+    def _rows_of_plan(self) -> ProgramRows:
+        """Returns the rows of the plan, in the form in which programs read them."""
         pass_plan = self.plan.forward
         chunks, pieces = pass_plan.chunks, pass_plan.pieces
         sends = self.programs.shape.sends
@@ -376,8 +383,7 @@ class _PassCall:
 
 def _readable(tensor: Tensor) -> Tensor:
     """Returns a tensor whose rows lie one after another at an aligned address; a copy if they do not."""
-    is_readable = tensor.is_contiguous() and tensor.data_ptr() % VECTOR_BYTES == 0
-    return tensor if is_readable else tensor.clone(memory_format=torch.contiguous_format)
+    return tensor if is_dense(tensor) else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _pair_by_number(pass_plan: PassPlan) -> Tensor:

@@ -32,7 +32,7 @@ from tests.fairseq.environment import (
     write_pairs,
     write_text,
 )
-from tests.fairseq.measured import COUNTED, MEASURED, PLAIN
+from tests.fairseq.measured import COUNTED, HALF, MEASURED, PLAIN
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
 
 Commands = dict[str, Sequence[object]]
+PATIENCE = ("--patience", 1, "--validate-interval-updates", 2)
 
 
 def _commands_of_two(folder: Path) -> Commands:
@@ -81,12 +82,42 @@ def _commands_of_two(folder: Path) -> Commands:
         "resumed": (*adam, *resumed),
         "sgd": (*sgd, "--save-dir", folder / "sgd"),
         "translation": (*translation, *places, "--save-dir", folder / "translation"),
+        "left over": left_over(folder, pairs / "data", 2, ranks=2),
+        "finetuned": finetuned(folder, text / "data", 1, ranks=2),
+        "patience": (*model, "--optimizer", "sgd", "--lr", 2, "--max-update", 20, *PATIENCE, "--no-save"),
     }
     made |= _searching(folder)
+    float16 = ("--fp16", "--fp16-no-flatten-grads", "--fp16-init-scale")
+    steps = (*model, *SGD, "--max-update", 4, *QUIET, "--no-save")
+    made["float32"] = measuring(folder / "float32", PLAIN, *steps)
+    made["float16"] = measuring(folder / "float16", HALF, *steps, *float16, 128)
+    made["overflows"] = measuring(folder / "overflows", HALF, *steps, *float16, 2**12)
     for case in some_of(ON_TWO_RANKS):
         made[case] = refused(case, text / "data", folder / "refused")
     made["accepted 0"] = accepted(0, text / "data", folder / "refused")
     return made
+
+
+def left_over(folder: Path, data: Path, update_freq: int, ranks: int) -> tuple[object, ...]:
+    """A training of two epochs of 7 batches, in steps of 4 batches of all ranks together.
+
+    In the second step of an epoch, the second of two ranks has a batch and a dummy. The gate's biases depend
+    on the tokens that it counts.
+    """
+    model = ("train", data, *TRANSLATION, *TRANSLATION_SGD, "--batch-size", 64, "--max-epoch", 2, *QUIET)
+    gate = ("--moe-gate", "deepseek", "--update-freq", update_freq)
+    name = f"left over on {ranks}"
+    return measuring(folder / name, PLAIN, *model, *gate, "--save-dir", folder / f"{name} saved")
+
+
+def finetuned(folder: Path, data: Path, update_freq: int, ranks: int) -> tuple[object, ...]:
+    """A training that begins with the weights of two ranks' checkpoint and takes nothing else from it."""
+    model = ("train", data, *LANGUAGE_MODEL, *ADAM[:4], "--moe-aux-weight", 0.1, "--max-update", 2, *QUIET)
+    given = ("--finetune-from-model", folder / "sgd" / "checkpoint_last.pt", "--update-freq", update_freq)
+    name = f"finetuned on {ranks}"
+    return measuring(
+        folder / name, PLAIN, *model, *given, "--no-save", "--save-dir", folder / f"{name} saved"
+    )
 
 
 def _searching(folder: Path) -> Commands:
@@ -141,6 +172,8 @@ def _commands_of_one(folder: Path) -> Commands:
             *("--save-dir", folder / "translation of one"),
         ),
         "generated": ("generate", pairs, *generated, *beam),
+        "left over": left_over(folder, pairs, 4, ranks=1),
+        "finetuned": finetuned(folder, text, 2, ranks=1),
     }
     for case in some_of(ON_ONE_RANK):
         made[case] = refused(case, text, folder / "refused")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sysconfig
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +114,44 @@ def run_together(commands: Mapping[str, Sequence[object]], folder: Path, ranks: 
         name: Ended(output, json.loads(refusal))
         for name, (output, refusal) in zip(commands, found, strict=True)
     }
+
+
+def run_apart(command: Sequence[object], folder: Path, ranks: int) -> tuple[list[str], float]:
+    """Runs a command with a process for each rank, which no launcher ends if another one dies.
+
+    Returns what each rank printed, and the seconds between the end of the first and of the last process.
+    """
+    check_environment()
+    listed = folder / "apart.json"
+    listed.write_text(json.dumps([list(map(str, command))]), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    address |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    outputs = [folder / f"{listed.name}.rank{rank}" for rank in range(ranks)]
+    started = []
+    for rank, output in enumerate(outputs):
+        with output.open("w") as file:
+            started.append(
+                subprocess.Popen(
+                    [str(PYTHON), "-W", "ignore", "-m", "tests.fairseq.commands", str(listed)],
+                    env=os.environ | address | {"RANK": str(rank)},
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        deadline = time.monotonic() + 400
+        while all(process.poll() is None for process in started):
+            assert time.monotonic() < deadline, "no rank ended"
+            time.sleep(0.1)
+        first_end = time.monotonic()
+        for process in started:
+            process.wait(timeout=400)
+        return [output.read_text() for output in outputs], time.monotonic() - first_end
+    finally:
+        for process in started:
+            process.kill()
 
 
 def write_text(folder: Path) -> tuple[object, ...]:

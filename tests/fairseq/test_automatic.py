@@ -5,10 +5,12 @@ The options are exactly ``--moe-pipeline true --moe-memory-reuse true``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from pmoe.planner.granularity import GranularityTable, PassDegrees
 from tests.fairseq.conftest import Commands, Session, measuring
@@ -22,9 +24,10 @@ from tests.fairseq.environment import (
     TRANSLATION,
     TRANSLATION_SGD,
     load,
+    run_apart,
     run_together,
 )
-from tests.fairseq.measured import FAILING, PLAIN, Step, steps_of
+from tests.fairseq.measured import CUT, DYING, FAILING, PLAIN, Step, steps_of
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]  # their training takes more than a minute
 
@@ -126,6 +129,8 @@ REPORTS: dict[str, tuple[object, ...]] = {
     # microsoft/Tutel#182, facebookresearch/fairseq#3730: training stops for ever if ranks have batches of
     # different sizes, or if one has none. The last batch of an epoch is left over, here in a translation.
     "a left over batch": ("pairs", "--max-epoch", 2, "--max-tokens", 2400, *QUIET),
+    # The same from the first step on, which searches: an epoch has one batch, and the second rank has none.
+    "no batch": ("pairs", "--max-update", 3, "--max-tokens", 20000, *QUIET),
     # facebookresearch/fairseq#3730: the same with batches of up to 500 tokens. They are too small for trials.
     "small batches": ("text", *LINES, "--max-tokens", 500),
     # deepspeedai/DeepSpeed#6809: so if each rank has a capacity of its own.
@@ -179,8 +184,33 @@ def test_what_was_reported_of_other_trainers_does_not_happen(reports: Session, c
     assert searches == 0 if case == "small batches" else searches >= 1
     has_dummy = any(step.tokens[-1] == 0 for step in second)
     assert has_dummy or case != "a left over batch"
+    assert case != "no batch" or (first[0].sizes and all(step.tokens == [0] for step in second))
     if case == FAILING:
         assert "a trial ran out of memory on some rank" in reports.of_two[case].output
+
+
+def test_a_rank_that_dies_in_a_trial_is_named_by_the_other_in_time(session: Session, tmp_path: Path) -> None:
+    """Both ranks are started apart: torchrun would end the other rank before it says anything."""
+    training = ("train", session.text, *BY_TOKENS, *SGD, *AUTOMATIC, *LINES, "--no-save")
+    outputs, seconds = run_apart(measuring(tmp_path / "dying", DYING, *training), tmp_path, ranks=2)
+    assert re.search("pmoe: rank 0 of 2 failed in .*(a peer has died|global rank 1)", outputs[0]), outputs[0]
+    assert seconds < 30
+
+
+def test_damaged_results_of_trials_do_not_end_a_resumed_training(session: Session, tmp_path: Path) -> None:
+    """A checkpoint's results may be of another layer, of a later version of pmoe, or no results at all."""
+    checkpoint = load(session.folder / "searched" / "checkpoint_1_7.pt")
+    [entry] = checkpoint["extra_state"]["moe_trials"]
+    damaged = [{**entry, "key": {**entry["key"], "d_model": 7}}, {**entry, "format": 99}, "text", None]
+    checkpoint["extra_state"]["moe_trials"] = damaged
+    torch.save(checkpoint, tmp_path / "damaged.pt")
+    training = ("train", session.text, *BY_TOKENS, *SGD, *AUTOMATIC, *QUIET, "--max-update", 9, "--no-save")
+    command = measuring(tmp_path / "resumed", PLAIN, *training, "--restore-file", tmp_path / "damaged.pt")
+    output = run_together({"resumed": command}, tmp_path, ranks=2)["resumed"].output
+    assert "searches again, because what the checkpoint's trials found" in output
+    resumed = steps_of(tmp_path / "resumed")
+    assert resumed[0].sizes
+    assert_same_losses(of_both(session, "searched")[0][7:9], resumed)
 
 
 @pytest.mark.slow
@@ -200,7 +230,7 @@ def test_a_resumed_training_with_adam_has_the_bits_of_one_that_went_on(
     went_on, resumed = steps_of(tmp_path / "first")[10:], steps_of(tmp_path / "resumed")
     assert len(resumed) == 3
     if [step.degrees for step in went_on] == [step.degrees for step in resumed]:
-        assert went_on == resumed
+        assert [(step.loss, step.norm) for step in went_on] == [(step.loss, step.norm) for step in resumed]
     else:  # a size that the checkpoint does not know: trials of both runs may find different n
         assert resumed[0].sizes or resumed[1].sizes or resumed[2].sizes
         assert_same_losses(went_on, resumed, 1e-3)
@@ -232,3 +262,21 @@ def test_a_checkpoint_continues_on_other_numbers_of_ranks(session: Session, tmp_
                 assert tokens not in searched
             if size == 4:  # what two ranks found does not hold for four
                 assert tokens in searched
+
+
+@pytest.mark.nightly
+def test_2000_batches_of_changing_sizes_keep_memory_flat_and_the_table_small(
+    session: Session, tmp_path: Path
+) -> None:
+    """Sizes change in every step on every rank, and many batches are too small for trials."""
+    long = ("--max-update", 2000, "--decoder-layers", 1, "--moe-freq", 1, *QUIET, "--no-save")
+    training = ("train", session.text, *BY_TOKENS, *SGD, *AUTOMATIC, *long)
+    run_together({"cut": measuring(tmp_path / "cut", CUT, *training)}, tmp_path, ranks=2)
+    for rank in (0, 1):
+        steps = steps_of(tmp_path / "cut", rank)
+        assert len(steps) == 2000 and len({step.tokens[0] for step in steps}) > 500
+        assert max(step.resident for step in steps[1000:]) < 1.03 * max(
+            step.resident for step in steps[:1000]
+        )
+        assert steps[-1].ranges <= 40
+        assert sum(len(step.sizes) for step in steps[1000:]) <= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from tests.fairseq.conftest import Session
 from tests.fairseq.environment import ADAM, LANGUAGE_MODEL, QUIET, SGD, FailedError, load, logged, run
+from tests.fairseq.measured import steps_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -104,6 +106,31 @@ def test_two_ranks_step_as_one_does_on_their_batches(session: Session) -> None:
     for key in ("loss", "gnorm", "moe_loss", "moe_load"):
         assert logged(two, key) == pytest.approx(logged(one, key), rel=2e-3, abs=2e-3), key
     assert_close(session.checkpoint("sgd"), session.checkpoint("sgd of one"), 2e-6)
+
+
+def test_two_ranks_finetune_a_checkpoint_as_one_does(session: Session) -> None:
+    """microsoft/Tutel#248, facebookresearch/fairseq#4469: experts of a checkpoint could not be loaded."""
+    two, one = (steps_of(session.folder / f"finetuned on {ranks}") for ranks in (2, 1))
+    assert [step.loss for step in two] == pytest.approx([step.loss for step in one], rel=1e-5)
+    bits_per_token = two[0].loss / math.log(2) / sum(one[0].tokens)
+    assert bits_per_token < 0.985 * logged(session.of_two["sgd"].output, "loss")[0]
+
+
+def test_both_ranks_skip_a_step_whose_scaled_gradients_overflow(session: Session) -> None:
+    """facebookresearch/fairseq#1529, #4555: with experts on several ranks, a rank alone may overflow."""
+    exact, half = (steps_of(session.folder / name) for name in ("float32", "float16"))
+    assert [step.loss for step in half] == pytest.approx([step.loss for step in exact], rel=1e-3)
+    assert [step.norm for step in half] == pytest.approx([step.norm for step in exact], rel=3e-3)
+    first, second = (steps_of(session.folder / "overflows", rank) for rank in (0, 1))
+    assert first[0].loss == 0 and sum(step.loss > 0 for step in first) == 4
+    assert [(step.loss, step.norm) for step in first] == [(step.loss, step.norm) for step in second]
+
+
+def test_both_ranks_end_a_training_that_does_not_improve(session: Session) -> None:
+    """allenai/allennlp#4794: the first rank to end left the others waiting."""
+    output = session.of_two["patience"].output
+    assert "early stop since valid performance hasn't improved for last 1 runs" in output
+    assert 2 <= len(logged(output, "valid_loss", "valid")) < 10
 
 
 @pytest.mark.slow

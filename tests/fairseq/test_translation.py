@@ -11,7 +11,8 @@ import pytest
 
 from tests.fairseq.conftest import Session
 from tests.fairseq.environment import TRANSLATION, TRANSLATION_SGD, logged, run
-from tests.fairseq.test_language_model import assert_close
+from tests.fairseq.measured import steps_of
+from tests.fairseq.test_language_model import assert_close, parameters
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,6 +29,23 @@ def test_ranks_with_ragged_padded_and_no_batches_step_as_one_rank(session: Sessi
         logged(even, "valid_loss", "valid"), rel=1e-3
     )
     assert_close(session.checkpoint("translation"), session.checkpoint("translation of one"), 5e-6)
+
+
+def test_a_rank_with_a_batch_and_a_dummy_in_one_step_steps_as_one_rank(session: Session) -> None:
+    """facebookresearch/fairseq#1744: fairseq leaves out the size of all batches of a rank whose last is a
+    dummy. The gradient was too large by half. PrimeIntellect-ai/prime-rl#2953: tokens that are not trained
+    on counted in a gate's bias."""
+    two, one = (steps_of(session.folder / f"left over on {ranks}") for ranks in (2, 1))
+    assert [len(step.tokens) for step in one] == [4, 3, 4, 3]
+    assert steps_of(session.folder / "left over on 2", 1)[1].tokens[-1] == 0
+    assert [step.loss for step in two] == pytest.approx([step.loss for step in one], rel=1e-5)
+    assert [step.norm for step in two] == pytest.approx([step.norm for step in one], rel=1e-5)
+    of_two, of_one = (
+        session.folder / f"left over on {ranks} saved" / "checkpoint_last.pt" for ranks in (2, 1)
+    )
+    assert_close(of_two, of_one, 5e-6)
+    biases = [value for name, value in parameters(of_two).items() if name.endswith("gate.bias")]
+    assert len(biases) == 2 and all(bias.abs().max() >= 0.001 for bias in biases)
 
 
 def test_generate_reads_the_checkpoint_of_two_ranks(session: Session) -> None:

@@ -150,6 +150,7 @@ TOGETHER = {
     "shared_gate": ("shared_expert",),
     "combine": ("nodes", "dispatch"),
     "dispatch": ("nodes",),
+    "program": ("memory_reuse", "pipeline"),
 }
 """Options that are refused, or mean nothing, without others."""
 

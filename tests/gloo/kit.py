@@ -50,6 +50,19 @@ def one_step(layer: MoELayer, rank: int, world: int, run: Callable[[Tensor], Ten
 
 
 @contextlib.contextmanager
+def watched_all_to_alls(watch: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Calls watch(out, rows) before each all-to-all with one tensor that this rank starts in the block."""
+    start = dist.ProcessGroup.all_to_all_single
+
+    def watched(group: dist.ProcessGroup, out: Tensor, rows: Tensor, *options: Any) -> Any:
+        watch(out, rows)
+        return start(group, out, rows, *options)
+
+    with mock.patch.object(dist.ProcessGroup, "all_to_all_single", watched):
+        yield
+
+
+@contextlib.contextmanager
 def counted_collectives() -> Iterator[list[str]]:
     """Yields a list of the names of all collectives that this rank starts in the block, in their order.
 
@@ -60,6 +73,7 @@ def counted_collectives() -> Iterator[list[str]]:
         n for n in dir(dist) if n.startswith(("all_", "reduce", "broadcast", "gather", "scatter", "barrier"))
     ]
     names += ["send", "recv", "isend", "irecv", "batch_isend_irecv"]
+    names.remove("all_to_all_single")  # pmoe calls the group's method, as this function of torch does
     originals = {name: getattr(dist, name) for name in names if callable(getattr(dist, name))}
     calls: list[str] = []
 
@@ -70,6 +84,9 @@ def counted_collectives() -> Iterator[list[str]]:
 
         return call
 
+    def note_all_to_all(out: Tensor, rows: Tensor) -> None:
+        calls.append("all_to_all_single")
+
     def compared(parts: LayerModules) -> None:
         before = len(calls)
         compare_options(parts)
@@ -78,7 +95,10 @@ def counted_collectives() -> Iterator[list[str]]:
     for name in originals:
         setattr(dist, name, counted(name))
     try:
-        with mock.patch.object(rank_consistency, "compare_options", compared):
+        with (
+            mock.patch.object(rank_consistency, "compare_options", compared),
+            watched_all_to_alls(note_all_to_all),
+        ):
             yield calls
     finally:
         for name, original in originals.items():

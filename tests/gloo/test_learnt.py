@@ -335,3 +335,13 @@ def test_a_layer_of_another_kind_than_the_checkpoints_searches_again_and_says_wh
     [line] = first["again"]
     assert "holds the degrees of another layer, group or machine: memory_reuse" in line
     assert second["again"] == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["text", None, [1], {}, {"format": 4}, {"format": 3, "key": {}, "tables": {"torch.float32": {}}}],
+    ids=str,
+)
+def test_an_entry_that_is_no_result_of_trials_is_left_out_without_an_error(entry: Any) -> None:
+    """An error would end a resumed training on every rank."""
+    assert search._saved_tables([entry], {}, (1, 2, 4)) == {}

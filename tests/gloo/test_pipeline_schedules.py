@@ -25,6 +25,7 @@ import pmoe
 from pmoe import MoELayer
 from pmoe.engine.passes.backward import Backward
 from pmoe.experts.marks import is_expert
+from tests.gloo.kit import watched_all_to_alls
 from tests.kit import D_HIDDEN, D_MODEL
 from tests.pool import ranks
 from tests.reference import relative_error
@@ -66,12 +67,11 @@ def tasks_of(run: Any) -> Counter[str]:
         counts.update(task.kind.value for task in self.schedule.tasks)
         plain(self)
 
-    with (
-        mock.patch.object(Backward, "run_schedule", run_schedule),
-        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as all_to_all,
-    ):
+    def count_all_to_all(out: Tensor, rows: Tensor) -> None:
+        counts["all-to-all"] += 1
+
+    with mock.patch.object(Backward, "run_schedule", run_schedule), watched_all_to_alls(count_all_to_all):
         run()
-    counts["all-to-all"] = all_to_all.call_count
     return counts
 
 

@@ -303,7 +303,7 @@ def closed_job(rank: int, world: int, kernels: Path) -> tuple[str, str]:
         close_heaps(Ranks())
         layer(tokens(5, rank).requires_grad_()).sum().backward()
         assert layer.ran is not None
-        kept = [key for key in program_choice._agreed if key.heaps and key.group == Ranks().name]
+        kept = [key for key in program_choice._programs_of_group(Ranks()).agreed if key.heaps]
         assert {key.closings for key in kept} == {program_heap.num_closings(Ranks())}
         return layer.ran.path, error_of(old.backward)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from pmoe import warn
 from pmoe.comm.agreement import all_fail_together
@@ -80,6 +86,34 @@ def test_experts_may_be_frozen_on_one_rank_only() -> None:
         ranks(2).run(layer_job, QUICK, frozen_rank)
 
 
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 0.5
+
+
+def parametrized_job(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Runs a step by programs and by the engine after rank 0 alone has parametrized its experts."""
+    found = []
+    with on_cpu():
+        for program in (True, False):
+            layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=program)
+            gradients(layer, tokens(5, rank))
+            if rank == 0:
+                parametrize.register_parametrization(layer.experts, "w1", Halved())
+            found.append(gradients(layer, tokens(5, rank)))
+            assert layer.ran is not None
+            assert layer.ran.path == ("program" if program else "pipeline")
+    return found
+
+
+def test_experts_may_be_parametrized_on_one_rank_only() -> None:
+    """torch gives them another class there. Ranks that ask about it alone would wait for the others."""
+    for by_programs, by_engine in ranks(2).run(parametrized_job):
+        assert_same(by_programs, by_engine)
+
+
 class Refusing(CpuBackend):
     """A backend that one rank cannot run."""
 
@@ -149,6 +183,82 @@ def test_ranks_that_failed_to_connect_try_again_after_some_calls() -> None:
     paths = ["pipeline"] * 8 + ["program"] * 4
     assert first == (["there is no communicator: rank 1: number 17 is busy"], paths, 3)
     assert second == (["there is no communicator: number 17 is busy"], paths, 3)
+
+
+class Counting(CpuBackend):
+    """A backend that counts the communicators that it makes, in ``made``."""
+
+    made = 0
+
+    def connect(self, ranks: Ranks, device: torch.device, *, heaps: bool) -> Exchange:
+        self.made += 1
+        return super().connect(ranks, device, heaps=heaps)
+
+
+KINDS: list[dict[str, Any]] = [{}, {"d_hidden": 12}, {"expert": "swiglu"}, {"top_k": 1}, {"bias": False}]
+"""Layers of different sizes and settings, whose programs differ."""
+
+
+def sharing_job(rank: int, world: int) -> tuple[int, list[str]]:
+    """Runs layers of all kinds. Returns the number of communicators, and the paths."""
+    paths = []
+    with on_cpu(Counting()) as backend:
+        for options in KINDS:
+            layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True, **options)
+            gradients(layer, tokens(5, rank))
+            assert layer.ran is not None
+            paths.append(layer.ran.path)
+    return backend.made, paths
+
+
+def test_layers_of_all_sizes_share_a_communicator() -> None:
+    """Each communicator of NCCL takes memory on the device, and a thread that looks at its passes."""
+    assert ranks(2).run(sharing_job) == [(1, ["program"] * len(KINDS))] * 2
+
+
+def pause_job(rank: int, world: int) -> tuple[int, list[str]]:
+    """Runs layers of all kinds, whose ranks cannot connect. Returns the number of attempts, and the paths."""
+    paths = []
+    with on_cpu(Unconnected(99)) as backend:
+        for options in KINDS:
+            layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True, **options)
+            layer(tokens(5, rank))
+            assert layer.ran is not None
+            paths.append(layer.ran.path)
+    return backend.attempts, paths
+
+
+def test_ranks_that_failed_to_connect_do_not_try_again_for_a_layer_of_another_size() -> None:
+    """An attempt may last until a time limit."""
+    assert ranks(2).run(pause_job) == [(1, ["pipeline"] * len(KINDS))] * 2
+
+
+def group_again_job(rank: int, world: int, folder: str) -> tuple[list[int], list[bool]]:
+    """Destroys the group and makes it again. Returns the communicators made, and whether the first exists."""
+    found = []
+    exist = []
+    with on_cpu(Counting()) as backend:
+        layer = build(NUM_EXPERTS, pipeline=2, memory_reuse="S4", program=True)
+        gradients(layer, tokens(5, rank))
+        communicator = weakref.ref(backend.loaded[0].computing.exchange)
+        backend.loaded.clear()
+        found.append(backend.made)
+        exist.append(communicator() is not None)
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/again", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        gradients(layer, tokens(5, rank))
+        gc.collect()
+        found.append(backend.made)
+        exist.append(communicator() is not None)
+        assert layer.ran is not None and layer.ran.path == "program"
+    return found, exist
+
+
+def test_programs_of_a_destroyed_group_are_forgotten(tmp_path: Path) -> None:
+    """Else each group that a process makes leaves a communicator and a thread."""
+    with Pool(2) as pool:
+        assert pool.run(group_again_job, str(tmp_path)) == [([1, 2], [True, False])] * 2
 
 
 class UnconnectedAlone(CpuBackend):

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ import pmoe
 from pmoe.comm.ranks import Ranks
 from pmoe.experts.marks import is_expert
 from pmoe.experts.operands import local_part
-from tests.gloo.kit import error_of
+from tests.gloo.kit import error_of, watched_all_to_alls
 from tests.gloo.lm import (
     SLOW_IMPORT,
     Model,
@@ -623,12 +622,9 @@ def issued(rank: int, world: int, prefetches: bool) -> tuple[list[str], list[str
         each._get_fsdp_state()._fsdp_param_group for each in (block.moe.experts for block in model.blocks)
     ]
 
-    exchange = dist.all_to_all_single
-
-    def noting_rows(output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def note_rows(output: torch.Tensor, rows: torch.Tensor) -> None:
         if output.is_floating_point():  # the exchange of counts has integers
             journal.append("rows")
-        return exchange(output, *args, **kwargs)
 
     def gathering(number: int, method: Any, word: str) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -640,7 +636,7 @@ def issued(rank: int, world: int, prefetches: bool) -> tuple[list[str], list[str
         return noting
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(dist, "all_to_all_single", noting_rows))
+        patches.enter_context(watched_all_to_alls(note_rows))
         for number, group in enumerate(groups):
             group.unshard = gathering(number, group.unshard, "gather")
             group.post_backward = gathering(number, group.post_backward, "scatter")

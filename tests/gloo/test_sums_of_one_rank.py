@@ -1,7 +1,8 @@
 """Sums over ranks between calls of layers, which one rank alone asks for: all ranks raise soon.
 
-They are the loads of `DeepSeekGate.update_bias`, and statistics. Before, the rank waited in the sum, and its
-peers in their next call, until the timeout of the process group: 30 minutes with torch's defaults.
+They are the loads of `DeepSeekGate.update_bias`, statistics, and the counts of a `BalanceLoss`. Before, the
+rank waited in the sum, and its peers in their next call, until the timeout of the process group: 30 minutes
+with torch's defaults.
 """
 
 from __future__ import annotations
@@ -45,10 +46,17 @@ def statistics(model: nn.Sequential) -> None:
     pmoe.stats(model, all_ranks=True)
 
 
+def balance_loss(model: nn.Sequential) -> None:
+    balance = model.balance
+    assert isinstance(balance, pmoe.BalanceLoss)
+    balance.loss()
+
+
 SUMS: dict[Callable[[nn.Sequential], None], str] = {
     update_bias: "summing the loads of DeepSeekGate.update_bias",
     update_bias_of_a_copy: "summing the loads of DeepSeekGate.update_bias",
     statistics: "summing statistics",
+    balance_loss: "summing expert counts",
 }
 """Functions that sum over ranks, and what all errors say."""
 
@@ -56,6 +64,8 @@ SUMS: dict[Callable[[nn.Sequential], None], str] = {
 def one_rank_job(rank: int, world: int, add_up: Callable[[nn.Sequential], None]) -> tuple[str, float]:
     """The last rank asks for a sum, the others for a step. Returns this rank's error, and its time."""
     model = build()
+    if add_up is balance_loss:
+        model.balance = pmoe.BalanceLoss(model)  # type: ignore[assignment]
     for _ in range(2):
         step(model, rank)
     start = time.monotonic()

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import pmoe
-from pmoe.choose import open_choice, part_of_batch, search, trials
+from pmoe.choose import open_choice, part_of_batch, search, solve, trials
 from pmoe.engine.plan import make_plan
 from pmoe.engine.variants import trial
 from pmoe.measure import profile
 from pmoe.planner.granularity import BatchRange, Excess, PassDegrees
 from pmoe.warn import GIVEN
-from tests.failing_trials import ERRORS, Failing
+from tests.failing_trials import ERRORS, Failing, FailingOperators
 from tests.pool import ranks
 
 TOKENS, D_MODEL, D_HIDDEN = 2048, 32, 128
@@ -74,7 +74,7 @@ def job(
     GIVEN.clear()
     failing = Failing(rank, ERRORS[name], at, most)
     torch.manual_seed(0)
-    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=True, **options)
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, **({"pipeline": True} | options))
     with (
         tempfile.TemporaryDirectory() as folder,  # no stored profile says which n to try
         mock.patch.dict(os.environ, PMOE_CACHE=folder),
@@ -108,7 +108,7 @@ def job(
         "in_use": pmoe.pool("cpu").device.bytes_in_use,
     }
     if got:
-        fixed = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, pipeline=ran.forward, **options)  # type: ignore[union-attr]
+        fixed = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, **(options | {"pipeline": ran.forward}))  # type: ignore[union-attr]
         fixed.load_state_dict(layer.state_dict())
         expected = step(fixed, rank)
         answer["same"] = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, expected, strict=True))
@@ -202,6 +202,42 @@ def test_if_every_choice_is_too_large_all_ranks_raise_one_error_that_names_the_l
     assert "n=16 with communicate/recompute: about" in first["error"] and "MiB" in first["error"]
 
 
+def test_the_solver_takes_no_n_that_is_too_large_for_one_rank() -> None:
+    """Before, it took n = 1 even if the trial with n = 1 had run out of memory, and tested nothing."""
+    options = {"pipeline": "solve", "memory_reuse": "S4"}
+    for got in ranks(2).run(solved_job, 1_200_000.0, options):
+        assert got["ran"][0] >= 4 and not got["error"]
+    for got in ranks(2).run(solved_job, float("inf"), options):
+        assert got["ran"] == (1, 1) and not got["error"]
+    first, second = ranks(2).run(solved_job, 0.0, options)
+    assert first["error"] == second["error"]
+    assert "n=16 with communicate/recompute: about" in first["error"]
+
+
+def solved_job(rank: int, world: int, most: float, options: dict[str, Any]) -> dict[str, Any]:
+    """As `job`, with a solver for which n = 1 is the fastest."""
+    with mock.patch.object(solve, "first_of_fastest", lambda seconds: min(seconds, key=sum)):
+        return job(rank, world, "torch", None, most, options)
+
+
+@pytest.mark.parametrize(
+    "options, least",
+    [
+        ({"pipeline": 4, "memory_reuse": True}, "n=4 with communicate/recompute: about"),
+        ({"memory_reuse": True, "memory_budget": "8MiB"}, "n=16 with "),
+    ],
+    ids=["a fixed n", "a budget"],
+)
+def test_if_no_trial_of_a_pair_has_memory_all_ranks_raise_one_error(
+    options: dict[str, Any], least: str
+) -> None:
+    """Before, the pair was taken that was predicted to be the fastest, and its memory was not tested."""
+    first, second = ranks(2).run(job, "torch", None, 0.0, options)
+    assert first["error"] == second["error"] and least in first["error"], first
+    for got in ranks(2).run(job, "torch", None, float("inf"), options):
+        assert not got["error"] and not got["warned"]
+
+
 def predicted_job(rank: int, world: int, limit: float) -> dict[str, Any]:
     """Does the same as `job`, with predictions that leave only n = 1 and 2 to try."""
     predicted = {1: 1e-3, 2: 1.1e-3, 4: 9e-3, 8: 9e-3, 16: 9e-3}
@@ -291,6 +327,142 @@ def test_a_comparison_of_the_profile_that_lacks_memory_is_left_out_and_training_
     assert first["restore"] == second["restore"]
     assert first["same"] and second["same"]
     assert not first["warned"] and not second["warned"]
+
+
+def cutting_job(rank: int, world: int, at: int) -> dict[str, Any]:
+    """As `job`, but rank 1 runs out of memory when it cuts off the first tokens for a trial.
+
+    at: which time it cuts tokens off, counted from 1.
+    """
+    first_inputs = part_of_batch.first_inputs
+    calls = itertools.count(1)
+
+    def failing(*given: Any) -> Any:
+        if next(calls) == at and rank == 1:
+            raise ERRORS["torch"]
+        return first_inputs(*given)
+
+    with mock.patch.object(part_of_batch, "first_inputs", failing):
+        answer = job(rank, world, "torch", None, float("inf"), {"memory_reuse": "S4"})
+    return answer | {"cuts": next(calls) - 1}
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_rank_that_lacks_memory_for_the_first_tokens_ends_the_search_and_training_goes_on(at: int) -> None:
+    """Before, all ranks raised an error."""
+    first, second = ranks(2).run(cutting_job, at)
+    assert second["cuts"] >= at
+    assert first["ran"] == second["ran"] and not first["error"] and not second["error"]
+    assert first["same"] and second["same"]
+
+
+def measuring_job(
+    rank: int, world: int, options: dict[str, Any], at: range, most: float = float("inf")
+) -> dict[str, Any]:
+    """Runs a step in which operators of rank 1 fail while the speed of this machine is measured.
+
+    at, most: which operators fail (`FailingOperators`). They are counted over all measurements.
+    """
+    search._LEARNED.clear()
+    GIVEN.clear()
+    failing = FailingOperators(at, most)
+    measures = {
+        (profile, "measure"): profile.measure,
+        (profile, "measure_operations"): profile.measure_operations,
+        (solve, "order_lines"): solve.order_lines,
+        (solve, "gate_lines"): solve.gate_lines,
+    }
+
+    def in_failing(function: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            with failing if rank == 1 else contextlib.nullcontext():
+                return function(*given, **options)
+
+        return call
+
+    torch.manual_seed(0)
+    layer = pmoe.MoELayer(D_MODEL, D_HIDDEN, 4, top_k=2, **options)
+    error = ""
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(mock.patch.dict(os.environ, PMOE_CACHE=folder))
+        for memo in (profile.PROFILES, profile._limits, solve._operations):
+            stack.enter_context(mock.patch.dict(memo, clear=True))
+        for (module, name), function in measures.items():
+            stack.enter_context(mock.patch.object(module, name, in_failing(function)))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        try:
+            got = step(layer, rank)
+        except RuntimeError as failure:
+            error = f"{type(failure).__name__}: {failure}"
+    search._LEARNED.clear()
+    answer = {
+        "error": error,
+        "operators": failing.count,
+        "warned": [str(each.message) for each in caught if "smaller tensors" in str(each.message)],
+    }
+    if error:
+        return answer
+    assert layer.ran is not None
+    fixed = pmoe.MoELayer(
+        D_MODEL,
+        D_HIDDEN,
+        4,
+        top_k=2,
+        pipeline=layer.ran.forward,
+        pipeline_backward=layer.ran.backward,
+        memory_reuse=layer.ran.restore or False,
+    )
+    fixed.load_state_dict(layer.state_dict())
+    same = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, step(fixed, rank), strict=True))
+    return answer | {"ran": str(layer.ran), "same": same}
+
+
+AUTOMATIC = [{"pipeline": True, "memory_reuse": True}, {"pipeline": "solve", "memory_reuse": "S4"}]
+
+
+@pytest.mark.parametrize("at", [1, 2, 6, 40, 90])
+@pytest.mark.parametrize("options", AUTOMATIC, ids=["trials", "solver"])
+def test_a_rank_that_lacks_memory_in_a_measurement_measures_smaller_tensors_with_all(
+    options: dict[str, Any], at: int
+) -> None:
+    """Before, all ranks raised an error."""
+    first, second = ranks(2).run(measuring_job, options, range(at, at + 1))
+    assert second["operators"] >= at
+    assert not first["error"] and not second["error"]
+    assert first["ran"] == second["ran"] and first["same"] and second["same"]
+    assert len(first["warned"]) == 1 and not second["warned"]
+
+
+def test_tensors_that_are_too_large_for_one_rank_are_measured_smaller_on_all() -> None:
+    first, second = ranks(2).run(measuring_job, AUTOMATIC[0], range(0), 20_000.0)
+    assert not first["error"] and not second["error"]
+    assert first["ran"] == second["ran"] and first["same"] and second["same"]
+    assert len(first["warned"]) == 1
+
+
+def test_a_measurement_that_never_has_enough_memory_is_one_error_on_all_ranks() -> None:
+    first, second = ranks(2).run(measuring_job, AUTOMATIC[0], range(1, 10**9))
+    assert first["error"] == second["error"]
+    assert "TooLittleMemoryError" in first["error"] and "`pmoe profile`" in first["error"]
+
+
+@pytest.mark.parametrize("name", ["order_lines", "gate_lines"])
+def test_a_rank_that_lacks_memory_to_time_a_module_takes_the_costs_of_the_others(name: str) -> None:
+    first, second = ranks(2).run(module_job, name)
+    assert not first["error"] and not second["error"]
+    assert first["ran"] == second["ran"] and first["same"] and second["same"]
+
+
+def module_job(rank: int, world: int, name: str) -> dict[str, Any]:
+    """As `measuring_job`, but only the timing of one module of the layer fails, on rank 1."""
+
+    def failing(*_: Any) -> Any:
+        raise ERRORS["the CPU's allocator"]
+
+    with mock.patch.object(solve, name, failing) if rank == 1 else contextlib.nullcontext():
+        return measuring_job(rank, world, AUTOMATIC[1], range(0))
 
 
 def test_errors_of_other_kinds_are_none_of_memory() -> None:

@@ -25,7 +25,7 @@ from pmoe.comm.base import FlatAllToAll, RowCounts
 from pmoe.comm.ranks import Ranks
 from pmoe.schedule.restore import ALL_PAIRS, parse_restore
 from pmoe.schedule.wire import message_bytes
-from tests.gloo.kit import TOKENS, build, take_all_experts
+from tests.gloo.kit import TOKENS, build, take_all_experts, watched_all_to_alls
 from tests.gloo.test_footprint import step_bytes
 from tests.kit import assert_same, loss_of, tokens
 from tests.own_experts import mlp
@@ -217,20 +217,15 @@ def sent_job(rank: int, world: int, dtype: torch.dtype, wires: tuple[str | None,
     layer = wired(wires, **options)
     x = tokens(TOKENS[world][rank], 10 + rank, dtype, 1024).requires_grad_()
     seen = []
-    original = dist.all_to_all_single
 
-    def counted(out: Tensor, rows: Tensor, *args: Any, **others: Any) -> Any:
+    def note_bytes(out: Tensor, rows: Tensor) -> None:
         seen.append(rows.nbytes if rows.dim() == 2 and rows.shape[1] > 100 else 0)  # no row counts
-        return original(out, rows, *args, **others)
 
-    dist.all_to_all_single = counted
-    try:
+    with watched_all_to_alls(note_bytes):
         y = layer(x)
         forward = (layer.traffic.rows, sum(seen))
         loss_of(layer, y).backward()
         backward = (layer.traffic.rows - forward[0], sum(seen) - forward[1])
-    finally:
-        dist.all_to_all_single = original
     counts = layer.row_counts
     sent, received = (each.sum((0, 2)).tolist() for each in (counts.send, counts.recv))
     return forward, backward, sent[1 - rank], received[1 - rank]

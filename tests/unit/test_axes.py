@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pmoe.graph.axes import RULES, SUM, Axis, _is_pointwise, _pointwise, infer, tensors
 from pmoe.graph.instructions import Instruction
-from pmoe.graph.lower import name_all
+from pmoe.graph.lower import calls_of, label, name_all
 from pmoe.graph.plan import GraphSplit, RangePlan
 from pmoe.graph.ranges import Range
 from pmoe.graph.split_batch import COUNTED, MADE, SIZED, joined_rows, rows_of_part
@@ -298,7 +298,7 @@ def test_a_view_with_fewer_elements_than_the_batch_has_sequences_is_not_cut(k: i
     function = lambda x: x.exp().view(2, 2, 6).cos().view(4, 6).sin()  # noqa: E731
     module = make_fx(function, tracing_mode="fake")(A)
     (x,) = module.graph.find_nodes(op="placeholder")
-    axes, refused = infer(module.graph, {x: 0}, sequences=4)
+    axes, refused, _ = infer(module.graph, {x: 0}, sequences=4)
     assert [str(node.target) for node in refused] == ["aten.view.default"]
     exp, view, _, back, sin = (node for node in module.graph.nodes if node.op == "call_function")
     assert axes[exp] == 0 and axes[view] is None and axes[back] in (0, None)
@@ -316,7 +316,7 @@ def test_a_view_is_cut_if_both_dimensions_have_whole_parts() -> None:
     split, module = cut_graph(function, [X], 1, 4)
     assert not split._refused
     torch.testing.assert_close(module(X), function(X))
-    _, refused = infer(split._module.graph, {next(iter(split._module.graph.nodes)): 0}, sequences=8)
+    _, refused, _ = infer(split._module.graph, {next(iter(split._module.graph.nodes)): 0}, sequences=8)
     assert refused
 
 
@@ -373,7 +373,7 @@ def test_fewer_indices_than_rows_are_not_cut_with_the_rows(name: str) -> None:
     """
     function, *given = SMALLER[name]()
     graph = traced(function, *given)
-    _, refused = infer(graph, dict.fromkeys(graph.find_nodes(op="placeholder"), 0), sequences=4)
+    _, refused, _ = infer(graph, dict.fromkeys(graph.find_nodes(op="placeholder"), 0), sequences=4)
     assert len(refused) == 1
 
 
@@ -392,7 +392,7 @@ def test_a_sum_without_dimensions_is_read_without_an_error(function: Callable[[T
     """The bug: negative dimensions were counted modulo 0."""
     graph = traced(function, A)
     (x, *_) = graph.find_nodes(op="placeholder")
-    axes, _ = infer(graph, {x: 0}, sequences=4)
+    axes, *_ = infer(graph, {x: 0}, sequences=4)
     assert SUM in axes.values()
 
 
@@ -403,6 +403,18 @@ def every_range(split: GraphSplit) -> Iterator[Range]:
         if cuttable.ends[first] and cuttable.ends[last] and all(cuttable.can[first:last]):
             for k in (2, 3, 4):
                 yield Range(split.names[first], split.names[last - 1], k, k)
+
+
+def weighted_by_position(x: Tensor) -> Tensor:
+    """Reads a table that does not depend on the batch: first as a whole, then with each part of the batch."""
+    weight = torch.arange(48.0).view(4, 6, 2)
+    reversed_weight = weight.flip(0)
+    return x.exp() * weight + reversed_weight
+
+
+def divided_by_length(x: Tensor) -> Tensor:
+    rows = x.exp().view(-1, 2)
+    return rows / rows.shape[0]
 
 
 IN_RANGES: dict[str, Callable[[], Any]] = {
@@ -452,6 +464,13 @@ IN_RANGES: dict[str, Callable[[], Any]] = {
     "a sum that is overwritten": lambda: (lambda x: aten.copy(x.exp().sum(0), torch.ones(6, 2)), X),
     "two results": lambda: (lambda x: torch.frexp(x.exp()), X),
     "a deviation of all": lambda: (lambda x: (x / x.std()).cos() + x.argmax(), X),
+    "weights of positions": lambda: (weighted_by_position, X),
+    "divided by its length": lambda: (divided_by_length, X),
+    "a view that keeps its length": lambda: (lambda x: x.exp().view(x.shape[0], -1).cos(), X),
+    "gradients of choices": lambda: (
+        lambda x: [aten.select_backward(x.exp(), [*x.shape, 3], 3, at) for at in range(2)],
+        X,
+    ),
 }
 
 
@@ -464,6 +483,12 @@ def test_each_range_in_parts_gives_what_the_whole_graph_gives(name: str, symboli
     the whole tensor has, and a ``view`` behind the range raised. With symbols for sizes, it raised still.
 
     The bug of "a sum as integers": each part rounded its summand. So the sum was too small, without an error.
+
+    The bug of "weights of positions": the product decided that the weights are cut, and ``flip``, which had
+    read them before, then reversed each part by itself.
+
+    The bugs of symbols for sizes: rows were divided by the length of their part. A view with one size left
+    out raised a NameError. Two calls had the same name.
     """
     function, *given = IN_RANGES[name]()
     module = make_fx(function, tracing_mode="symbolic" if symbolic else "fake")(*given)
@@ -472,10 +497,26 @@ def test_each_range_in_parts_gives_what_the_whole_graph_gives(name: str, symboli
     split = GraphSplit(module, {batch: 0}, batch.meta["val"].shape[0])
     expected = function(*given)
     for range_ in every_range(split):
-        cut = results(split.apply(RangePlan(split.names, (range_,)))(*given))
-        for got, whole in zip(cut, results(expected), strict=True):
+        cut = split.apply(RangePlan(split.names, (range_,)))
+        names = [label(node) for node in calls_of(cut)]
+        assert len(set(names)) == len(names)
+        for got, whole in zip(results(cut(*given)), results(expected), strict=True):
             torch.testing.assert_close(got, whole)
             assert got.stride() == whole.stride(), range_
+
+
+def test_calls_of_two_ranges_that_cut_the_same_tensor_have_different_names() -> None:
+    """The bug: both ranges called the first part of x "x, input, cut for part 0", and one call was lost."""
+    function = lambda x: x.exp() + x.cumsum(0) + x.cos()  # noqa: E731
+    module = make_fx(function, tracing_mode="fake")(A)
+    name_all(module.graph)
+    split = GraphSplit(module, dict.fromkeys(module.graph.find_nodes(op="placeholder"), 0), 4)
+    ranges = tuple(Range(name, name, 2, 2) for name in ("exp_0", "cos_0"))
+    cut = split.apply(RangePlan(split.names, ranges))
+    names = [label(node) for node in calls_of(cut)]
+    assert sum("cut for part 0" in name for name in names) == 2
+    assert len(set(names)) == len(names)
+    torch.testing.assert_close(cut(A), function(A))
 
 
 def test_a_graph_is_followed_to_its_end() -> None:
@@ -485,7 +526,7 @@ def test_a_graph_is_followed_to_its_end() -> None:
 
     graph = traced(block, X, torch.randn(2, 8))
     first, weight = (node for node in graph.nodes if node.op == "placeholder")
-    axes, refused = infer(graph, {first: 0})
+    axes, refused, _ = infer(graph, {first: 0})
     assert not refused
     assert axes[weight] is None
     output = next(iter(reversed(graph.nodes))).args[0]
@@ -497,7 +538,7 @@ def test_what_mixes_the_batch_ends_a_range_and_another_begins() -> None:
         return (x.exp() - x.exp().sum(0)).cumsum(0).exp()
 
     graph = traced(mixing, A)
-    axes, refused = infer(graph, {next(iter(graph.nodes)): 0})
+    axes, refused, _ = infer(graph, {next(iter(graph.nodes)): 0})
     names = [str(node.target) for node in refused]
     assert names == ["aten.sub.Tensor", "aten.cumsum.default"], refused
     last = [node for node in graph.nodes if str(node.target) == "aten.exp.default"][-1]
@@ -506,7 +547,7 @@ def test_what_mixes_the_batch_ends_a_range_and_another_begins() -> None:
 
 def test_random_numbers_are_not_drawn_in_parts() -> None:
     graph = traced(lambda x: F.dropout(x, 0.5), A)
-    _, refused = infer(graph, {next(iter(graph.nodes)): 0})
+    _, refused, _ = infer(graph, {next(iter(graph.nodes)): 0})
     assert refused
 
 
@@ -532,7 +573,7 @@ def test_a_backward_pass_is_cut_as_its_first_input_is() -> None:
 
     graph = traced(backward, A, A + 1, torch.randn(4, 2), torch.randn(2, 6))
     inputs = graph.find_nodes(op="placeholder")
-    axes, refused = infer(graph, {inputs[0]: 0}, inputs)
+    axes, refused, _ = infer(graph, {inputs[0]: 0}, inputs)
     assert not refused
     (through,) = graph.find_nodes(op="call_function", target=aten._softmax_backward_data.default)
     assert [axes[each] for each in tensors(through)] == [0, 0]
@@ -599,7 +640,7 @@ def test_what_is_propagated_is_what_search_finds(seed: int) -> None:
     graph = random_graph(seed)
     x, w = graph.find_nodes(op="placeholder")
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    axes, refused = infer(graph, {x: 0})
+    axes, refused, _ = infer(graph, {x: 0})
     first = next((at for at, node in enumerate(calls) if node in refused), len(calls))
     found = list(all_axes(calls[:first], {x: 0, w: None}))
     assert {**{each: axes[each] for each in calls[:first]}, x: 0, w: None} in found

@@ -27,6 +27,15 @@ def test_each_pass_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "passes" in (tmp_path / "program.json").read_text()
 
 
+def test_the_runner_launches_few_operators_around_a_program() -> None:
+    """An index becomes int32, once for both passes, and the gradients of two weights are rounded."""
+    parts = bench_program.runners_part(1, 4, 2)
+    assert {name: part["operators"] for name, part in parts.items()} == {"forward": 1, "backward": 2}
+    assert all(part["microseconds"] > 0 for part in parts.values())
+    page = " ".join((ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
+    assert "1 launch in a forward pass and 2 in a backward pass" in page
+
+
 @pytest.mark.parametrize("heaps", [False, True])
 def test_the_page_shows_the_calls_of_each_pass_and_the_predicted_time(heaps: bool) -> None:
     page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")

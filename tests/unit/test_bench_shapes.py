@@ -154,3 +154,43 @@ def test_a_first_weight_of_few_columns_saves_a_permute() -> None:
         bench_shapes.random_tiles(32768 * 16, 256), 256, 512, 4096, beside
     )
     assert 0.05 < (move - (longer - shorter)) / sum(narrow.values()) < 0.1
+
+
+def cells_ahead() -> int:
+    """Returns in how many of the 14 cells of the page's table "beside, H100" is at or above SonicMoE."""
+    beside = bench_shapes.CARDS["beside, H100"]
+    pairs = [
+        (rate, stated)
+        for name, both in bench_shapes.STATED.items()
+        for rate, stated in zip(bench_shapes.rates(bench_shapes.SHAPES[name], beside), both, strict=True)
+    ]
+    return sum(rate >= stated for rate, stated in pairs)
+
+
+def test_the_page_says_what_follows_if_an_assumption_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = " ".join(NUMBERS.split())
+    held = bench_shapes.Store.held
+    found = {}
+    for times in (1.5, 2):
+
+        def longer(store: bench_shapes.Store, card: bench_shapes.Card, times: float = times) -> float:
+            return held(store, card) * (1 if store.instructions is None else times)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_shapes.Store, "held", longer)
+            found[f"held {times}"] = cells_ahead()
+    for more in (0.0, 0.5):
+        with monkeypatch.context() as patch:
+            patch.setattr(bench_shapes, "STEP_IN_TURNS", bench_shapes.STEP / 2 * (1 + more))
+            found[f"turns {more}"] = cells_ahead()
+    with monkeypatch.context() as patch:
+        patch.setattr(bench_shapes, "GATHERED_STEP_OF_B", 2 * bench_shapes.GATHERED_STEP_OF_B)
+        found["gathers"] = cells_ahead()
+    assert found == {"held 1.5": 14, "held 2": 8, "turns 0.0": 14, "turns 0.5": 13, "gathers": 13}
+    for sentence in (
+        "If stores hold the warps for 1.5 times as long, pmoe is at or above SonicMoE in all cells; "
+        "if for twice as long, in 8.",
+        "With 50 %, pmoe is at or above SonicMoE in 13 cells; with 0 %, in all 14.",
+        "If it costs twice as much again, pmoe is at or above SonicMoE in 13 cells",
+    ):
+        assert sentence in page

@@ -67,6 +67,7 @@ def test_on_a_machine_without_one_the_message_says_so(capsys: pytest.CaptureFixt
         ([*KERNELS, "--out", "x"], "--out must not be given with --kernels"),
         ([*KERNELS, "--tokens", "0"], "argument --tokens: '0' must be a whole number of at least 1"),
         ([*KERNELS, "--device", "abacus"], "--device ('abacus') must be cpu or cuda"),
+        (["kernels", "--capability", "9.0", "--archs", ","], "--archs (',') must name an architecture"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(

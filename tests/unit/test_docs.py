@@ -625,7 +625,9 @@ def test_no_file_holds_the_marks_of_a_conflict() -> None:
     """A merge that was committed unfinished leaves two versions of a text, between marks that git writes."""
     folders = (ROOT / each for each in ("bench", "cuda", "docs", "examples", "pmoe", "tests"))
     files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
-    files = [path for path in files if path.suffix in (".md", ".rst", ".py", ".toml", ".h", ".cuh", ".cu", ".cpp")]
+    files = [
+        path for path in files if path.suffix in (".md", ".rst", ".py", ".toml", ".h", ".cuh", ".cu", ".cpp")
+    ]
     assert len(files) > 500
     mark = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
     assert [path for path in files if mark.search(path.read_text(encoding="utf-8"))] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -98,6 +99,14 @@ def test_two_lanes_at_half_speed_beside_each_other() -> None:
         tasks, lambda task: 2.0 if task.name == "S0" else 3.0, lambda busy: half if len(busy) == 2 else {}
     )
     assert [(item.start, item.end) for item in done] == [(0, 4), (0, 5)]
+
+
+@pytest.mark.parametrize("undefined", ["S0", "AG0"])
+def test_a_task_of_undefined_seconds_does_not_keep_a_simulation_from_ending(undefined: str) -> None:
+    """Before, 0 rows of infinite seconds each, from a wrong profile, made a loop without end."""
+    tasks = [make_task(Kind.DISPATCH, 0, [], []), make_task(Kind.ALL_GATHER, 0, [], [])]
+    seconds = {"S0": 3.0, "AG0": 3.0, undefined: math.nan}
+    assert len(simulate_slowed(tasks, lambda task: seconds[task.name], lambda busy: {})) == 2
 
 
 def test_lanes_that_do_not_slow_each_other_are_the_simulators() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -219,6 +220,22 @@ def test_all_parts_fit_in_ten_minutes_and_can_be_run(tmp_path: Path) -> None:
     assert dict(pool.variables) == {"PMOE_TESTS_BACKEND": "nccl"}
     page = (ROOT / "docs" / "gpu.md").read_text()
     assert [each.name for each in parts if f"| `{each.name}` |" not in page] == []
+
+
+PARTS = ["ladder", "nccl", "test", "sanitize", "bench", "comet"]
+"""Parts of ``make gpu``, and ``make gpu-nccl``."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_make_gpu_ends_within_the_8_minutes_that_the_page_promises(part: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    _, _, rest = makefile.partition(f"\ngpu-{part}: ")
+    recipe = re.split(r"\n(?=\S)", rest)[0]
+    limits = re.findall(r"timeout -k 5 (\d+)|\b[a-z_]+:(\d+)", recipe)
+    seconds = [int(alone or listed) for alone, listed in limits]
+    assert seconds and sum(seconds) <= 8 * 60, seconds
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "Each part ends by itself within 8 minutes" in page
 
 
 def test_the_make_targets_run_what_the_page_says() -> None:

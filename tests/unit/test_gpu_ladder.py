@@ -405,11 +405,35 @@ def test_a_healthy_ladder_fits_in_eight_minutes_and_each_step_can_be_run() -> No
     assert [name for name in checks if f"| `{name}` |" not in page] == []
 
 
+def test_the_pages_do_not_say_of_todays_steps_what_ran_of_earlier_ones() -> None:
+    """32 steps ran on an H200. Whoever adds a step says there that it has not run."""
+    results = (climb.ROOT / "bench" / "results" / "README.md").read_text(encoding="utf-8")
+    assert f"The ladder has {len(all_steps())} steps; it had 32 for one GPU when it\n  ran." in results
+    page = (climb.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    assert "All 32 steps that [the ladder](#the-ladder) then had for one GPU passed" in page
+
+
 def test_steps_in_the_wrong_order_are_refused() -> None:
     with pytest.raises(ValueError, match=r"step 'two' needs \['one'\], not before it"):
         check_steps([stand_in("two", "one"), stand_in("one")])
     with pytest.raises(ValueError, match="step 'one' is there twice"):
         check_steps([stand_in("one"), stand_in("one")])
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--only", "routin g"], "--only ('routin g') must be a part of a step's name: copy, extension, "),
+        (["--patience", "0.5"], "--patience (0.5) must be at least 1"),
+        (["--patience", "nan"], "--patience (nan) must be at least 1"),
+    ],
+)
+def test_words_with_which_no_step_could_pass_are_refused_before_the_first(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        ladder.main(words)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_one_step_is_taken_with_what_it_needs() -> None:

@@ -28,6 +28,13 @@ BY_DRIVER = "PTX of compute_80, compiled by the driver"
         ((8, 0), ("sm_86",), None, False, "loop"),
         ((7, 5), NEW, None, False, "loop"),
         ((10, 0), (), None, False, "grouped_mm"),
+        # PTX of one capability ("a") or of one major number ("f") fits no other.
+        ((12, 0), ("ptx100a",), None, False, "loop"),
+        ((12, 0), ("ptx100f",), None, False, "loop"),
+        ((10, 3), ("ptx100a",), None, False, "grouped_mm"),
+        ((10, 3), ("ptx100f",), "PTX of compute_100, compiled by the driver", False, "grouped_mm"),
+        # Of the device's own capability, but no binary.
+        ((8, 0), ("ptx80",), BY_DRIVER, False, "loop"),
     ],
 )
 def test_the_code_that_fits_best_runs(
@@ -62,6 +69,8 @@ def test_what_the_driver_loaded_goes_before_the_rules() -> None:
     assert found.hopper is not None and "CUDA_FORCE_PTX_JIT" in found.hopper
 
 
-def test_a_name_that_is_no_architecture_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"archs \('hopper'\) must be names such as sm_80"):
-        expected_kernels((9, 0), ("hopper",))
+@pytest.mark.parametrize("name", ["hopper", "sm_9999", "sm_90", "ptx90", "ptx90a"])
+def test_a_name_for_which_nothing_is_compiled_is_refused(name: str) -> None:
+    """As ``setup.py`` refuses it: of compute capability 9.0 there is sm_90a only."""
+    with pytest.raises(ValueError, match=rf"archs \('{name}'\) must be names such as sm_80"):
+        expected_kernels((9, 0), (name,))

@@ -105,6 +105,19 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counted:
     return stand_in
 
 
+@pytest.mark.parametrize("name", ["compute", "message", "copy_in"])
+def test_a_file_with_seconds_that_nothing_takes_is_corrupt(name: str) -> None:
+    """Before, a beta of 1e308 was read. The simulation of a step then never ended, on all ranks."""
+    fields = asdict(MADE)
+    fields[name]["beta_seconds"] = 1e308
+    with pytest.raises(CorruptFileError, match=rf"{name} .*must be at most 1e\+06 s"):
+        profile_from(fields)
+    operations = asdict(replace(MADE, operations=OPERATIONS))
+    operations["operations"]["gemm"]["line"]["alpha_seconds"] = 1e7
+    with pytest.raises(CorruptFileError, match=r"alpha_seconds=1e\+?0?7|10000000"):
+        profile_from(operations)
+
+
 def test_a_profile_survives_json_to_the_last_bit() -> None:
     assert from_json(to_json(MADE)) == MADE
     with_cuda = replace(MADE, versions=Versions(torch="2.13.0", cuda="12.8", file=3))
@@ -318,6 +331,9 @@ class Priced:
     """
 
     largest = staticmethod(list)
+
+    def made(self, make: Callable[[], TimedCall]) -> TimedCall:
+        return make()
 
     def run(self, work: Mapping[str, tuple[TimedCall, int]]) -> dict[str, Marks]:
         return {

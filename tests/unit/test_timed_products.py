@@ -34,7 +34,12 @@ def ask(layer: pmoe.MoELayer, num_tokens: int, needs_grad: bool = True) -> None:
     rows = torch.zeros(1, 1, 4, dtype=torch.int64)
     counts = RankCounts(send=rows, recv=rows, recv_device=rows, max_tokens=num_tokens, needs_grad=needs_grad)
     x_TM = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    inputs: Any = SimpleNamespace(x_TM=x_TM, autocast_for=lambda experts: contextlib.nullcontext())
+    inputs: Any = SimpleNamespace(
+        x_TM=x_TM,
+        autocast_for=lambda experts: contextlib.nullcontext(),
+        parameters=layer.experts.operands(),
+        shared_parameters=(),
+    )
     choose(layer.layer_modules, counts, inputs, orders=None)  # type: ignore[arg-type]
 
 
@@ -61,6 +66,16 @@ def test_other_experts_are_timed_again(timed: list[int]) -> None:
     layer._modules["experts"] = FFNExperts(8, 64, 4)  # as some tools write it
     ask(layer, 100)
     assert timed == [16, 32, 64]
+
+
+def test_experts_whose_biases_were_removed_are_timed_again(timed: list[int]) -> None:
+    layer = pmoe.MoELayer(8, 16, 4, pipeline=2)
+    ask(layer, 100)
+    layer.experts.b1 = None
+    layer.experts.b2 = None
+    ask(layer, 100)
+    ask(layer, 100)
+    assert timed == [16, 16]
 
 
 def test_another_group_times_again(timed: list[int]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pmoe.engine.passes.base import ForwardState, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import Hidden, Runs
-from pmoe.experts.products import GradientSum
+from pmoe.experts.products import ExpertViews, GradientSum
 from pmoe.schedule.restore import GATHERED_AGAIN
 
 
@@ -89,11 +89,11 @@ class Backward(Pass):
         self.saved = saved
         self.kept = saved.kept
         self.parameters = saved.inputs.parameters
+        self.views = ExpertViews(self.parameters)
         self.regroup = saved.regroup or self.regroup  # with send_once=True forward computed it, not the plan
         wanted = saved.inputs.like(saved.wanted)
-        additions = self.schedule.num_weight_gradients
         new = self.pool.new
-        self.sums = gradient_sums(self.parameters, wanted.parameters, additions, new)
+        self.sums = gradient_sums(self.parameters, wanted.parameters, self.schedule.num_weight_gradients, new)
         self.shared_sums = gradient_sums(saved.inputs.shared_parameters, wanted.shared_parameters, 1, new)
         self.grad_shared_weight: Tensor | None = None
         self.grad_hooks: list[Tensor | None] = [None] * len(saved.inputs.hook_parameters)
@@ -226,13 +226,10 @@ class Backward(Pass):
         routing weights, but not the gradients of parameters.
         """
         rows = self.pass_plan.pieces[j].rows
+        unit = (j, "_L")
         grad_NM = self.gather_local(self.source_TM, self.temporary("dT_DO_L", j), j)
         self._input_gradient(
-            (j, "_L"),
-            grad_NM,
-            self.weight_sorted[rows],
-            self.home_rows(j, rows),
-            self.grad_weight_sorted[rows],
+            unit, grad_NM, self.weight_sorted[rows], self.home_rows(j, rows), self.grad_weight_sorted[rows]
         )
 
     def compute(self, i: int) -> None:

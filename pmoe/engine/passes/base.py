@@ -35,8 +35,8 @@ from pmoe.engine.buffers.arena import Arena, DevicePool, pool
 from pmoe.engine.lanes import run as lanes_run
 from pmoe.engine.lanes.base import Actions
 from pmoe.engine.plan.plan import PassPlan, Plan, WeightMessage
-from pmoe.experts.base import Allocate, ExpertRows, Experts, Hidden
-from pmoe.experts.products import RowGroups
+from pmoe.experts.base import ExpertRows, Experts, Hidden
+from pmoe.experts.products import ExpertViews, RowGroups
 from pmoe.schedule.buffer_sizes import BufferSizes
 from pmoe.schedule.tasks import Kind, Schedule, Stages, sequential
 
@@ -144,16 +144,10 @@ class Inputs(NamedTuple):
         x_TM, weight_TK, shared_weight_T, *rest = tensors
         shared_start = len(self.parameters)
         hooks_start = shared_start + len(self.shared_parameters)
+        shared = rest[shared_start:hooks_start]
+        of_call = (self.autocast, self.hooks_autocast, self.compare)
         return Inputs(
-            x_TM=x_TM,
-            weight_TK=weight_TK,
-            parameters=rest[:shared_start],
-            shared_weight_T=shared_weight_T,
-            shared_parameters=rest[shared_start:hooks_start],
-            hook_parameters=rest[hooks_start:],
-            autocast=self.autocast,
-            hooks_autocast=self.hooks_autocast,
-            compare=self.compare,
+            x_TM, weight_TK, rest[:shared_start], shared_weight_T, shared, rest[hooks_start:], *of_call
         )
 
 
@@ -238,6 +232,7 @@ class Pass:
     combine_input: the name of the buffer that the all-to-all back sends. It differs from ``sent_back`` only
         if experts are sharded, because a reduce-scatter comes before.
     parameters: the tensors with which the experts compute.
+    views: the views of each expert's part of the parameters.
     pass_plan: the plan of this pass, ``plan.forward`` or ``plan.backward``.
     source_TM, result_TM: (T, M), the pass's input and output for T tokens with M = d_model columns. In
         forward they are the layer's input and output, in backward the gradients of the output and the input.
@@ -261,6 +256,7 @@ class Pass:
     dispatch_output: str
     combine_input: str
     parameters: Sequence[Tensor]
+    views: ExpertViews
     plan: Plan
     pass_plan: PassPlan
     source_TM: Tensor
@@ -305,11 +301,11 @@ class Pass:
         self.own: dict[str, Tensor] = {}
         self.home: Tensor | None = None
         rotates = plan.modules.rotates
-        stays = plan.restore.dispatched in ("keep", "message")
         # Without other ranks no rows are sent, and chunks have no buffers for them.
         for i, chunk in enumerate(pass_plan.chunks if self.stages.remote else ()):
             if not rotates:
                 self.make_buffers(i)
+            stays = plan.restore.dispatched in ("keep", "message")
             if not rotates or (stays and self.sizes.stays_as_it_arrives(i)):
                 self.own[f"{self.received}.{i}"] = self.new(
                     chunk.num_gathered, self.sizes.of(self.received)[1]
@@ -368,21 +364,14 @@ class Pass:
         slot = self.arena.buffers.get(f"{name}.{i}")
         return self.new(*self.sizes.shape(f"{name}.{i}")) if slot is None else slot
 
-    def space(self, unit: Unit) -> Allocate:
-        """Returns the function from which experts get memory for their intermediate tensors.
+    def place(self, unit: Unit, name: str, rows: int, columns: int) -> Tensor:
+        """Returns the ring slot of a buffer of one task, or new memory if the buffer has no slot.
 
-        The function takes a buffer's name, rows and columns. It returns the buffer's ring slot (memory in
-        which chunks take turns), or new memory if the buffer has no slot.
+        A ring slot is memory in which chunks take turns. Experts get memory for their intermediate tensors
+        from this method.
 
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
-        """
-        return functools.partial(self.place, unit)
-
-    def place(self, unit: Unit, name: str, rows: int, columns: int) -> Tensor:
-        """Returns the ring slot of a buffer of one task, or new memory if the buffer has no slot (`space`).
-
-        unit: names the set of rows of the task.
         name: the name of the buffer, such as "T_M".
         rows, columns: its sizes.
         """
@@ -413,7 +402,9 @@ class Pass:
         out: (N, M), memory for the result; None lets the experts choose it.
         grad_weight_N: (N,), memory for the gradient of the routing weights; None in forward.
         """
-        return ExpertRows(rows_NM, self.groups(unit), self.parameters, self.space(unit), out, grad_weight_N)
+        groups = self.groups(unit)
+        space = functools.partial(self.place, unit)
+        return ExpertRows(rows_NM, groups, self.parameters, space, out, grad_weight_N, views=self.views)
 
     # ---- towards the experts
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pmoe.engine.passes.base import ForwardState, Inputs, Pass, SavedUnit, Unit, split_by_chunk
 from pmoe.engine.plan.plan import Plan
 from pmoe.experts.base import ExpertRows, Experts
+from pmoe.experts.products import ExpertViews
 
 
 class Scalars(NamedTuple):
@@ -76,6 +77,7 @@ class Forward(Pass):
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
         self.inputs = inputs
         self.parameters = inputs.parameters
+        self.views = ExpertViews(self.parameters)
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
         overrides_recipe = type(plan.modules.experts).recipe is not Experts.recipe

@@ -102,11 +102,9 @@ class SortedSlots:
         """Returns all (token, choice) pairs, sorted by chunk and expert for n chunks; dropped pairs last."""
         if n not in self._sorted:
             modules = self.modules
-            num_pieces = self.num_pieces(n)
-            num_experts = modules.num_experts
-            staying = modules.staying
+            m = self.num_pieces(n)
             self._sorted[n] = sort_rows(
-                self.expert_TK, self.keep_TK, n, num_experts, staying, num_pieces, self.tokens
+                self.expert_TK, self.keep_TK, n, modules.num_experts, modules.staying, m, self.tokens
             )
         return self._sorted[n]
 
@@ -284,7 +282,10 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
     # Most chunks are single bins: these two lines then save the calls of `by_chunk`.
     send_nPE = shared.send if shared.send.shape[0] == n else by_chunk(shared.send, n)
     recv_nWE = shared.recv if shared.recv.shape[0] == n else by_chunk(shared.recv, n)
-    local_counts = _by_piece(send_nPE[:, rank, :num_staying], num_pieces).tolist() if bypass_local else []
+    local_counts = []
+    if bypass_local:
+        own_nE = send_nPE[:, rank, :num_staying]
+        local_counts = (own_nE if num_pieces == n else _by_piece(own_nE, num_pieces)).tolist()
     order = None if shared.messages is None else _order_by_kernel(orders, n, num_bins, shared, slots.slot)
     received_ends, local_ends = _ends(shared, n, num_pieces, rank, num_staying, order)
     num_tokens = [end - begin for begin, end in itertools.pairwise(token_bounds)]
@@ -302,17 +303,19 @@ def _cut(orders: SortedSlots, n: int, num_bins: int, shared: RankCounts) -> Pass
         if bypass_local:
             send_nPE = without_own(send_nPE, rank, num_staying)
             recv_nWE = without_own(recv_nWE, rank, num_staying)
-        numbers_nP = send_nPE.sum(2)
+        # numpy sums small arrays in a third of the time of torch.
+        recv = recv_nWE.numpy()
+        numbers_nP = send_nPE.numpy().sum(2)
         numbers_by_chunk = numbers_nP.tolist()
         sent_by_chunk = (
             numbers_by_chunk if shared.sent_once is None else by_chunk(shared.sent_once, n).tolist()
         )
-        come_nW = recv_nWE.sum(2) if shared.received_once is None else by_chunk(shared.received_once, n)
+        come_nW = recv.sum(2) if shared.received_once is None else by_chunk(shared.received_once, n)
         come_by_chunk = come_nW.tolist()
-        by_expert = recv_nWE.sum(1).tolist()
+        by_expert = recv.sum(1).tolist()
         # `_are_several` without a call for each chunk.
         are_several = [len(come_W) - come_W.count(0) > 1 for come_W in come_by_chunk]
-        come_by_source = recv_nWE.sum((0, 2)).tolist()
+        come_by_source = recv.sum((0, 2)).tolist()
         comes_from_several = _are_several(come_by_source)
         message_regroup: Tensor | None = None
         fine: Tensor | None = None

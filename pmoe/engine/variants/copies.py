@@ -401,7 +401,7 @@ class CopiesBackward(_WithCopies, Backward):
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
         """
-        return self.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
+        return self.experts.join(saved, self.groups(unit).num_rows, space=functools.partial(self.place, unit))
 
     def _free(self, unit: Unit) -> None:
         """Frees the operands of the gradients of copies' parameters from rows that stay.

@@ -18,11 +18,11 @@ from pmoe.engine.passes.base import ForwardState, Inputs, Pass, Unit
 from pmoe.engine.passes.forward import Forward
 from pmoe.engine.plan.plan import PassModules, PassPlan, Plan
 from pmoe.experts.base import ExpertRows, Experts
-from pmoe.experts.launched import LaunchedExperts, is_dense, launched
+from pmoe.experts.launched import LaunchedExperts, launched
 from pmoe.experts.with_copies import ExpertsWithCopies
 from pmoe.kernels.grouped_gemm import RowSlots
 from pmoe.kernels.grouped_gemm.launch import zeroed_of_thread
-from pmoe.kernels.operands import VECTOR_BYTES, strides_fit
+from pmoe.kernels.operands import VECTOR_BYTES, is_dense, strides_fit
 from pmoe.kernels.permute.row_moves import RowCopy, RowMoves
 from pmoe.ordering.sorted import SortedOrder
 from pmoe.schedule.buffer_sizes import BufferSizes
@@ -190,7 +190,7 @@ class _OnCuda(Pass):
         slots: for each row its (token, choice) pair, if the first product picks the rows from the tokens; it
             must be None in backward.
         """
-        # As `groups` and `space`, without calls for each task.
+        # As `groups`, without a call for each task.
         i, place = unit
         result_row = None
         if place:

@@ -92,7 +92,7 @@ class PackingBackward(_Packing, Backward):
     def hidden_of(self, unit: Unit) -> Hidden:
         if unit not in self.hidden:
             columns = self.sizes.columns.hidden
-            hidden_NG = self.space(unit)("T_M", self.groups(unit).num_rows, columns)
+            hidden_NG = self.place(unit, "T_M", self.groups(unit).num_rows, columns)
             for kept, runs in self.parts(unit):
                 assert kept.hidden is not None
                 packed_NC = kept.hidden.tensors[0].view(torch.uint8)

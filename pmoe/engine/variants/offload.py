@@ -10,6 +10,7 @@ methods then copy rows from the chunks that forward kept on the device to backwa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -205,7 +206,9 @@ class OffloadingBackward(Backward):
         unit: (i, "") for the rows received in chunk i, or (j, "_L") for block j of the rows that are not
             sent, because their experts are on this rank.
         """
-        return self.plan.modules.experts.join(saved, self.groups(unit).num_rows, space=self.space(unit))
+        return self.plan.modules.experts.join(
+            saved, self.groups(unit).num_rows, space=functools.partial(self.place, unit)
+        )
 
     def _fetched(self, tensor: Tensor) -> Tensor:
         """Returns a copy of a host tensor in new device memory."""

@@ -13,7 +13,6 @@ When the pass has ended, the ranks exchange whether any of them failed. If so, a
 
 from __future__ import annotations
 
-import errno
 import functools
 import itertools
 import math
@@ -32,12 +31,8 @@ from pmoe.schedule.tasks import Lane
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether an error says that the device or the host has too little memory."""
-    if isinstance(error, (MemoryError, HostMemoryError)):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and lacks_memory(error)
+    """Returns whether an error says that the device, the host or pmoe's host pool has too little memory."""
+    return isinstance(error, HostMemoryError) or lacks_memory(error)
 
 
 class _OnTrial(Pass):

@@ -53,10 +53,14 @@ class WithAuxiliaryLoss:
     def forward(self, model: Any, sample: Any, reduce: bool = True) -> tuple[Tensor, Any, dict[str, Any]]:
         """Returns the loss with the load-balance loss added, the sample size, and the numbers to log.
 
-        The loss is a scalar, or has one element for each token if ``reduce`` is False.
+        The loss is a scalar, or has one element for each token if ``reduce`` is False. For a dummy batch, the
+        sample size and all numbers to log are 0.
         """
         loss, sample_size, logged = super().forward(model, sample, reduce=reduce)  # type: ignore[misc]
-        return (self.with_experts(model, loss, sample_size, logged), sample_size, logged)
+        total = self.with_experts(model, loss, sample_size, logged)
+        if model.moe_layers[0].fc1.is_dummy:
+            return total, 0 * sample_size, {name: 0 * number for name, number in logged.items()}
+        return total, sample_size, logged
 
     def with_experts(self, model: Any, loss: Tensor, sample_size: Any, logged: dict[str, Any]) -> Tensor:
         """Returns ``loss`` plus the weighted load-balance loss, and adds numbers about experts to ``logged``.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerModel, base_architecture
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
@@ -43,7 +44,8 @@ class FeedForwardExperts(MoELayer):
     """A `pmoe.MoELayer` for fairseq's tokens (L, B, M) that sends no padding to experts.
 
     Letters: L positions, B sequences, M = d_model. Padding uses no capacity and does not count in the
-    load-balance loss. Its output is 0.
+    load-balance loss. Its output is 0. All tokens of a dummy batch are treated as padding: fairseq gives a
+    rank that has no batch left an earlier batch, and multiplies its loss by 0.
     """
 
     is_padding_BL: Tensor | None = None
@@ -52,14 +54,20 @@ class FeedForwardExperts(MoELayer):
     B sequences, L positions.
     """
 
+    is_dummy: bool = False
+    """Whether the present batch is a dummy. The trainer sets it before each batch."""
+
     def forward(self, x: Tensor, token_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Returns the experts' output, (L, B, M), for the tokens x, (L, B, M).
 
         There are L positions, B sequences, M = d_model.
 
-        mask: (L, B) bool, True for tokens that go to experts. None stands for all tokens but padding.
+        mask: (L, B) bool, True for tokens that go to experts. None stands for all tokens but padding, and for
+            no token of a dummy batch.
         """
-        if mask is None and self.is_padding_BL is not None:
+        if self.is_dummy:
+            mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        elif mask is None and self.is_padding_BL is not None:
             mask = ~self.is_padding_BL.t()
         return super().forward(x, token_ids, mask)
 

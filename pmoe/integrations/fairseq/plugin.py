@@ -120,7 +120,13 @@ class MoETrainer(Trainer):  # type: ignore[misc]
 
         If experts are on several ranks, a batch that does not fit into memory raises an error, even if
         raise_oom is False. fairseq would skip the batch, but then the other ranks would wait for this rank.
+
+        samples: this rank's batches of the step (--update-freq). Empty ones stand for dummy batches.
         """
+        if self.has_experts:
+            # If the last batch is a dummy, fairseq leaves the sizes of all batches out of the denominator of
+            # the gradient. The criterion returns a size of 0 for dummies, so another batch must be the last.
+            samples = sorted(samples, key=bool)
         self._is_stepping = True
         try:
             # Without raise_oom, fairseq skips a batch that does not fit into memory, and the other ranks
@@ -128,10 +134,31 @@ class MoETrainer(Trainer):  # type: ignore[misc]
             logged = super().train_step(samples, raise_oom=raise_oom or self.is_spread)
         finally:
             self._is_stepping = False
+            self._tell_whether_dummy(False)
         for layer in self._model.moe_layers if self.has_experts else ():
             if hasattr(layer.fc1.gate, "update_bias"):
                 layer.fc1.gate.update_bias()
         return logged
+
+    def _prepare_sample(self, sample: Any, is_dummy: bool = False) -> tuple[Any, bool]:
+        """Moves a batch to the device as fairseq does, and tells the layers whether it is a dummy batch.
+
+        Experts take no tokens of a dummy batch: these would use capacity, count in the loads of gates, and
+        take time.
+
+        sample: the batch. fairseq replaces an empty one by a dummy batch.
+        is_dummy: whether ``sample`` is already the batch that replaces an empty one.
+
+        Returns the batch, and whether it is a dummy.
+        """
+        prepared, is_dummy_batch = super()._prepare_sample(sample, is_dummy)
+        self._tell_whether_dummy(is_dummy_batch)
+        return prepared, is_dummy_batch
+
+    def _tell_whether_dummy(self, is_dummy: bool) -> None:
+        """Tells each MoE layer whether the batches that come next are dummies."""
+        for layer in self._model.moe_layers if self.has_experts else ():
+            layer.fc1.is_dummy = is_dummy
 
     def valid_step(self, sample: Any, raise_oom: bool = False) -> Any:
         """Runs fairseq's validation step.
@@ -139,7 +166,10 @@ class MoETrainer(Trainer):  # type: ignore[misc]
         If experts are on several ranks, a batch that does not fit into memory raises an error, even if
         raise_oom is False. fairseq would skip the batch, but then the other ranks would wait for this rank.
         """
-        return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
+        try:
+            return super().valid_step(sample, raise_oom=raise_oom or self.is_spread)
+        finally:
+            self._tell_whether_dummy(False)
 
     def clip_grad_norm(self, clip_norm: float) -> Tensor:
         """Scales all gradients down if their norm exceeds ``clip_norm``. Returns the norm, a scalar.

@@ -215,7 +215,7 @@ def top_indices(score_TE: Tensor, top_k: int) -> Tensor:
             left_TE.scatter_(-1, chosen[-1], -math.inf)
         # max is faster than argmax on a CPU. Both return the first of equal scores.
         chosen.append(left_TE.max(-1, keepdim=True).indices)
-    return torch.cat(chosen, -1)
+    return chosen[0] if top_k == 1 else torch.cat(chosen, -1)
 
 
 def route(

@@ -26,6 +26,11 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="steps whose names hold this, and what these need")
     parser.add_argument("--patience", type=float, default=1, help="multiplies each step's limit")
     options = parser.parse_args(words)
+    if not options.patience >= 1:  # NaN, too
+        parser.error(f"--patience ({options.patience}) must be at least 1")
+    names = [each.name for each in all_steps()]
+    if not any(options.only in name for name in names):
+        parser.error(f"--only ({options.only!r}) must be a part of a step's name: {', '.join(names)}")
     steps = [replace(each, seconds=each.seconds * options.patience) for each in all_steps()]
     check_steps(steps)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step is ended, too

@@ -10,7 +10,6 @@ import copy
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -175,18 +174,6 @@ class Training:
         for index, slots in self.optimizer.state_dict()["state"].items():
             values |= {f"{index} {name}": value.double() for name, value in slots.items()}
         return {**values, **self.values, "random": torch.rand(1, dtype=torch.float64)}
-
-
-Use = Callable[[Callable[..., Training]], Training]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """use: makes and runs a training. repeated: the steps that several ranks repeat; None for any number."""
-
-    use: Use
-    repeated: int | None = None
-    worlds: tuple[int, ...] = field(default=(1, 2, 4))
 
 
 def ranks_without_tokens(make: Callable[..., Training]) -> Training:
@@ -467,31 +454,31 @@ def autograd_off_on_one_rank(make: Callable[..., Training]) -> Training:
     return training
 
 
-SCENARIOS = {
-    use.__name__: Scenario(use=use, repeated=repeated)
-    for use, repeated in (
-        (ranks_without_tokens, None),
-        (a_rank_whose_tokens_come_late, None),
-        (a_checkpoint_after_an_overflow, None),
-        (values_loaded_after_an_overflow, None),
-        (only_the_second_layer_overflows, None),
-        (parts_of_which_one_overflows, None),
-        (gradients_are_clipped, None),
-        (evaluation_between_steps, None),
-        (other_batch_sizes, None),
-        (frozen_experts, None),
-        (modules_in_evaluation_mode, None),
-        (a_copy_of_the_model, None),
-        (an_exception_on_all_ranks, None),
-        (a_layer_called_twice, None),
-        (a_call_without_autograd_in_a_step, None),
-        (each_step_overflows, None),
-        (an_optimizer_without_skipping, None),
-        (options_that_change, None),
-        (steps_made_again, None),
-        (two_models_in_turn, None),
-        (inputs_that_need_gradients_on_one_rank, None),
-        (autograd_off_on_one_rank, None),
+USES: dict[str, Callable[[Callable[..., Training]], Training]] = {
+    use.__name__: use
+    for use in (
+        ranks_without_tokens,
+        a_rank_whose_tokens_come_late,
+        a_checkpoint_after_an_overflow,
+        values_loaded_after_an_overflow,
+        only_the_second_layer_overflows,
+        parts_of_which_one_overflows,
+        gradients_are_clipped,
+        evaluation_between_steps,
+        other_batch_sizes,
+        frozen_experts,
+        modules_in_evaluation_mode,
+        a_copy_of_the_model,
+        an_exception_on_all_ranks,
+        a_layer_called_twice,
+        a_call_without_autograd_in_a_step,
+        each_step_overflows,
+        an_optimizer_without_skipping,
+        options_that_change,
+        steps_made_again,
+        two_models_in_turn,
+        inputs_that_need_gradients_on_one_rank,
+        autograd_off_on_one_rank,
     )
 }
 
@@ -506,21 +493,22 @@ def job(rank: int, world: int, name: str) -> tuple[list[str], int]:
 
         with on_cpu(CpuBackend(seed=rank)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            training = SCENARIOS[name].use(make)
+            training = USES[name](make)
             found.append(training.state())
     expected, result = found
     assert set(result) == set(expected)
     return differing(result, expected), training.repeated
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", USES)
 @pytest.mark.parametrize(
     "world", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_a_use_trains_as_without_a_bound(world: int, name: str) -> None:
     for wrong, repeated in ranks(world).run(job, name):
         assert not wrong
-        print("repeated", repeated)
+        # On one rank all rows fit. On more than two, other batches may fit, too.
+        assert world != 2 or (repeated > 0) == (name != "ranks_without_tokens")
 
 
 RAISES = ("before the layers", "between the layers", "before backward")

@@ -24,17 +24,15 @@ from tests.gpu.support import NEEDS_GPU
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(200)]
 
 SMALL = Sizes(tokens=64, d_model=64, d_hidden=64, experts=8, chunks=2)
-TOKENS = (64, 48)
-"""Tokens of the ranks. The graph has room for 64."""
 SKEWED = (2, 5)
 """Steps in which all rows of rank 0 go to the first two experts, and do not fit."""
 STEPS = 6
 
 
 def batch(rank: int, step: int, sizes: Sizes, device: torch.device) -> Tensor:
-    """(T, M): column e of a token leads to expert e."""
+    """(T, M): column e of a token leads to expert e. Rank 1 has fewer tokens than rank 0."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    token = torch.arange(TOKENS[rank])
+    token = torch.arange(sizes.tokens - rank * sizes.tokens // 4)
     x = torch.rand(len(token), sizes.d_model, generator=generator)
     experts = 2 if step in SKEWED and rank == 0 else sizes.experts
     x[token, (token + step) % experts] += 3

@@ -333,7 +333,7 @@ def as_cuda(*, computes: bool = False) -> Iterator[Device]:
             (Tensor, "record_stream", lambda self, stream: None),
             (torch, "tensor", tensor),
             (torch, "mm", product),
-            (dist.ProcessGroup, "all_to_all_single", collective(dist.ProcessGroup.all_to_all_single)),
+            (alike.AlikeGroup, "alltoall_base", collective(alike.AlikeGroup.alltoall_base)),
             (dist, "all_reduce", collective(dist.all_reduce)),
             (extension, "load", lambda: kernels),
             (permute, "refusal", lambda *args: None),

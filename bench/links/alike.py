@@ -39,7 +39,7 @@ class _Done(Work):
         return future
 
 
-class _AlikeGroup(dist.ProcessGroup):
+class AlikeGroup(dist.ProcessGroup):
     """The process group, as rank 0 of W ranks.
 
     Reduced and broadcast tensors keep their values. An all-to-all of equal parts returns what ranks like this
@@ -93,7 +93,7 @@ class _AlikeGroup(dist.ProcessGroup):
 def start(num_ranks: int) -> None:
     """Makes a group of ``num_ranks`` ranks, of which only this one exists, the process's default group."""
     if "alike" not in dist.Backend.backend_list:
-        dist.Backend.register_backend("alike", _AlikeGroup, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("alike", AlikeGroup, extended_api=True, devices=["cpu"])
     dist.init_process_group("alike", store=dist.HashStore(), rank=0, world_size=num_ranks)
     failures.meet = _meet  # type: ignore[assignment]
 

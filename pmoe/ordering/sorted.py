@@ -102,11 +102,8 @@ def count_rows(
         key = chunk * num_experts + key
     if keep_TK is not None:
         key = torch.where(keep_TK.reshape(-1), key, n * num_experts)
-    if type(key) is Tensor and key.device.type == "cpu":
-        counts = torch.from_numpy(np.bincount(key.numpy(), minlength=n * num_experts + 1))
-    else:
-        counts = torch.zeros(n * num_experts + 1, dtype=torch.int64, device=key.device)
-        counts.scatter_add_(0, key, torch.ones_like(key))
+    counts = torch.zeros(n * num_experts + 1, dtype=torch.int64, device=key.device)
+    counts.scatter_add_(0, key, torch.ones_like(key))
     return counts[:-1].view(n, num_experts)
 
 

@@ -286,7 +286,8 @@ def budget_job(rank: int, world: int, folder: str, budget: Any, options: dict[st
     layer.zero_grad(set_to_none=True)
     got, expected = run(layer), run(plain)
     return {
-        "told": told.lines,
+        # Rank 0 alone also tells that it measures the machine, if this is the first test of a process.
+        "told": [line for line in told.lines if "memory_budget" in line],
         "errors": {name: relative_error(got[name], expected[name]) for name in expected},
     }
 
@@ -304,7 +305,7 @@ def test_a_budget_is_kept_or_refused_on_every_rank_with_the_least_that_would_do(
     least = int(messages[0].split("at least ")[1].split()[0])
     found = ranks(world).run(budget_job, str(measured), least, options, skew)
     for got in found:
-        assert got["told"] == found[0]["told"] and "memory_budget" in got["told"][0]
+        assert got["told"] == found[0]["told"] and got["told"]
         assert max(got["errors"].values()) < 1e-12, got["errors"]
     assert all(
         isinstance(m, str) for m in ranks(world).run(budget_job, str(measured), least - 1, options, skew)

@@ -102,7 +102,8 @@ def count_rows(
         key = chunk * num_experts + key
     if keep_TK is not None:
         key = torch.where(keep_TK.reshape(-1), key, n * num_experts)
-    if type(key) is Tensor and key.device.type == "cpu":
+    # A mode that records operators, such as a selective checkpoint, would not see NumPy's.
+    if type(key) is Tensor and key.device.type == "cpu" and not torch._C._len_torch_dispatch_stack():
         counts = torch.from_numpy(np.bincount(key.numpy(), minlength=n * num_experts + 1))
     else:
         counts = torch.zeros(n * num_experts + 1, dtype=torch.int64, device=key.device)

@@ -77,10 +77,11 @@ def _products_key(modules: LayerModules, counts: RankCounts, inputs: Inputs) -> 
 
     `pmoe.measure.products.measure_products` rounds numbers of rows up to a power of two. So the key has the
     bits of two numbers of rows: those of the experts, and those of the shared expert. It also has the
-    numbers of parameters: a bias may be removed from experts that stay in the layer, and products without a
-    bias are timed apart.
+    names of the parameters: a bias may be removed from experts that stay in the layer, and products without
+    a bias are timed apart.
     """
     num_rows = counts.max_tokens * modules.options.top_k * modules.grid.esp.size
     buckets = ((num_rows - 1).bit_length(), (counts.max_tokens - 1).bit_length())
-    num_parameters = (len(inputs.parameters), len(inputs.shared_parameters))
-    return (inputs.x_TM.dtype, inputs.x_TM.device, buckets, counts.needs_grad, num_parameters)
+    shared = modules.shared_expert
+    names = (modules.experts.operand_names, None if shared is None else shared.operand_names)
+    return (inputs.x_TM.dtype, inputs.x_TM.device, buckets, counts.needs_grad, names)

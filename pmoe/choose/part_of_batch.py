@@ -333,7 +333,7 @@ def _part_with_memory(
         return share, batch
     free = allowed - batch.inputs.x_TM.nbytes
     for _ in range(1 + SHRINKS):
-        part = first_tokens(batch, share)
+        part = _first_tokens(batch, share)
         if part is None:
             return None
         fraction = _fraction_on_every_rank(batch, part, choices, free)
@@ -343,6 +343,18 @@ def _part_with_memory(
         if share * batch.counts.max_tokens < MIN_TOKENS:
             return None
     return None
+
+
+def _first_tokens(batch: TrialBatch, share: float) -> TrialBatch | None:
+    """Calls `first_tokens`. Raises MemoryError if this rank has too little memory to exchange row counts.
+
+    The error has another type than OutOfMemoryError, because it may be raised on this rank only. Callers
+    assume that all ranks raise an OutOfMemoryError together, and go on after it.
+    """
+    try:
+        return first_tokens(batch, share)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"too little memory for the tokens on which trials run: {error}") from error
 
 
 def has_enough_tokens(batch: TrialBatch, choices: Sequence[Choice]) -> bool:

@@ -113,8 +113,9 @@ def n_with_enough_memory(batch: TrialBatch, restore: Restore, degrees: PassDegre
     # With the solver, rows must be counted for the chunks that are tested. No count is for all of them.
     tests = [chosen_first, larger] if options.solves else [[*chosen_first, *larger]]
     for choices in filter(None, tests):
+        counted = batch.counted_for(choices)  # not in the block below: only one rank may lack memory for it
         try:
-            chosen = from_first_with_enough_memory(batch.counted_for(choices), choices)[0]
+            chosen = from_first_with_enough_memory(counted, choices)[0]
             return PassDegrees(chosen.forward, chosen.backward)
         except torch.OutOfMemoryError:  # raised on every rank
             continue

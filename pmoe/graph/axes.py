@@ -569,7 +569,10 @@ def _embedding(node: fx.Node) -> Iterator[Combination]:
     aten._scaled_dot_product_efficient_attention.default,
 )
 def _attention(node: fx.Node) -> Iterator[Combination]:
-    """Yields the ways to cut attention into parts: along the sequences or the heads.
+    """Yields the one way to cut attention into parts: along the sequences.
+
+    The heads are not cut, although each is computed by itself. If a rank has fewer sequences than parts, some
+    parts are empty, and the kernels divide by the number of heads: 0 would end the process.
 
     Yields nothing in two cases:
 
@@ -580,9 +583,7 @@ def _attention(node: fx.Node) -> Iterator[Combination]:
     They belong to the random numbers of dropout.
     """
     if len(tensors(node)) == 3 and _argument(node, "dropout_p") == 0.0:
-        results = len(node.meta["val"])
-        for dim in (0, 1):  # dimension 0 is the sequences, 1 the heads
-            yield Combination((dim,) * 3, (dim, dim, *(None for _ in range(results - 2))))
+        yield Combination((0,) * 3, (0, 0, *(None for _ in node.meta["val"][2:])))
 
 
 @rule_of(

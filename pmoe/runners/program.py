@@ -162,7 +162,7 @@ class ProgramRunner(PassRunner):
     plan: Plan
     send_nWE: Tensor
     recv_nWE: Tensor
-    _rows: list[ProgramRows] = field(default_factory=list)
+    _rows: list[ProgramRows] = field(default_factory=list, compare=False, repr=False)
 
     def rows(self) -> ProgramRows:
         if not self._rows:  # the rows of both passes are the same

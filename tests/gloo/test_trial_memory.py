@@ -223,7 +223,7 @@ def solved_job(rank: int, world: int, most: float, options: dict[str, Any]) -> d
 @pytest.mark.parametrize(
     "options, least",
     [
-        ({"pipeline": 4, "memory_reuse": True}, "n=4 with communicate/recompute: about"),
+        ({"pipeline": 4, "memory_reuse": True}, "n=4 with "),
         ({"memory_reuse": True, "memory_budget": "8MiB"}, "n=16 with "),
     ],
     ids=["a fixed n", "a budget"],

@@ -34,12 +34,8 @@ def ask(layer: pmoe.MoELayer, num_tokens: int, needs_grad: bool = True) -> None:
     rows = torch.zeros(1, 1, 4, dtype=torch.int64)
     counts = RankCounts(send=rows, recv=rows, recv_device=rows, max_tokens=num_tokens, needs_grad=needs_grad)
     x_TM = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
-    inputs: Any = SimpleNamespace(
-        x_TM=x_TM,
-        autocast_for=lambda experts: contextlib.nullcontext(),
-        parameters=layer.experts.operands(),
-        shared_parameters=(),
-    )
+    inputs: Any = SimpleNamespace(x_TM=x_TM, autocast_for=lambda experts: contextlib.nullcontext())
+    layer.experts.operands()  # a call reads them first
     choose(layer.layer_modules, counts, inputs, orders=None)  # type: ignore[arg-type]
 
 

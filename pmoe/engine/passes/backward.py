@@ -89,7 +89,7 @@ class Backward(Pass):
         self.saved = saved
         self.kept = saved.kept
         self.parameters = saved.inputs.parameters
-        self.views = ExpertViews(self.parameters)
+        self.views: ExpertViews = ExpertViews(self.parameters)
         self.regroup = saved.regroup or self.regroup  # with send_once=True forward computed it, not the plan
         wanted = saved.inputs.like(saved.wanted)
         new = self.pool.new

@@ -77,7 +77,7 @@ class Forward(Pass):
         super().__init__(plan, plan.forward, inputs.x_TM, keep)
         self.inputs = inputs
         self.parameters = inputs.parameters
-        self.views = ExpertViews(self.parameters)
+        self.views: ExpertViews = ExpertViews(self.parameters)
         self.weight = inputs.weight_TK.reshape(-1)
         self.saved = ForwardState(inputs=inputs)
         overrides_recipe = type(plan.modules.experts).recipe is not Experts.recipe

@@ -19,8 +19,9 @@ trials found n, trials then choose the pair again:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ from pmoe.planner.priced_choices import Chooser, Measured, rounded_up, without_o
 from pmoe.planner.timed_rounds import OUT_OF_MEMORY
 from pmoe.schedule.restore import Restore
 from pmoe.warn import warn_once
+
+T = TypeVar("T")
 
 WRONG = 2.0
 """Largest factor by which the measured and the predicted seconds of a step may differ, up or down.
@@ -178,23 +181,14 @@ def _with_enough_memory(batch: TrialBatch, choice: Choice, others: Callable[[], 
     """
     if not batch.may_try:
         return choice
-    tokens = rounded_up(batch.counts.max_tokens)
-    key = (
-        "enough memory",
-        batch.modules.options,
-        batch.inputs.x_TM.dtype,
-        batch.hosted_copies,
-        tokens,
-        choice,
-    )
-    tested = batch.modules.cache.choosers
-    if key not in tested:
+
+    def test() -> Choice:
         try:
-            [tested[key]] = from_first_with_enough_memory(batch, [choice])
+            return from_first_with_enough_memory(batch, [choice])[0]
         except torch.OutOfMemoryError:  # raised on every rank
-            tested[key] = smallest_with_enough_memory(batch, others())
-    found: Choice = tested[key]
-    return found
+            return smallest_with_enough_memory(batch, others())
+
+    return _remembered(batch, choice, test)
 
 
 def _solved_with_enough_memory(batch: TrialBatch, pair: Restore, degrees: PassDegrees) -> PassDegrees:
@@ -207,15 +201,24 @@ def _solved_with_enough_memory(batch: TrialBatch, pair: Restore, degrees: PassDe
     pair: the restore pair of the call: how backward gets the rows and the hidden activation.
     degrees: the numbers of chunks of both passes that the solver has found.
     """
+    return _remembered(batch, (pair, degrees), lambda: n_with_enough_memory(batch, pair, degrees))
+
+
+def _remembered(batch: TrialBatch, chosen: Hashable, test: Callable[[], T]) -> T:
+    """Returns what a test of memory found for batches of about the same size; runs the test the first time.
+
+    batch: the routed batch.
+    chosen: what is tested.
+    test: tests whether every rank has enough memory, and returns what is taken.
+    """
     options = batch.modules.options
     tokens = rounded_up(batch.counts.max_tokens)
-    dtype = batch.inputs.x_TM.dtype
-    key = ("enough memory", options, pair, dtype, batch.hosted_copies, tokens, degrees)
-    tested = batch.modules.cache.choosers
-    if key not in tested:
-        tested[key] = n_with_enough_memory(batch, pair, degrees)
-    found: PassDegrees = tested[key]
-    return found
+    key = ("enough memory", options, batch.inputs.x_TM.dtype, batch.hosted_copies, tokens, chosen)
+    found = batch.modules.cache.choosers
+    if key not in found:
+        found[key] = test()
+    result: T = found[key]
+    return result
 
 
 def _chooser_of(batch: TrialBatch) -> Chooser:

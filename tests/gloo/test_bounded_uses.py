@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -164,6 +164,11 @@ class Training:
             self.values[name] = self.model(x).clone()
         self.model.train()
 
+    def make_steps(self, indices: range, overflowing: Container[int]) -> None:
+        """Makes a step for each index. In the steps of some indices, rank 0 exceeds the bound."""
+        for index in indices:
+            self.step(self.batch(index, on=(0,) if index in overflowing else ()))
+
     def batch(self, index: int, tokens: int = TOKENS, *, on: tuple[int, ...] = ()) -> Tensor:
         """Returns this rank's batch. on: the ranks on which it is skewed."""
         return batch(self.rank, index, tokens, skewed=self.rank in on)
@@ -196,8 +201,7 @@ def a_rank_whose_tokens_come_late(make: Callable[..., Training]) -> Training:
 def a_checkpoint_after_an_overflow(make: Callable[..., Training]) -> Training:
     """The last step before the checkpoint overflows. A new model is trained from the checkpoint."""
     training = make()
-    for index in range(4):
-        training.step(training.batch(index, on=(0,) if index == 3 else ()))
+    training.make_steps(range(4), (3,))
     training.finish()
     saved = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
     repeated = training.repeated
@@ -205,8 +209,7 @@ def a_checkpoint_after_an_overflow(make: Callable[..., Training]) -> Training:
     training.begin(Model())
     training.model.load_state_dict(saved[0])
     training.optimizer.load_state_dict(saved[1])
-    for index in range(4, 7):
-        training.step(training.batch(index, on=(0,) if index == 5 else ()))
+    training.make_steps(range(4, 7), (5,))
     training.finish()
     training.repeated += repeated
     return training
@@ -218,21 +221,18 @@ def values_loaded_after_an_overflow(make: Callable[..., Training]) -> Training:
     training.step(training.batch(0))
     training.finish()
     saved = copy.deepcopy((training.model.state_dict(), training.optimizer.state_dict()))
-    for index in range(1, 3):
-        training.step(training.batch(index, on=(0,) if index == 2 else ()))
+    training.make_steps(range(1, 3), (2,))
     training.model.load_state_dict(saved[0])
     training.optimizer.load_state_dict(saved[1])
     torch.manual_seed(11)
-    for index in range(3, 6):
-        training.step(training.batch(index, on=(0,) if index == 4 else ()))
+    training.make_steps(range(3, 6), (4,))
     return training
 
 
 def only_the_second_layer_overflows(make: Callable[..., Training]) -> Training:
     torch.manual_seed(5)
     training = make(model=Model(slack=(4.0, 1.0)))
-    for index in range(5):
-        training.step(training.batch(index, on=(0,) if index in (1, 3) else ()))
+    training.make_steps(range(5), (1, 3))
     return training
 
 
@@ -252,8 +252,7 @@ def gradients_are_clipped(make: Callable[..., Training]) -> Training:
     """The norm of a dropped step would scale gradients differently."""
     training = make()
     training.max_norm = 0.05
-    for index in range(5):
-        training.step(training.batch(index, on=(0,) if index in (1, 4) else ()))
+    training.make_steps(range(5), (1, 4))
     return training
 
 
@@ -297,8 +296,7 @@ def modules_in_evaluation_mode(make: Callable[..., Training]) -> Training:
 def a_copy_of_the_model(make: Callable[..., Training]) -> Training:
     """The copy is evaluated, while the model is trained, and is then trained itself."""
     training = make()
-    for index in range(3):
-        training.step(training.batch(index, on=(0,) if index == 1 else ()))
+    training.make_steps(range(3), (1,))
     training.finish()
     repeated = training.repeated
     model = training.model
@@ -314,8 +312,7 @@ def a_copy_of_the_model(make: Callable[..., Training]) -> Training:
     if training.steps is not None:
         training.steps.remove()
     training.begin(copied)
-    for index in range(5, 8):
-        training.step(training.batch(index, on=(0,) if index == 6 else ()))
+    training.make_steps(range(5, 8), (6,))
     training.finish()
     training.repeated += repeated
     return training
@@ -352,30 +349,26 @@ def an_exception_on_all_ranks(make: Callable[..., Training]) -> Training:
 def a_layer_called_twice(make: Callable[..., Training]) -> Training:
     torch.manual_seed(5)
     training = make(model=Twice())
-    for index in range(5):
-        training.step(training.batch(index, on=(0,) if index in (1, 3) else ()))
+    training.make_steps(range(5), (1, 3))
     return training
 
 
 def a_call_without_autograd_in_a_step(make: Callable[..., Training]) -> Training:
     torch.manual_seed(5)
     training = make(model=Taught())
-    for index in range(5):
-        training.step(training.batch(index, on=(0,) if index in (1, 3) else ()))
+    training.make_steps(range(5), (1, 3))
     return training
 
 
 def each_step_overflows(make: Callable[..., Training]) -> Training:
     training = make()
-    for index in range(5):
-        training.step(training.batch(index, on=(0,) if index else ()))
+    training.make_steps(range(5), range(1, 5))
     return training
 
 
 def an_optimizer_without_skipping(make: Callable[..., Training]) -> Training:
     training = make(kind=torch.optim.SGD, momentum=0.9)
-    for index in range(5):
-        training.step(training.batch(index, on=(0,) if index in (1, 4) else ()))
+    training.make_steps(range(5), (1, 4))
     return training
 
 

@@ -38,7 +38,7 @@ CALLS = 200
 SECONDS = 25
 RANKS = 2
 MOST_DIFFERENCE = 2**-6
-"""Of a replay from exact passes, over the largest value of a tensor."""
+"""Largest difference between a replay and exact passes, divided by the largest value of the tensor."""
 
 
 @dataclass(frozen=True)

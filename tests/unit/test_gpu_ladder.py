@@ -406,7 +406,7 @@ def test_a_healthy_ladder_fits_in_eight_minutes_and_each_step_can_be_run() -> No
 
 
 def test_the_pages_do_not_say_of_todays_steps_what_ran_of_earlier_ones() -> None:
-    """32 steps ran on an H200. Whoever adds a step says there that it has not run."""
+    """32 steps ran on an H200. A new step changes the number of steps on the page of results."""
     results = (climb.ROOT / "bench" / "results" / "README.md").read_text(encoding="utf-8")
     assert f"The ladder has {len(all_steps())} steps; it had 32 for one GPU when it\n  ran." in results
     page = (climb.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")

@@ -33,7 +33,7 @@ BY_DRIVER = "PTX of compute_80, compiled by the driver"
         ((12, 0), ("ptx100f",), None, False, "loop"),
         ((10, 3), ("ptx100a",), None, False, "grouped_mm"),
         ((10, 3), ("ptx100f",), "PTX of compute_100, compiled by the driver", False, "grouped_mm"),
-        # Of the device's own capability, but no binary.
+        # The driver also compiles PTX of the device's own capability: it is no binary.
         ((8, 0), ("ptx80",), BY_DRIVER, False, "loop"),
     ],
 )
